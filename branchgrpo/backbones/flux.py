@@ -23,6 +23,7 @@ class FluxPolicy:
         self.pipeline, self.height, self.width, self.guidance_scale = pipeline, height, width, guidance_scale
         self.grid = (height // step, width // step)
         self.latent_shape = (self.grid[0] * self.grid[1], self.denoiser.config.in_channels)
+        self.call = self.denoiser  # what predict calls: a trainer puts its wrapped module here
 
     denoiser = property(lambda self: self.pipeline.transformer)
     device = property(lambda self: self.denoiser.device)
@@ -56,7 +57,7 @@ def predict(self, latents, time, conditioning: dict):
     image_ids, text_ids = _ids(self.grid, embeds.shape[1], latents.device, self.dtype)
     row = latents.new_ones(len(latents), dtype=torch.float32)
     guidance = row * self.guidance_scale if self.denoiser.config.guidance_embeds else None
-    return self.denoiser(hidden_states=latents.to(self.dtype), timestep=(row * time).to(self.dtype), guidance=guidance, pooled_projections=pooled,
+    return self.call(hidden_states=latents.to(self.dtype), timestep=(row * time).to(self.dtype), guidance=guidance, pooled_projections=pooled,
                          encoder_hidden_states=embeds, img_ids=image_ids, txt_ids=text_ids, return_dict=False)[0]
 
 # %% ../../nbs/backbones/00_flux.ipynb #49b2ff2f
