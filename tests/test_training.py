@@ -1,0 +1,135 @@
+"""Training on tiny-flux: shared siblings, exact ratios, kills, processes."""
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from branchgrpo.objective import edge_loss
+from branchgrpo.rollout import edge_log_probs
+from branchgrpo.trainer import TrainConfig, Trainer
+
+SMALL = dict(steps=6, splits=(0, 2), prompts_per_iteration=2, evaluate_every=0, tracker="none", checkpoint_every=2)
+TIMES = ("seconds", "seconds_rollout", "seconds_update")
+
+
+def config(folder, **changes):
+    return TrainConfig.from_dict(SMALL | {"output": str(folder), "iterations": 4} | changes)
+
+
+def gradient(trainer):
+    return {n: p.grad.clone() for n, p in trainer.named.items() if p.grad is not None}
+
+
+def test_shared_siblings_give_the_edge_by_edge_gradient(tmp_path):
+    trainer = Trainer(config(tmp_path / "run"))
+    tree, cond, rewards, _ = trainer.collect(0)
+    advantages = trainer.advantages(tree, rewards)
+    stats = trainer.accumulate(tree, cond, advantages)
+    assert stats["ratio_error"] == 0
+    shared = gradient(trainer)
+    trainer.optimizer.zero_grad()
+    edges = tree.prompts * trainer.plan.trained_edges
+    for i in sorted(trainer.plan.trained):
+        for p in range(tree.prompts):
+            for child, parent in enumerate(tree.parents[i + 1][p].tolist()):
+                x, row = tree.latents[i][p, parent][None], {k: v[p:p + 1] for k, v in cond.items()}
+                law = trainer.process.step(i, x, trainer.policy.predict(x, trainer.process.times[i], row))
+                log_prob = edge_log_probs(law, tree.latents[i + 1][p, child][None, None])
+                loss = edge_loss(log_prob, tree.log_probs[i + 1][p, child].view(1, 1), advantages[i + 1][p, child].view(1, 1), trainer.settings["clip_range"])
+                (loss.sum() / edges).backward()
+    alone = gradient(trainer)
+    size = torch.cat([g.flatten() for g in alone.values()]).abs().max()
+    for name in shared: torch.testing.assert_close(shared[name], alone[name], rtol=1e-3, atol=1e-5 * max(1.0, size.item()))
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_ratio_is_exactly_one_before_the_first_update(tmp_path, precision):
+    trainer = Trainer(config(tmp_path / "run", mixed_precision=precision))
+    for _ in range(2):
+        row = trainer.step()
+        assert row["ratio_error"] == 0 and row["ratio"] == 1 and row["clip_fraction"] == 0
+    assert row["grad_norm"] > 0
+
+
+START = "import sys, json; from branchgrpo.trainer import *; Trainer(TrainConfig.from_dict(json.loads(sys.argv[1]))).fit()"
+
+
+def start(folder, iterations=6, **changes):
+    table = SMALL | {"output": str(folder), "iterations": iterations, "splits": [0, 2]} | changes
+    return subprocess.Popen([sys.executable, "-c", START, json.dumps(table)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def rows(folder):
+    return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_killed_run_ends_as_one_that_was_not(tmp_path):
+    whole, killed = start(tmp_path / "whole"), start(tmp_path / "killed", iterations=6)
+    file, deadline = tmp_path / "killed/metrics.jsonl", time.time() + 120
+    while not (file.exists() and file.read_text().count("\n") >= 3): assert time.time() < deadline and killed.poll() is None; time.sleep(0.005)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert not (tmp_path / "killed/model").exists()
+    again = start(tmp_path / "killed")
+    for process in (whole, again): assert process.wait(timeout=200) == 0, process.stderr.read().decode()[-2000:]
+    assert rows(tmp_path / "whole") == rows(tmp_path / "killed") and len(rows(tmp_path / "whole")) == 6
+    a, b = (torch.load(tmp_path / n / "checkpoint.pt", weights_only=True)["weights"] for n in ("whole", "killed"))
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+PROCESSES = """
+import sys, json, torch
+from branchgrpo.trainer import *
+t = Trainer(TrainConfig.from_dict(json.loads(sys.argv[1])))
+tree, cond, rewards, _ = t.collect(3)
+t.accumulate(tree, cond, t.advantages(tree, rewards))
+grads = {n: p.grad.clone() for n, p in t.named.items()}
+torch.save({"leaves": t.accelerator.gather(tree.latents[-1].contiguous()), "rewards": t.accelerator.gather(rewards.contiguous()), "grads": grads}, f"{sys.argv[2]}.{t.accelerator.process_index}")
+"""
+
+
+def test_two_processes_do_what_one_does(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(PROCESSES)
+    table = json.dumps(SMALL | {"output": str(tmp_path / "run"), "splits": [0, 2]})
+    env = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    for n in (1, 2):
+        done = subprocess.run([*launch, str(n), str(script), table, str(tmp_path / f"out{n}")], env=env, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr[-3000:]
+    one, two = torch.load(tmp_path / "out1.0"), torch.load(tmp_path / "out2.0")
+    torch.testing.assert_close(one["leaves"], two["leaves"], rtol=0, atol=2e-4)
+    torch.testing.assert_close(one["rewards"], two["rewards"], rtol=0, atol=1e-4)
+    for name in one["grads"]: torch.testing.assert_close(one["grads"][name], two["grads"][name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+def test_the_result_loads_in_plain_diffusers(tmp_path, lora):
+    from diffusers import FluxPipeline
+    trainer = Trainer(config(tmp_path / "run", iterations=2, lora_rank=lora, lora_alpha=16, learning_rate=1e-2 if lora else 1e-4))
+    run = trainer.fit()
+    x, cond = torch.randn(2, *trainer.policy.latent_shape, generator=torch.Generator().manual_seed(0)), trainer.conditioning(["a red 3", "two blue 5s"])
+    with torch.no_grad(): ours = trainer.policy.predict(x, torch.tensor(0.5), cond)
+    if lora:
+        from branchgrpo.backbones.flux import resolve
+        pipe = FluxPipeline.from_pretrained(resolve("tiny-flux"), torch_dtype=torch.float32)
+        pipe.load_lora_weights(run.path / "lora")
+    else: pipe = FluxPipeline.from_pretrained(run.path / "model", torch_dtype=torch.float32)
+    trainer.policy.call = pipe.transformer.eval()
+    with torch.no_grad(): theirs = trainer.policy.predict(x, torch.tensor(0.5), cond)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+    assert run.finished and len(Trainer(trainer.config).fit().metrics) == 2  # a finished run is returned as it is
+
+
+def test_another_run_in_the_folder_is_refused(tmp_path):
+    Trainer(config(tmp_path / "run", iterations=2)).fit()
+    before = (tmp_path / "run/metrics.jsonl").read_text()
+    with pytest.raises(ValueError, match="holds another run .differs in recipe"):
+        Trainer(config(tmp_path / "run", iterations=2, recipe="dancegrpo", splits=None, branch_factor=None)).fit()
+    assert (tmp_path / "run/metrics.jsonl").read_text() == before
