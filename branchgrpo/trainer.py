@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from diffusers.training_utils import EMAModel
 from tqdm.auto import tqdm
 
@@ -118,6 +119,7 @@ class Trainer:
         self.config, self.settings = config, config.settings()
         s = self.settings
         self.prompts = load_prompts(s["prompts"])
+        AcceleratorState._reset_state()  # else a second trainer of another precision in one process is refused
         self.accelerator = Accelerator(mixed_precision=s["mixed_precision"], log_with=None if s["tracker"] == "none" else s["tracker"], project_dir=s["output"])
         device, n = self.accelerator.device, self.accelerator.num_processes
         if s["prompts_per_iteration"] % n: raise ValueError(f"prompts_per_iteration: {s['prompts_per_iteration']} is not a multiple of {n} processes")

@@ -130,6 +130,6 @@ def test_the_result_loads_in_plain_diffusers(tmp_path, lora):
 def test_another_run_in_the_folder_is_refused(tmp_path):
     Trainer(config(tmp_path / "run", iterations=2)).fit()
     before = (tmp_path / "run/metrics.jsonl").read_text()
-    with pytest.raises(ValueError, match="holds another run .differs in recipe"):
+    with pytest.raises(ValueError, match="holds another run .differs in .*recipe"):
         Trainer(config(tmp_path / "run", iterations=2, recipe="dancegrpo", splits=None, branch_factor=None)).fit()
     assert (tmp_path / "run/metrics.jsonl").read_text() == before
