@@ -118,9 +118,9 @@ def test_the_result_loads_in_plain_diffusers(tmp_path, lora):
     with torch.no_grad(): ours = trainer.policy.predict(x, torch.tensor(0.5), cond)
     if lora:
         from branchgrpo.backbones.flux import resolve
-        pipe = FluxPipeline.from_pretrained(resolve("tiny-flux"), torch_dtype=torch.float32)
+        pipe = FluxPipeline.from_pretrained(resolve("tiny-flux"), dtype=torch.float32)
         pipe.load_lora_weights(run.path / "lora")
-    else: pipe = FluxPipeline.from_pretrained(run.path / "model", torch_dtype=torch.float32)
+    else: pipe = FluxPipeline.from_pretrained(run.path / "model", dtype=torch.float32)
     trainer.policy.call = pipe.transformer.eval()
     with torch.no_grad(): theirs = trainer.policy.predict(x, torch.tensor(0.5), cond)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)

@@ -83,10 +83,11 @@ def resolve(name: str) -> str:
 
 def load_flux(name: str, height: int | None = None, width: int | None = None, guidance_scale: float = 3.5, dtype=torch.float32, device="cpu") -> FluxPolicy:
     "The policy of a FLUX pipeline; sizes default to the VAE's own for tiny-flux, 1024 else."
+    import diffusers.utils.logging
+    import transformers.utils.logging
     from diffusers import FluxPipeline
-    from diffusers.utils import logging
-    logging.disable_progress_bar()
-    pipeline = FluxPipeline.from_pretrained(resolve(name), torch_dtype=dtype).to(device)
+    for library in (diffusers, transformers): library.utils.logging.disable_progress_bar()
+    pipeline = FluxPipeline.from_pretrained(resolve(name), dtype=dtype).to(device)
     for part in (pipeline.vae, pipeline.text_encoder, pipeline.text_encoder_2, pipeline.transformer): part.requires_grad_(False).eval()
     size = pipeline.vae.config.sample_size if name in TINY else 1024
     return FluxPolicy(pipeline, height or size, width or size, guidance_scale)
