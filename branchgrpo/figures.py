@@ -84,11 +84,11 @@ def side_by_side(columns: dict, captions: list, size: float = 1.0):
     return fig
 
 # %% ../nbs/19_figures.ipynb #7aa23bff
-def tree_picture(parents: list, images: dict, values: list, size: float = 0.62):
+def tree_picture(parents: list, images: dict, values: list, size: float = 0.72):
     "A rollout tree: `parents` (a list over depths of index lists), `images` {depth: (W, 3, H, W)}, `values` (a list over depths of numbers)."
     depths = sorted(images)
     leaves = len(images[depths[-1]])
-    fig, ax = plt.subplots(figsize=(1.5 * len(depths), size * leaves))
+    fig, ax = plt.subplots(figsize=(1.5 * len(depths), size * (leaves + 1)))
     place, colour = _places(parents, leaves), plt.get_cmap("RdYlGn")
     low, high = min(values[-1]), max(values[-1])
     for column, d in enumerate(depths):
@@ -114,5 +114,5 @@ def _places(parents, leaves: int) -> list:
 
 def _thumb(ax, image, x, y, colour):
     from matplotlib.offsetbox import AnnotationBbox, OffsetImage
-    box = OffsetImage(np.asarray(image).transpose(1, 2, 0), zoom=1.05, interpolation="nearest")
+    box = OffsetImage(np.asarray(image).transpose(1, 2, 0), zoom=0.95, interpolation="nearest")
     ax.add_artist(AnnotationBbox(box, (x, y), pad=0.12, bboxprops={"edgecolor": colour, "linewidth": 2}))
