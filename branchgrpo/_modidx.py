@@ -21,6 +21,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'branchgrpo/backbones/flux.py')},
             'branchgrpo.branching': {'branchgrpo.branching.sibling_noise': ('branching.html#sibling_noise', 'branchgrpo/branching.py')},
             'branchgrpo.cli': { 'branchgrpo.cli._config': ('cli.html#_config', 'branchgrpo/cli.py'),
+                                'branchgrpo.cli._policy': ('cli.html#_policy', 'branchgrpo/cli.py'),
                                 'branchgrpo.cli._typed': ('cli.html#_typed', 'branchgrpo/cli.py'),
                                 'branchgrpo.cli.main': ('cli.html#main', 'branchgrpo/cli.py'),
                                 'branchgrpo.cli.parser': ('cli.html#parser', 'branchgrpo/cli.py'),

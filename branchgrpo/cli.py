@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
 # %% ../nbs/21_cli.ipynb #0b759f4e
 def _typed(field, text: str):
     "A flag's text as its field's type. Raises `ValueError` naming the field."
-    kind, name = str(field.type), field.name
+    kind, name = getattr(field.type, "__name__", str(field.type)), field.name
     try:
         if "tuple" in kind: return tuple(int(v) for v in text.split(","))
         if "bool" in kind: return {"true": True, "false": False}[text.lower()]
@@ -84,26 +84,38 @@ def show_recipes(args):
     for key, (value, source) in recipe.values.items(): print(f"  {key:22} {str(value):14} {source}")
 
 # %% ../nbs/21_cli.ipynb #da3060b5
+def _policy(name: str):
+    "The policy of a backbone's name or of a run's folder (its result, full or LoRA, at the sizes it was trained with)."
+    from pathlib import Path
+    from branchgrpo.backbones.flux import load_flux
+    from branchgrpo.runs import Run
+    run = Run(Path(name))
+    if not (run.path / "run.json").is_file(): return load_flux(name)
+    if not run.finished: raise ValueError(f"backbone: the run {name!r} is not finished")
+    s, model = run.info["settings"], run.path / "model"
+    policy = load_flux(str(model) if model.is_dir() else s["backbone"], s["height"], s["width"], s["guidance_scale"])
+    if not model.is_dir(): policy.pipeline.load_lora_weights(run.path / "lora")
+    return policy
+
+# %% ../nbs/21_cli.ipynb #fd7148ed
 def sample(args):
     "Draws one picture a prompt, deterministically, into one image file."
     import os
     from pathlib import Path
     import numpy as np
     from PIL import Image
-    from branchgrpo.backbones.flux import load_flux
     from branchgrpo.plan import RolloutPlan
     from branchgrpo.rollout import Noise, rollout
     from branchgrpo.schedule import flow_sigmas
     from branchgrpo.transition import flow_transition
     process, plan = flow_transition("dance", flow_sigmas(args.steps, 3.0), 0.0), RolloutPlan.chains(args.steps, 1, stochastic=())
-    trained = Path(args.backbone) / "model"
-    policy = load_flux(str(trained) if trained.is_dir() else args.backbone, **({"height": 32, "width": 32} if trained.is_dir() else {}))
+    policy = _policy(args.backbone)
     tree = rollout(plan, policy, policy.encode(args.prompt), process, Noise(args.seed, 0, tuple(range(len(args.prompt)))))
     images = policy.decode(tree.latents[-1][:, 0]).mul(255).round().byte().permute(0, 2, 3, 1).numpy()
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(np.concatenate(list(images), 1)).save(f"{args.output}.tmp", format="png")
     os.replace(f"{args.output}.tmp", args.output)
-    print(args.output)
+    print(f"{len(images)} pictures: {Path(args.output).name}")
 
 # %% ../nbs/21_cli.ipynb #942bd331
 def main(argv=None) -> int:
