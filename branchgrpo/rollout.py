@@ -13,7 +13,7 @@ import torch
 
 from .branching import sibling_noise
 from .plan import RolloutPlan
-from .transition import Transition
+from .transition import Transition, log_density
 from .tree import Tree, from_plan, plan_parents
 
 # %% ../nbs/05_rollout.ipynb #0fd0773a
@@ -65,9 +65,7 @@ def _born(law, noise, dtype):
 # %% ../nbs/05_rollout.ipynb #0c3c099f
 def edge_log_probs(law, children: torch.Tensor) -> torch.Tensor:
     "Log-densities `(N, K)` of stored `children (N, K, …)` under their parents' Gaussians (mean over a latent's elements)."
-    shared = type(law)(law.mean[:, None], law.std, law.clean)
-    z = (children.float() - shared.mean) / law.std
-    return -0.5 * z.square().flatten(2).mean(2) - torch.log(law.std) - 0.9189385332046727
+    return log_density(children, law.mean[:, None], law.std, batch_dims=2)
 
 # %% ../nbs/05_rollout.ipynb #d6e4d799
 @torch.no_grad()
