@@ -10,6 +10,7 @@ __all__ = ['LORA_TARGETS', 'TrainConfig', 'Trainer', 'positions', 'draw_prompts'
 import dataclasses
 import json
 import math
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,7 @@ class TrainConfig:
     checkpoint_every: int = 10          # iterations
     evaluate_every: int = 25            # iterations; 0: never
     evaluation_prompts: int = 64
+    export_ema: bool = False            # the result is the averaged weights
     tracker: str = "tensorboard"        # tensorboard, wandb or none
 
 # %% ../nbs/14_trainer.ipynb #05d822a2
@@ -319,13 +321,13 @@ def fit(self) -> Run:
     if s["tracker"] != "none": self.accelerator.init_trackers("branchgrpo")
     bar = tqdm(range(self.iteration, s["iterations"]), initial=self.iteration, total=s["iterations"], disable=None if main else True, desc=s["recipe"])
     before = self.evaluate() if s["evaluate_every"] and self.iteration == 0 else None
-    if before and main: _record(run, 0, before)
+    if before and main: _record(run, {"iteration": 0, "denoiser_calls": 0, "seconds": 0.0} | before[0], before[1])
     for _ in bar:
         row = self.step()
         if s["evaluate_every"] and (self.iteration % s["evaluate_every"] == 0 or self.iteration == s["iterations"]):
             scores, images = self.evaluate()
             row |= scores
-            if main: _record(run, self.iteration, (scores, images))
+            if main: _record(run, {k: row[k] for k in ("iteration", "denoiser_calls", "seconds")} | scores, images)
         if main: run.append(row)
         if s["tracker"] != "none": self.accelerator.log(row, step=self.iteration)
         bar.set_postfix({k: f"{row[k]:.4g}" for k in ("reward", "reward_std", "ratio", "clip_fraction", "grad_norm", "denoiser_calls", "seconds")})
@@ -340,26 +342,24 @@ def _open(t: Trainer) -> Run:
     t.accelerator.wait_for_everyone()
     return open_run(t.settings["output"], settings)
 
-def _record(run: Run, iteration: int, evaluation: tuple):
-    "Keeps an evaluation's pictures and scores: samples/000025.png and evaluations.json."
-    from PIL import Image
-    scores, images = evaluation
-    rows = images[:32].cpu().mul(255).round().byte().permute(0, 2, 3, 1).numpy()
-    grid = [list(rows[i:i + 8]) for i in range(0, len(rows) - len(rows) % 8, 8)] or [list(rows)]
+def _record(run: Run, scores: dict, images):
+    "Keeps an evaluation's scores and pictures: a line of evaluations.jsonl and samples/000025.png."
     import numpy as np
-    picture = Image.fromarray(np.concatenate([np.concatenate(r, 1) for r in grid], 0))
-    folder = run.path / "samples"
-    folder.mkdir(exist_ok=True)
-    picture.save(folder / f"{iteration:06d}.png.tmp", format="png")
-    (folder / f"{iteration:06d}.png.tmp").rename(folder / f"{iteration:06d}.png")
-    file = run.path / "evaluations.json"
-    old = json.loads(file.read_text()) if file.exists() else {}
-    write_text(file, json.dumps(old | {str(iteration): scores}, indent=1))
+    from PIL import Image
+    rows = images[:32].cpu().mul(255).round().byte().permute(0, 2, 3, 1).numpy()
+    rows = rows[:len(rows) - len(rows) % 8] if len(rows) > 8 else rows
+    picture = np.concatenate([np.concatenate(list(r), 1) for r in np.split(rows, max(1, len(rows) // 8))], 0)
+    path = run.path / "samples" / f"{scores['iteration']:06d}.png"
+    path.parent.mkdir(exist_ok=True)
+    Image.fromarray(picture).save(f"{path}.tmp", format="png")
+    os.replace(f"{path}.tmp", path)
+    kept = [e for e in run.evaluations if e["iteration"] < scores["iteration"]]
+    write_text(run.path / "evaluations.jsonl", "".join(json.dumps(e) + "\n" for e in [*kept, scores]))
 
 def _close(t: Trainer, run: Run) -> Run:
     "Writes the result and marks the run finished."
     if t.accelerator.is_main_process:
-        t.export(run)
+        t.export(run, t.settings["export_ema"])
         run.set_state(state="finished", settings=run.info["settings"] | {"iterations": t.settings["iterations"]})
     t.accelerator.wait_for_everyone()
     if t.settings["tracker"] != "none": t.accelerator.end_training()

@@ -1,6 +1,7 @@
 """The project's shape: metadata agree, dependencies are what was tried, nothing refers to the outside."""
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 import tomllib
@@ -78,3 +79,11 @@ def test_every_module_imports_alone():
             "sys.exit(len(bad))\n")
     done = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True, cwd=ROOT)
     assert len(names) > 15 and done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_engine_knows_no_method_by_name():
+    from branchgrpo import recipes
+    words = "|".join(re.escape(name) for name in recipes.names())
+    for module in ("plan", "tree", "rollout", "credit", "objective", "policy", "transition", "trainer"):
+        code = (ROOT / "branchgrpo" / f"{module}.py").read_text()
+        assert not re.search(rf"""(==|!=|in)\s*\(?["']({words})["']|recipe\s*(==|!=)""", code), module
