@@ -39,7 +39,8 @@ def _typed(field, text: str):
     "A flag's text as its field's type. Raises `ValueError` naming the field."
     kind, name = getattr(field.type, "__name__", str(field.type)), field.name
     try:
-        if "tuple" in kind: return tuple(int(v) for v in text.split(","))
+        if "tuple" in kind: return text if text[:1].isalpha() else tuple(int(v) for v in text.split(",") if v)
+        if "dict" in kind: return {int(k): int(v) for k, _, v in (pair.partition(":") for pair in text.split(",") if pair)}
         if "bool" in kind: return {"true": True, "false": False}[text.lower()]
         if "int" in kind: return int(text)
         if "float" in kind: return float(text)
@@ -77,11 +78,13 @@ def train(args):
 def show_recipes(args):
     "Prints the list, or one recipe with the source of each value."
     if not args.name:
-        for name in recipes.names(): print(f"{name:16} {recipes.get(name).summary}")
+        for name in recipes.names(): print(f"{name:20} {recipes.get(name).summary}")
         return
     recipe = recipes.get(args.name)
     print(f"{recipe.name}: {recipe.summary}")
-    for key, (value, source) in recipe.values.items(): print(f"  {key:22} {str(value):14} {source}")
+    for key, (value, source) in recipe.values.items():
+        if source != "off": print(f"  {key:22} {str(value):14} {source}")
+    print("off: " + ", ".join(f"{key} {value}" for key, (value, source) in recipe.values.items() if source == "off"))
 
 # %% ../nbs/21_cli.ipynb #da3060b5
 def _policy(name: str):

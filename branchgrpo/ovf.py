@@ -41,17 +41,18 @@ def select_max_variance(rewards, k: int) -> torch.Tensor:
     return chosen if rewards.ndim == 2 else chosen[0]
 
 # %% ../nbs/08_ovf.ipynb #f615967f
-def _random(rewards, k, generator):
-    return torch.rand(rewards.shape, generator=generator).argsort(-1)[:, :k].sort(-1).values
+def _random(rewards, k, generators):
+    draws = torch.stack([torch.rand(rewards.shape[1], generator=g) for g in generators])
+    return draws.argsort(-1)[:, :k].sort(-1).values
 
-RULES = {"ovf": lambda rewards, k, generator: select_max_variance(rewards, k),
+RULES = {"ovf": lambda rewards, k, generators: select_max_variance(rewards, k),
          "random": _random,
-         "best": lambda rewards, k, generator: rewards.sort(dim=-1, descending=True, stable=True).indices[:, :k].sort(-1).values}
+         "best": lambda rewards, k, generators: rewards.sort(dim=-1, descending=True, stable=True).indices[:, :k].sort(-1).values}
 
-def choose(rule: str, rewards: torch.Tensor, k: int, generator=None) -> torch.Tensor:
-    "Indices `(P, k)` that `rule` (ovf, random or best) keeps of `rewards (P, G)`. Raises `ValueError` on another rule."
+def choose(rule: str, rewards: torch.Tensor, k: int, generators=None) -> torch.Tensor:
+    "Indices `(P, k)` that `rule` (ovf, random or best) keeps of `rewards (P, G)`; `random` needs a generator a row. Raises `ValueError` on another rule."
     if rule not in RULES: raise ValueError(f"selection: {rule!r} is not one of {', '.join(RULES)}")
-    return RULES[rule](rewards, k, generator)
+    return RULES[rule](rewards, k, generators)
 
 # %% ../nbs/08_ovf.ipynb #567df483
 def pilot(previews: torch.Tensor, final: torch.Tensor, checkpoints: tuple, group_sizes: tuple) -> dict:

@@ -18,11 +18,12 @@ class Tree:
     """The trees of P prompts. Lists are indexed by depth, 0 (roots) … steps (leaves); W is the number of nodes of a depth.
 
     `parents[d]` (P, W) index into depth d − 1 (−1 at depth 0); `latents[d]` (P, W, …) as stored; `log_probs[d]` (P, W) float32 of the edge into each node, the
-    mean over the latent's elements, 0 for deterministic edges."""
+    mean over the latent's elements, 0 for deterministic edges; `means[i]` (P·W′, …), if kept, the means of the Gaussians of step i."""
     plan: RolloutPlan
     parents: list
     log_probs: list
     latents: list
+    means: list | None = None
 
     @property
     def prompts(self) -> int:
