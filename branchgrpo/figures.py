@@ -33,7 +33,7 @@ def save(fig, path):
         os.replace(temporary, path.with_suffix(f".{kind}"))
 
 # %% ../nbs/19_figures.ipynb #4cc1d2c3
-def small_picture(fig, dpi: int = 72, colours: int = 32):
+def small_picture(fig, dpi: int = 72, colours: int = 96):
     "The figure as a small palette PNG for a notebook's output; closes it."
     from io import BytesIO
     from IPython.display import Image

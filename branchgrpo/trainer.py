@@ -40,8 +40,8 @@ from .testbed.training import save_atomic
 
 # %% ../nbs/14_trainer.ipynb #b751c9f9
 @dataclass
-class TrainConfig:
-    "What to train, and how. `None` means: as the recipe says."
+class _Asked:
+    "What to train, on what."
     recipe: str = "branchgrpo"
     backbone: str = "tiny-flux"         # a testbed name, a pipeline folder, or a hub name
     reward: str = "tiny-clip"
@@ -50,7 +50,11 @@ class TrainConfig:
     iterations: int = 50
     seed: int = 0
     prompts_per_iteration: int | None = None  # over all processes
-    # the plan
+
+# %% ../nbs/14_trainer.ipynb #ebc7f2be
+@dataclass
+class _Planned(_Asked):
+    "The plan and the process; `None`: as the recipe says."
     steps: int | None = None            # denoising steps
     roots: int | None = None            # initial noises
     splits: tuple | str | None = None   # steps at which the tree branches; window: every step of it; window-start: its first
@@ -66,13 +70,16 @@ class TrainConfig:
     window_every: int | None = None     # iterations between moves
     window_stride: int | None = None    # steps of a move (negative: towards the noise)
     tail_ratio: float | None = None     # solver steps after the window, as a share of the steps left (0: no solver)
-    # the process
     transition: str | None = None       # dance, flow, cps or ddim
     eta: float | None = None            # noise level of the transition
     shift: float | None = None          # time shift of the noise schedule
     s: float | None = None              # private against shared noise of siblings (Eq. 2)
     split_noise: str | None = None      # correlated (Eq. 2) or scaled (noise of split steps times s)
-    # credit and selection
+
+# %% ../nbs/14_trainer.ipynb #71bda38a
+@dataclass
+class _Credited(_Planned):
+    "Credit, selection and the objective; `None`: as the recipe says."
     advantage: str | None = None        # depthwise, joint, leave-one-out, leaf-backup, broadcast
     beta: float | None = None           # path weights of the reward fusion (Eq. 3)
     weights: str | None = None          # path or edge
@@ -84,10 +91,14 @@ class TrainConfig:
     prune: str | None = None            # edges that are trained: none, parent-top1, extreme, depth-window
     prune_keep: int | None = None       # b of extreme
     train_fraction: float | None = None # share of the steps trained, drawn anew for each prompt
-    # the update
     ratio: str | None = None            # ppo or guard
     clip_range: float | None = None
     kl: float | None = None             # weight of the KL to the model before training
+
+# %% ../nbs/14_trainer.ipynb #2363e754
+@dataclass
+class TrainConfig(_Credited):
+    "What to train, and how. `None` means: as the recipe says."
     updates_per_rollout: int | None = None
     learning_rate: float | None = None
     weight_decay: float | None = None

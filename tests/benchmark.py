@@ -1,7 +1,7 @@
 """Seconds of a rollout and an update against their floor, and against a reference that walks one node and one edge at a time.
 
 Interleaved, medians; run it with `make benchmark` on an idle machine. The floor of a rollout is (denoiser calls) × (best batched forward time per sample);
-of an update, (trained calls) × (best batched forward-and-backward time per sample)."""
+of an update, (trained calls) × (best batched forward-and-backward time per sample). `engine alone` is the rollout with a denoiser that costs nothing."""
 import statistics
 import sys
 import tempfile
@@ -54,8 +54,15 @@ def per_sample(t, cond, backward: bool, batch: int):
     return seconds(call) / batch
 
 
-def main(recipe: str = "branchgrpo", rounds: int = 7):
-    t = Trainer(TrainConfig(recipe=recipe, output=f"{tempfile.mkdtemp()}/run", evaluate_every=0, tracker="none"))
+def without_denoiser(t, job):
+    "Seconds of a job when the denoiser costs nothing: the engine alone."
+    real, t.policy.predict = t.policy.predict, lambda x, *_: torch.zeros_like(x)
+    try: return statistics.median(seconds(job) for _ in range(5))
+    finally: t.policy.predict = real
+
+
+def main(recipe: str, prompts: int, rounds: int = 11):
+    t = Trainer(TrainConfig(recipe=recipe, prompts_per_iteration=prompts, output=f"{tempfile.mkdtemp()}/run", evaluate_every=0, tracker="none"))
     tree, cond, rewards, _ = t.collect(0)
     advantages, noise = t.advantages(tree, rewards), Noise(0, 0, t.positions())
     jobs = {"rollout": lambda: seconds(lambda: rollout(t.plan, t.policy, cond, t.process, noise, t.settings["s"])),
@@ -67,15 +74,17 @@ def main(recipe: str = "branchgrpo", rounds: int = 7):
             value = job()
             if r: times[name].append(value)
             t.optimizer.zero_grad()
+    alone = {"rollout": without_denoiser(t, lambda: rollout(t.plan, t.policy, cond, t.process, noise, t.settings["s"]))}
     slow = {"rollout": seconds(lambda: reference_rollout(t, cond, noise)), "update": seconds(lambda: reference_update(t, tree, cond, advantages))}
     best = lambda kind: min(statistics.median(times[k]) for k in times if k.startswith(kind + " "))
     n = tree.prompts
     print(f"{recipe}, {n} prompts × {t.plan.leaves} leaves, {t.plan.steps} steps, {torch.get_num_threads()} threads")
-    print(f"{'':9}{'seconds':>9}{'floor':>9}{'× floor':>9}{'one by one':>12}{'× faster':>10}")
+    print(f"{'':9}{'seconds':>9}{'floor':>9}{'× floor':>9}{'one by one':>12}{'× faster':>10}{'engine alone':>14}")
     for name, calls, kind in (("rollout", t.plan.denoiser_calls, "forward"), ("update", t.plan.trained_calls, "backward")):
         took, floor = statistics.median(times[name]), n * calls * best(kind)
-        print(f"{name:9}{took:9.3f}{floor:9.3f}{took / floor:9.2f}{slow[name]:12.2f}{slow[name] / took:10.1f}")
+        print(f"{name:9}{took:9.3f}{floor:9.3f}{took / floor:9.2f}{slow[name]:12.2f}{slow[name] / took:10.1f}" + (f"{alone[name]:11.4f} s" if name in alone else ""))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    for prompts in (4, 8):
+        for name in sys.argv[1:] or ("branchgrpo", "dancegrpo"): main(name, prompts)
