@@ -90,13 +90,13 @@ def show_recipes(args):
 def _policy(name: str):
     "The policy of a backbone's name or of a run's folder (its result, full or LoRA, at the sizes it was trained with)."
     from pathlib import Path
-    from branchgrpo.backbones.flux import load_flux
+    from branchgrpo.backbones.base import load
     from branchgrpo.runs import Run
     run = Run(Path(name))
-    if not (run.path / "run.json").is_file(): return load_flux(name)
+    if not (run.path / "run.json").is_file(): return load(name)
     if not run.finished: raise ValueError(f"backbone: the run {name!r} is not finished")
     s, model = run.info["settings"], run.path / "model"
-    policy = load_flux(str(model) if model.is_dir() else s["backbone"], s["height"], s["width"], s["guidance_scale"])
+    policy = load(str(model) if model.is_dir() else s["backbone"], s["height"], s["width"], s["guidance_scale"])
     if not model.is_dir(): policy.pipeline.load_lora_weights(run.path / "lora")
     return policy
 

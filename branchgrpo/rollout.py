@@ -71,7 +71,7 @@ def edge_log_probs(law, children: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def rollout(plan: RolloutPlan, policy, conditioning: dict, process: Transition, noise: Noise, s: float = float("inf"),
             dtype=torch.float32, max_batch: int | None = None, select=None, decide=None, keep_means: bool = False) -> Tree:
-    """Rolls out `plan` for P prompts and returns their tree; the leaves' latents are the clean estimates of the last step.
+    """Rolls out `plan` for P prompts and returns their tree; x.
 
     `conditioning`: dict of tensors with P rows; `s`: correlation of siblings (Eq. 2); `dtype`: how latents are stored; `select(step, clean (P, W, …), k) -> (P, k)`
     chooses a checkpoint's survivors; `decide(step, clean) -> int` may add a split of that factor (the tree's plan is then the one carried out); `keep_means` stores the parents' means.
@@ -117,7 +117,7 @@ def _advance(tree, i, policy, conditioning, process, noise, s, dtype, max_batch,
         tree.log_probs[i + 1] = edges.unflatten(0, (prompts, width)).flatten(1, 2)
         if tree.means: tree.means[i] = law.mean
     else:
-        children = (law.clean if last else law.mean)[:, None].expand(-1, factor, *x.shape[2:]).to(dtype)
+        children = law.mean[:, None].expand(-1, factor, *x.shape[2:]).to(dtype)
     tree.latents[i + 1] = children.unflatten(0, (prompts, width)).flatten(1, 2)
 
 # %% ../nbs/05_rollout.ipynb #13fc98ea

@@ -117,7 +117,7 @@ def test_the_result_loads_in_plain_diffusers(tmp_path, lora):
     x, cond = torch.randn(2, *trainer.policy.latent_shape, generator=torch.Generator().manual_seed(0)), trainer.conditioning(["a red 3", "two blue 5s"])
     with torch.no_grad(): ours = trainer.policy.predict(x, torch.tensor(0.5), cond)
     if lora:
-        from branchgrpo.backbones.flux import resolve
+        from branchgrpo.backbones.base import resolve
         pipe = FluxPipeline.from_pretrained(resolve("tiny-flux"), dtype=torch.float32)
         pipe.load_lora_weights(run.path / "lora")
     else: pipe = FluxPipeline.from_pretrained(run.path / "model", dtype=torch.float32)
