@@ -109,6 +109,7 @@ class TrainConfig(_Credited):
     guidance_grad: bool = False         # gradient through the unconditional branch of guidance too
     height: int | None = None           # pixels
     width: int | None = None            # pixels
+    frames: int | None = None           # of a clip, for video models
     lora_rank: int | None = None        # 0: full fine-tuning
     lora_alpha: int | None = None
     mixed_precision: str = "no"         # no or bf16
@@ -183,7 +184,7 @@ class Trainer:
         device, n = self.accelerator.device, self.accelerator.num_processes
         if s["prompts_per_iteration"] % n: raise ValueError(f"prompts_per_iteration: {s['prompts_per_iteration']} is not a multiple of {n} processes")
         self.reward = load_reward(s["reward"], device=device)
-        self.policy = load(s["backbone"], s["height"], s["width"], s["guidance_scale"], device=device, guidance_grad=s["guidance_grad"])
+        self.policy = load(s["backbone"], s["height"], s["width"], s["guidance_scale"], device=device, guidance_grad=s["guidance_grad"], frames=s["frames"])
         self.storage = torch.bfloat16 if s["mixed_precision"] == "bf16" else torch.float32
         self.iteration, self.rolled, self.seconds, self.cache = 0, 0, 0.0, {}
         self.counts = {"denoiser_calls": 0, "trained_calls": 0, "previews": 0}
@@ -507,6 +508,7 @@ def _record(run: Run, scores: dict, images):
     "Keeps an evaluation's scores and pictures: a line of evaluations.jsonl and samples/000025.png."
     import numpy as np
     from PIL import Image
+    if images.ndim == 5: images = images.transpose(2, 3).flatten(3)  # a clip as a strip of frames
     rows = images[:32].cpu().mul(255).round().byte().permute(0, 2, 3, 1).numpy()
     rows = rows[:len(rows) - len(rows) % 8] if len(rows) > 8 else rows
     picture = np.concatenate([np.concatenate(list(r), 1) for r in np.split(rows, max(1, len(rows) // 8))], 0)

@@ -21,7 +21,7 @@ class PipelinePolicy:
     """A diffusers pipeline behind the policy contract; the families add `encode`, `predict`, `decode` and `latent_shape`.
 
     `height`, `width` in pixels, multiples of `step` (else `ValueError`); `guidance_scale` as in the pipeline; `guidance_grad`: whether the unconditional branch gets a gradient too."""
-    kind, component, default_size, lora_targets, patch, guidance = "flow", "transformer", 1024, ATTENTION, 2, 1.0
+    kind, component, default_size, lora_targets, patch, guidance, takes = "flow", "transformer", 1024, ATTENTION, 2, 1.0, ()
 
     def __init__(self, pipeline, height: int, width: int, guidance_scale: float = 1.0, guidance_grad: bool = False):
         self.step = pipeline.vae_scale_factor * self.patch if hasattr(pipeline, "vae_scale_factor") else pipeline.vae_scale_factor_spatial * self.patch
@@ -39,25 +39,26 @@ class PipelinePolicy:
         return {k: v.to(self.device, self.dtype) for k, v in tensors.items()}
 
 # %% ../../nbs/backbones/00_base.ipynb #2508889d
-def guided(policy, run, latents, positive: dict, negative: dict):
-    "The guided output of `run(latents, conditioning) -> (B, …)`."
+def guided(policy, run, latents, positive: dict, negative: dict, finish=lambda out, told: out):
+    "The guided output of `run(latents, conditioning) -> (B, …)`; `finish(out, told)` may still change it."
     if policy.guidance_scale <= 1: return run(latents, positive)
     if policy.guidance_grad:
         free, told = run(latents.repeat(2, *[1] * (latents.ndim - 1)), {k: torch.cat([negative[k], positive[k]]) for k in positive}).float().chunk(2)
     else:
         with torch.no_grad(): free = run(latents, negative).float()
         told = run(latents, positive).float()
-    return free + policy.guidance_scale * (told - free)
+    return finish(free + policy.guidance_scale * (told - free), told)
 
 def decode_images(vae, z, max_batch: int = 64):
     "Images `(B, 3, H, W)` float32 in [0, 1] of the VAE's own latents."
     return torch.cat([vae.decode(part.to(vae.device, vae.dtype), return_dict=False)[0] for part in z.split(max_batch)]).float().div(2).add(0.5).clamp(0, 1)
 
 # %% ../../nbs/backbones/00_base.ipynb #3abdd6ee
-FAMILIES = {"FluxPipeline": "branchgrpo.backbones.flux:FluxPolicy"}
+FAMILIES = {"FluxPipeline": "branchgrpo.backbones.flux:FluxPolicy", "WanPipeline": "branchgrpo.backbones.wan:WanPolicy", "QwenImagePipeline": "branchgrpo.backbones.qwen_image:QwenImagePolicy"}
 TINY = {name: f"testbed/weights/{name}" for name in ("tiny-flux",)}
 
-PAPERS = {"black-forest-labs/FLUX.1-dev": ("FluxPipeline", "branchgrpo.backbones.flux:meta_flux")}  # the papers' models: family, and the architecture without weights
+PAPERS = {"black-forest-labs/FLUX.1-dev": ("FluxPipeline", "branchgrpo.backbones.flux:meta_flux"),
+          "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": ("WanPipeline", "branchgrpo.backbones.wan:meta_wan"), "Qwen/Qwen-Image": ("QwenImagePipeline", "branchgrpo.backbones.qwen_image:meta_qwen_image")}  # the papers' models: family, and the architecture without weights
 
 def imported(target: str):
     "The object behind `module:name`."
@@ -85,8 +86,8 @@ def family(name: str) -> type:
     return imported(FAMILIES[kind])
 
 # %% ../../nbs/backbones/00_base.ipynb #9ebf9713
-def load(name: str, height: int | None = None, width: int | None = None, guidance_scale: float | None = None, dtype=torch.float32, device="cpu", guidance_grad: bool = False):
-    "The policy of a pipeline, frozen; guidance and sizes that are not given are the family's (for the small world's, the VAE's size). Raises `ValueError` as `family` does, and on sizes that do not fit."
+def load(name: str, height: int | None = None, width: int | None = None, guidance_scale: float | None = None, dtype=torch.float32, device="cpu", guidance_grad: bool = False, **options):
+    "The policy of a pipeline, frozen; `options` go to the families that take them (`frames`); guidance and sizes that are not given are the family's (for the small world's, the VAE's size). Raises `ValueError` as `family` does, and on sizes that do not fit."
     import diffusers.utils.logging
     import transformers.utils.logging
     cls = family(name)
@@ -96,4 +97,4 @@ def load(name: str, height: int | None = None, width: int | None = None, guidanc
     for part in pipeline.components.values():
         if isinstance(part, torch.nn.Module): part.requires_grad_(False).eval()
     size = getattr(pipeline.vae.config, "sample_size", cls.default_size) if name in TINY else cls.default_size
-    return cls(pipeline, height or size, width or size, cls.guidance if guidance_scale is None else guidance_scale, guidance_grad)
+    return cls(pipeline, height or size, width or size, cls.guidance if guidance_scale is None else guidance_scale, guidance_grad, **{k: options[k] for k in cls.takes if options.get(k) is not None})
