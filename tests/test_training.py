@@ -69,14 +69,18 @@ def rows(folder):
     return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_killed_run_ends_as_one_that_was_not(tmp_path):
-    whole, killed = start(tmp_path / "whole"), start(tmp_path / "killed", iterations=6)
+MOVING = {"recipe": "mixgrpo", "splits": "window-start", "branch_factor": 4, "window": "random", "window_size": 2, "window_stop": 3, "tail_ratio": 0.5}
+
+
+@pytest.mark.parametrize("changes", [{}, MOVING], ids=["tree", "moving window"])
+def test_a_killed_run_ends_as_one_that_was_not(tmp_path, changes):
+    whole, killed = start(tmp_path / "whole", **changes), start(tmp_path / "killed", **changes)
     file, deadline = tmp_path / "killed/metrics.jsonl", time.time() + 120
     while not (file.exists() and file.read_text().count("\n") >= 3): assert time.time() < deadline and killed.poll() is None; time.sleep(0.005)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     assert not (tmp_path / "killed/model").exists()
-    again = start(tmp_path / "killed")
+    again = start(tmp_path / "killed", **changes)
     for process in (whole, again): assert process.wait(timeout=200) == 0, process.stderr.read().decode()[-2000:]
     assert rows(tmp_path / "whole") == rows(tmp_path / "killed") and len(rows(tmp_path / "whole")) == 6
     a, b = (torch.load(tmp_path / n / "checkpoint.pt", weights_only=True)["weights"] for n in ("whole", "killed"))
@@ -88,16 +92,22 @@ import sys, json, torch
 from branchgrpo.trainer import *
 t = Trainer(TrainConfig.from_dict(json.loads(sys.argv[1])))
 tree, cond, rewards, _ = t.collect(3)
-t.accumulate(tree, cond, t.advantages(tree, rewards))
+t.rolled, leaves = 3, t.counted(rewards, 3)
+t.accumulate(tree, cond, t.advantages(tree, rewards, leaves), t.keep(tree, rewards, leaves, 3))
 grads = {n: p.grad.clone() for n, p in t.named.items()}
 torch.save({"leaves": t.accelerator.gather(tree.latents[-1].contiguous()), "rewards": t.accelerator.gather(rewards.contiguous()), "grads": grads}, f"{sys.argv[2]}.{t.accelerator.process_index}")
 """
 
 
-def test_two_processes_do_what_one_does(tmp_path):
+FUNNEL = {"roots": 8, "splits": [], "checkpoints": {"2": 6}, "group_selection": "ovf", "group_keep": 3, "pool_std": True, "kl": 0.1}
+PRUNED = {"prune": "extreme", "prune_keep": 1, "train_fraction": 0.6, "advantage": "leave-one-out", "min_nodes": 3}
+
+
+@pytest.mark.parametrize("changes", [{}, FUNNEL, PRUNED], ids=["tree", "funnel", "pruned"])
+def test_two_processes_do_what_one_does(tmp_path, changes):
     script = tmp_path / "script.py"
     script.write_text(PROCESSES)
-    table = json.dumps(SMALL | {"output": str(tmp_path / "run"), "splits": [0, 2]})
+    table = json.dumps(SMALL | {"output": str(tmp_path / "run"), "splits": [0, 2]} | changes)
     env = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     for n in (1, 2):
