@@ -119,12 +119,12 @@ def sample(args):
     from PIL import Image
     from branchgrpo.plan import RolloutPlan
     from branchgrpo.rollout import Noise, rollout
-    from branchgrpo.schedule import flow_sigmas
-    from branchgrpo.transition import flow_transition
-    process, plan = flow_transition("dance", flow_sigmas(args.steps, 3.0), 0.0), RolloutPlan.chains(args.steps, 1, stochastic=())
-    policy = _policy(args.backbone)
+    policy, plan = _policy(args.backbone), RolloutPlan.chains(args.steps, 1, stochastic=())
+    process = recipes.PROCESSES[policy.kind](recipes.get("dancegrpo").settings() | {"steps": args.steps}, 0, policy)
     tree = rollout(plan, policy, policy.encode(args.prompt), process, Noise(args.seed, 0, tuple(range(len(args.prompt)))))
-    images = policy.decode(tree.latents[-1][:, 0]).mul(255).round().byte().permute(0, 2, 3, 1).numpy()
+    images = policy.decode(tree.latents[-1][:, 0])
+    if images.ndim == 5: images = images.transpose(2, 3).flatten(3)  # a clip as a strip of frames
+    images = images.mul(255).round().byte().permute(0, 2, 3, 1).numpy()
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(np.concatenate(list(images), 1)).save(f"{args.output}.tmp", format="png")
     os.replace(f"{args.output}.tmp", args.output)
