@@ -54,11 +54,13 @@ def decode_images(vae, z, max_batch: int = 64):
     return torch.cat([vae.decode(part.to(vae.device, vae.dtype), return_dict=False)[0] for part in z.split(max_batch)]).float().div(2).add(0.5).clamp(0, 1)
 
 # %% ../../nbs/backbones/00_base.ipynb #3abdd6ee
-FAMILIES = {"FluxPipeline": "branchgrpo.backbones.flux:FluxPolicy", "WanPipeline": "branchgrpo.backbones.wan:WanPolicy", "QwenImagePipeline": "branchgrpo.backbones.qwen_image:QwenImagePolicy"}
+FAMILIES = {"FluxPipeline": "branchgrpo.backbones.flux:FluxPolicy", "StableDiffusion3Pipeline": "branchgrpo.backbones.sd3:SD3Policy", "StableDiffusionPipeline": "branchgrpo.backbones.sd:SDPolicy",
+            "WanPipeline": "branchgrpo.backbones.wan:WanPolicy", "QwenImagePipeline": "branchgrpo.backbones.qwen_image:QwenImagePolicy"}
 TINY = {name: f"testbed/weights/{name}" for name in ("tiny-flux",)}
 
 PAPERS = {"black-forest-labs/FLUX.1-dev": ("FluxPipeline", "branchgrpo.backbones.flux:meta_flux"),
-          "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": ("WanPipeline", "branchgrpo.backbones.wan:meta_wan"), "Qwen/Qwen-Image": ("QwenImagePipeline", "branchgrpo.backbones.qwen_image:meta_qwen_image")}  # the papers' models: family, and the architecture without weights
+          "stabilityai/stable-diffusion-3.5-medium": ("StableDiffusion3Pipeline", "branchgrpo.backbones.sd3:meta_sd3"), "stable-diffusion-v1-5/stable-diffusion-v1-5": ("StableDiffusionPipeline", "branchgrpo.backbones.sd:meta_sd"),
+          "CompVis/stable-diffusion-v1-4": ("StableDiffusionPipeline", "branchgrpo.backbones.sd:meta_sd"), "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": ("WanPipeline", "branchgrpo.backbones.wan:meta_wan"), "Qwen/Qwen-Image": ("QwenImagePipeline", "branchgrpo.backbones.qwen_image:meta_qwen_image")}  # the papers' models: family, and the architecture without weights
 
 def imported(target: str):
     "The object behind `module:name`."
