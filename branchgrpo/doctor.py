@@ -67,7 +67,7 @@ def estimate(policy, counted: dict, plan, settings: dict, gpus: int = 8, tflops:
     size, rank = counted["parameters"], settings["lora_rank"] or 32
     adapter, kept = adapter_parameters(policy, rank), counted["activation_bytes"] * max_batch / GB
     return {"calls": cost.calls, "trained_calls": cost.trained_calls, "tflop": total / 1e12, "latents_gb": prompts / gpus * cost.latent_bytes / GB, "full_gb": 16 * size / GB + kept,
-            "lora_gb": (2 * size + 16 * adapter) / GB + kept, "activations_gb": kept, "adapter": adapter, "hours": settings["iterations"] * total / (gpus * tflops * 1e12) / 3600}
+            "lora_gb": (4 * size + 16 * adapter) / GB + kept, "activations_gb": kept, "adapter": adapter, "hours": settings["iterations"] * total / (gpus * tflops * 1e12) / 3600}
 
 # %% ../nbs/23_doctor.ipynb #c16a7d73
 def packages() -> list:

@@ -284,7 +284,8 @@ def collect(self, iteration: int):
     "One rollout, its images and rewards: `(tree, conditioning, rewards (P, leaves), images)`."
     s, prompts = self.settings, self.draw_prompts(iteration)
     cond = self.conditioning(prompts)
-    noise, watchers = Noise(s["seed"], iteration, self.positions()), self.watchers(prompts, Noise(s["seed"], iteration, self.positions()))
+    noise = Noise(s["seed"], iteration, self.positions())
+    watchers = self.watchers(prompts, noise)
     tree = rollout(recipes.plan_of(s, iteration), self.policy, cond, self.process_at(iteration), noise, recipes.sibling_s(s), self.storage, s["max_batch"],
                    keep_means=s["ratio"] in NEEDS_MEANS, **watchers)
     if watchers["decide"]: self.counts["previews"] += watchers["decide"].watched * self.accelerator.num_processes
