@@ -157,9 +157,9 @@ def clip_tokenizer():
     return CLIPTokenizer(vocab=vocab, merges=[tuple(m) for m in model["merges"]], model_max_length=TEXT_LENGTH)
 
 # %% ../../nbs/testbed/00_world.ipynb #8e5baf8a
-def t5_tokenizer():
+def t5_tokenizer(words=WORDS):
     "A `T5Tokenizer` with one piece for each of the world's words, and letters for other text."
     from transformers import T5Tokenizer
     letters = [chr(c) for c in range(33, 127)]
-    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -4.0)] + [(f"▁{w}", -1.0) for w in WORDS]
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -4.0)] + [(f"▁{w}", -1.0) for w in words]
     return T5Tokenizer(vocab=pieces + [(c, -10.0) for c in letters], extra_ids=0, model_max_length=TEXT_LENGTH)
