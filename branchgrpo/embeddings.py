@@ -30,13 +30,13 @@ def fingerprint(pipeline) -> str:
 
 # %% ../nbs/11_embeddings.ipynb #7a59d999
 class EmbeddingCache:
-    "Embeddings of prompts, kept in `folder` by content; `encode(prompts) -> dict of (P, …) tensors` makes those that are missing. `made` counts them."
-    def __init__(self, folder, model: str, encode, batch: int = 32):
-        self.folder, self.model, self.encode, self.batch, self.made = Path(folder), model, encode, batch, 0
+    "Embeddings of prompts, kept in `folder` by content; `encode(prompts) -> dict of (P, …) tensors` makes those that are missing. `made` counts them; `content(prompt)` names what an entry depends on besides the model (a picture, say)."
+    def __init__(self, folder, model: str, encode, batch: int = 32, content=str):
+        self.folder, self.model, self.encode, self.batch, self.content, self.made = Path(folder), model, encode, batch, content, 0
 
     def path(self, prompt: str) -> Path:
         "Where a prompt's embeddings lie."
-        name = hashlib.blake2b(f"{self.model}\n{prompt}".encode(), digest_size=16).hexdigest()
+        name = hashlib.blake2b(f"{self.model}\n{self.content(prompt)}".encode(), digest_size=16).hexdigest()
         return self.folder / name[:2] / f"{name}.safetensors"
 
     def _read(self, prompt: str):

@@ -22,6 +22,7 @@ class PipelinePolicy:
 
     `height`, `width` in pixels, multiples of `step` (else `ValueError`); `guidance_scale` as in the pipeline; `guidance_grad`: whether the unconditional branch gets a gradient too."""
     kind, component, default_size, lora_targets, patch, guidance, takes = "flow", "transformer", 1024, ATTENTION, 2, 1.0, ()
+    pictures = None  # prompts -> pictures (P, 3, H, W) in [0, 1] that belong to them, for the families that start from one
 
     def __init__(self, pipeline, height: int, width: int, guidance_scale: float = 1.0, guidance_grad: bool = False):
         self.step = pipeline.vae_scale_factor * self.patch if hasattr(pipeline, "vae_scale_factor") else pipeline.vae_scale_factor_spatial * self.patch
@@ -33,6 +34,10 @@ class PipelinePolicy:
     denoiser = property(lambda self: getattr(self.pipeline, self.component))
     device = property(lambda self: self.denoiser.device)
     dtype = property(lambda self: self.denoiser.dtype)
+
+    def content(self, prompt: str) -> str:
+        "What `encode` depends on for a prompt, besides the model."
+        return prompt
 
     def on_device(self, **tensors) -> dict:
         "The tensors where and as the denoiser wants them."
@@ -55,12 +60,12 @@ def decode_images(vae, z, max_batch: int = 64):
 
 # %% ../../nbs/backbones/00_base.ipynb #3abdd6ee
 FAMILIES = {"FluxPipeline": "branchgrpo.backbones.flux:FluxPolicy", "StableDiffusion3Pipeline": "branchgrpo.backbones.sd3:SD3Policy", "StableDiffusionPipeline": "branchgrpo.backbones.sd:SDPolicy",
-            "WanPipeline": "branchgrpo.backbones.wan:WanPolicy", "QwenImagePipeline": "branchgrpo.backbones.qwen_image:QwenImagePolicy"}
+            "WanPipeline": "branchgrpo.backbones.wan:WanPolicy", "WanImageToVideoPipeline": "branchgrpo.backbones.wan_i2v:WanImagePolicy", "QwenImagePipeline": "branchgrpo.backbones.qwen_image:QwenImagePolicy"}
 TINY = {name: f"testbed/weights/{name}" for name in ("tiny-flux",)}
 
 PAPERS = {"black-forest-labs/FLUX.1-dev": ("FluxPipeline", "branchgrpo.backbones.flux:meta_flux"),
           "stabilityai/stable-diffusion-3.5-medium": ("StableDiffusion3Pipeline", "branchgrpo.backbones.sd3:meta_sd3"), "stable-diffusion-v1-5/stable-diffusion-v1-5": ("StableDiffusionPipeline", "branchgrpo.backbones.sd:meta_sd"),
-          "CompVis/stable-diffusion-v1-4": ("StableDiffusionPipeline", "branchgrpo.backbones.sd:meta_sd"), "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": ("WanPipeline", "branchgrpo.backbones.wan:meta_wan"), "Qwen/Qwen-Image": ("QwenImagePipeline", "branchgrpo.backbones.qwen_image:meta_qwen_image")}  # the papers' models: family, and the architecture without weights
+          "CompVis/stable-diffusion-v1-4": ("StableDiffusionPipeline", "branchgrpo.backbones.sd:meta_sd"), "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": ("WanPipeline", "branchgrpo.backbones.wan:meta_wan"), "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": ("WanImageToVideoPipeline", "branchgrpo.backbones.wan_i2v:meta_wan_i2v"), "Qwen/Qwen-Image": ("QwenImagePipeline", "branchgrpo.backbones.qwen_image:meta_qwen_image")}  # the papers' models: family, and the architecture without weights
 
 def imported(target: str):
     "The object behind `module:name`."

@@ -21,7 +21,7 @@ class WanPolicy(PipelinePolicy):
         super().__init__(pipeline, height, width, guidance_scale, guidance_grad)
         fold, factor = pipeline.vae_scale_factor_temporal, pipeline.vae_scale_factor_spatial
         if frames < 1 or (frames - 1) % fold: raise ValueError(f"frames: {frames} is not one more than a multiple of {fold}")
-        self.frames, self.latent_shape = frames, (self.denoiser.config.in_channels, (frames - 1) // fold + 1, height // factor, width // factor)
+        self.frames, self.latent_shape = frames, (self.denoiser.config.out_channels, (frames - 1) // fold + 1, height // factor, width // factor)
 
     @torch.no_grad()
     def encode(self, prompts: list) -> dict:
