@@ -6,6 +6,7 @@
 __all__ = ['WEIGHTS', 'AestheticHead', 'AestheticReward']
 
 # %% ../../nbs/rewards/04_aesthetic.ipynb #1993549c
+import json
 from pathlib import Path
 
 import torch
@@ -29,19 +30,20 @@ class AestheticHead(nn.Module):
         return self.layers(embeddings)[:, 0]
 
 class AestheticReward(ClipReward):
-    """LAION's aesthetic score, about 4 to 7; prompts play no part. `folder`: a CLIP ViT-L/14 (hub name or folder) with the head's file beside it, or in the working folder.
+    """LAION's aesthetic score, about 4 to 7; prompts play no part. `folder`: the head's file, or a folder with it and, if CLIP is not OpenAI's ViT-L/14, a `clip.json` that says which.
 
-    Source: christophschuhmann/improved-aesthetic-predictor, sac+logos+ava1-l14-linearMSE.pth."""
+    Raises `FileNotFoundError` saying where the head is to be had. Source: christophschuhmann/improved-aesthetic-predictor."""
+    clip = "openai/clip-vit-large-patch14"
+
     def open(self, folder: str):
         "CLIP and its processor; the head is read too."
-        from transformers.utils import cached_file
-        places = [Path(folder) / WEIGHTS, Path(WEIGHTS)]
-        path = next((p for p in places if p.is_file()), None) or cached_file(folder, WEIGHTS)
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        path = Path(folder) / WEIGHTS if Path(folder).is_dir() else Path(folder)
+        if not path.is_file(): raise FileNotFoundError(f"put {WEIGHTS} of github.com/christophschuhmann/improved-aesthetic-predictor there, or name its place: aesthetic:PATH")
+        state, told = torch.load(path, map_location="cpu", weights_only=True), path.with_name("clip.json")
         sizes = [v.shape[0] for k, v in state.items() if k.endswith("weight")]
         self.head = AestheticHead(state["layers.0.weight"].shape[1], tuple(sizes[:-1]))
         self.head.load_state_dict({k: v.float() for k, v in state.items()})
-        return super().open(folder)
+        return super().open(str(path.parent / json.loads(told.read_text())["clip"]) if told.is_file() else self.clip)
 
     def __call__(self, images, prompts=None, metadata=None):
         frames = images.shape[2] if images.ndim == 5 else 1

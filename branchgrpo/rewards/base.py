@@ -34,7 +34,7 @@ REWARDS = {
     "pickscore": Entry("branchgrpo.rewards.pickscore:PickScoreReward", "yuvalkirstain/PickScore_v1", "PickScore: 100 × cosine, about 18 to 26"),
     "imagereward": Entry("branchgrpo.rewards.imagereward:ImageReward", "zai-org/ImageReward", "ImageReward: a normal score, about −2 to 2"),
     "clip": Entry("branchgrpo.rewards.clip:ClipReward", "openai/clip-vit-base-patch32", "CLIP score: cosine"),
-    "aesthetic": Entry("branchgrpo.rewards.aesthetic:AestheticReward", "openai/clip-vit-large-patch14", "LAION's aesthetic predictor: about 4 to 7"),
+    "aesthetic": Entry("branchgrpo.rewards.aesthetic:AestheticReward", "sac+logos+ava1-l14-linearMSE.pth", "LAION's aesthetic predictor: about 4 to 7"),
     "unified-reward": Entry("branchgrpo.rewards.unified:UnifiedReward", "http://localhost:8080/v1", "UnifiedReward on a server: 1 to 5"),
     "videoalign": Entry("branchgrpo.rewards.videoalign:VideoAlignReward", "KwaiVGI/VideoReward", "VideoAlign: motion quality, a z-score"),
     "motion": Entry("branchgrpo.testbed.clips:MotionReward", None, "exact motion check of the small world's clips, 0 to 1"),
@@ -59,7 +59,7 @@ def load_one(name: str, device="cpu"):
     entry, where = split_name(name)
     module, _, cls = entry.target.partition(":")
     try: return getattr(import_module(module), cls)(where, device=device)
-    except OSError as e: raise ValueError(f"reward: the weights of {name!r} are not at {where!r} ({' '.join(str(e).split())[:80]}…)") from None
+    except OSError as e: raise ValueError(f"reward: the weights of {name!r} are not at {where!r} ({' '.join(str(e).split())[:140]})") from None
 
 # %% ../../nbs/rewards/00_base.ipynb #e8b220d6
 _TERM = re.compile(r"\s*(?:([0-9.eE-]+)\s*\*\s*)?([^\s+*()]+)\s*$")
