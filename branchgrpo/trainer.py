@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['CHOICES', 'NEEDS_MEANS', 'TrainConfig', 'Trainer', 'positions', 'draw_prompts', 'conditioning', 'encode_ahead',
-           'score', 'watchers', 'collect', 'counted', 'advantages', 'keep', 'units', 'edge_terms', 'accumulate',
-           'update', 'step', 'evaluate', 'save', 'resume', 'export', 'fit']
+           'TooManyLost', 'judge', 'check_lost', 'score', 'watchers', 'collect', 'counted', 'advantages', 'keep',
+           'units', 'edge_terms', 'accumulate', 'update', 'over_prompts', 'step', 'evaluate', 'save', 'resume',
+           'export', 'fit']
 
 # %% ../nbs/14_trainer.ipynb #9a8f5ef2
 import copy
@@ -34,6 +35,7 @@ from .ovf import RULES as SELECTION, choose
 from .plan import RolloutPlan
 from .prompts import load_prompts
 from .pruning import RULES as PRUNING, keep_edges, random_steps
+from .rewards.base import Scorer, check_name
 from .rewards.base import load as load_reward
 from .rollout import Noise, chunks, edge_log_probs, revisit, rollout
 from .runs import Run, open_run, write_text
@@ -45,7 +47,9 @@ class _Asked:
     "What to train, on what."
     recipe: str = "branchgrpo"
     backbone: str = "tiny-flux"         # a testbed name, a pipeline folder, or a hub name
-    reward: str = "tiny-clip"
+    reward: str = "tiny-clip"           # a name, name:where, or a sum: 0.7*hps-v2.1+0.3*clip, norm(hps-v2.1+clip)
+    reward_retries: int = 2             # how often a failed score is asked for again
+    max_lost: float = 0.5               # the run stops when more than this share of an iteration's prompts cannot be scored
     prompts: str = "world-pairs"        # world, world-pairs, or a .txt / .jsonl file
     output: str = "runs/demo"
     iterations: int = 50
@@ -151,6 +155,7 @@ def _check_settings(s: dict):
         if not (isinstance(s[key], int) and s[key] >= 1): raise ValueError(f"{key}: {s[key]!r} is not a whole number of at least 1")
     for key in ("learning_rate", "clip_range", "max_grad_norm", "advantage_clip"):
         if not (isinstance(s[key], (int, float)) and s[key] > 0): raise ValueError(f"{key}: {s[key]!r} is not a number above 0")
+    if not 0 <= s["max_lost"] < 1: raise ValueError(f"max_lost: {s['max_lost']!r} is not within 0 and below 1")
     if not s["kl"] >= 0: raise ValueError(f"kl: {s['kl']!r} is not 0 or above")
     if not 0 < s["train_fraction"] <= 1: raise ValueError(f"train_fraction: {s['train_fraction']!r} is not above 0 and at most 1")
     for key, allowed in CHOICES.items():
@@ -167,6 +172,7 @@ def _settings(self) -> dict:
     out |= {k: v for k, v in recipe.settings().items() if out[k] is None}
     if not isinstance(out["splits"], str): out["splits"] = tuple(out["splits"])
     _check_settings(out)
+    check_name(out["reward"])
     recipes.check_process(out, family(self.backbone).kind)
     return out
 
@@ -183,12 +189,13 @@ class Trainer:
         self.accelerator = Accelerator(mixed_precision=s["mixed_precision"], log_with=None if s["tracker"] == "none" else s["tracker"], project_dir=s["output"])
         device, n = self.accelerator.device, self.accelerator.num_processes
         if s["prompts_per_iteration"] % n: raise ValueError(f"prompts_per_iteration: {s['prompts_per_iteration']} is not a multiple of {n} processes")
-        self.reward = load_reward(s["reward"], device=device)
+        self.scorer = Scorer(load_reward(s["reward"], device=device), s["reward_retries"])
         self.policy = load(s["backbone"], s["height"], s["width"], s["guidance_scale"], device=device, guidance_grad=s["guidance_grad"], frames=s["frames"])
+        self.policy.pictures = self.prompts.pictures
         self.storage = torch.bfloat16 if s["mixed_precision"] == "bf16" else torch.float32
         self.iteration, self.rolled, self.seconds, self.cache = 0, 0, 0.0, {}
-        self.counts = {"denoiser_calls": 0, "trained_calls": 0, "previews": 0}
-        self.embeddings = EmbeddingCache(s["embeddings"], fingerprint(self.policy.pipeline), self.policy.encode) if s["embeddings"] else None
+        self.counts = {"denoiser_calls": 0, "trained_calls": 0, "previews": 0, "lost_prompts": 0}
+        self.embeddings = EmbeddingCache(s["embeddings"], fingerprint(self.policy.pipeline), self.policy.encode, content=self.policy.content) if s["embeddings"] else None
         _prepare(self)
 
     @property
@@ -258,13 +265,32 @@ def encode_ahead(self):
     for part in text_parts(self.policy.pipeline).values(): part.to("cpu")
 
 # %% ../nbs/14_trainer.ipynb #994f804b
+class TooManyLost(ValueError):
+    "More prompts of an iteration could not be scored than `max_lost` allows."
+
+@_add
+def judge(self, prompts: list, images, width: int) -> tuple:
+    "Rewards `(P, W)` of pictures `(P·W, …)` and their parts `{name: (P, W)}`; a prompt with a score that cannot be had is marked in `self.lost (P,)` and counts 0."
+    names = [p for p in prompts for _ in range(width)]
+    scores, parts = self.scorer(images, names, self.prompts.metadata(names))
+    table = {name: values.float().to(self.accelerator.device).unflatten(0, (len(prompts), width)) for name, values in (parts | {None: scores}).items()}
+    self.lost |= ~torch.stack([t.isfinite().all(1) for t in table.values()]).all(0)
+    table = {name: t.nan_to_num(0.0, 0.0, 0.0).masked_fill(self.lost[:, None], 0.0) for name, t in table.items()}
+    return table.pop(None), {name: t for name, t in table.items() if name}
+
+@_add
+def check_lost(self, iteration: int):
+    "Counts the lost prompts of all processes. Raises `TooManyLost` on every process alike where they are too many."
+    lost, all_prompts = int(self.accelerator.reduce(self.lost.sum().float(), "sum")), self.settings["prompts_per_iteration"]
+    self.counts["lost_prompts"] += lost
+    if lost > self.settings["max_lost"] * all_prompts:
+        raise TooManyLost(f"reward: {lost} of {all_prompts} prompts could not be scored at iteration {iteration} (max_lost {self.settings['max_lost']}): {self.scorer.last_error or 'scores are not finite'}")
+
+# %% ../nbs/14_trainer.ipynb #d87f86c1
 @_add
 def score(self, prompts: list, latents: torch.Tensor) -> torch.Tensor:
-    "Rewards `(P, W)` of the pictures that `latents (P, W, …)` stand for. Raises `ValueError` where one is not finite."
-    images = self.policy.decode(latents.flatten(0, 1))
-    rewards = self.reward(images, [p for p in prompts for _ in range(latents.shape[1])]).unflatten(0, latents.shape[:2])
-    if not rewards.isfinite().all(): raise ValueError(f"reward: {self.settings['reward']!r} gave a value that is not finite at iteration {self.iteration}")
-    return rewards.float()
+    "Rewards `(P, W)` of the pictures that `latents (P, W, …)` stand for."
+    return self.judge(prompts, self.policy.decode(latents.flatten(0, 1)), latents.shape[1])[0]
 
 @_add
 def watchers(self, prompts: list, noise: Noise) -> dict:
@@ -278,31 +304,32 @@ def watchers(self, prompts: list, noise: Noise) -> dict:
         decide = SpreadSplits(lambda step, clean: self.score(prompts, clean), len(s["splits"]), s["branch_factor"], max(s["splits"]), reduce=mean)
     return {"select": select, "decide": decide}
 
-# %% ../nbs/14_trainer.ipynb #d87f86c1
+# %% ../nbs/14_trainer.ipynb #54e4a1c8
 @_add
 def collect(self, iteration: int):
-    "One rollout, its images and rewards: `(tree, conditioning, rewards (P, leaves), images)`."
+    "One rollout, its images and rewards: `(tree, conditioning, rewards (P, leaves), images, parts)`."
     s, prompts = self.settings, self.draw_prompts(iteration)
-    cond = self.conditioning(prompts)
+    cond, self.lost = self.conditioning(prompts), torch.zeros(len(prompts), dtype=torch.bool, device=self.accelerator.device)
     noise = Noise(s["seed"], iteration, self.positions())
     watchers = self.watchers(prompts, noise)
     tree = rollout(recipes.plan_of(s, iteration), self.policy, cond, self.process_at(iteration), noise, recipes.sibling_s(s), self.storage, s["max_batch"],
                    keep_means=s["ratio"] in NEEDS_MEANS, **watchers)
     if watchers["decide"]: self.counts["previews"] += watchers["decide"].watched * self.accelerator.num_processes
     images = self.policy.decode(tree.latents[-1].flatten(0, 1))
-    rewards = self.reward(images, [p for p in prompts for _ in range(tree.plan.leaves)]).unflatten(0, (len(prompts), -1))
-    if not rewards.isfinite().all(): raise ValueError(f"reward: {s['reward']!r} gave a value that is not finite at iteration {iteration}")
-    return tree, cond, rewards.to(self.accelerator.device), images
+    rewards, parts = self.judge(prompts, images, tree.plan.leaves)
+    self.check_lost(iteration)
+    return tree, cond, rewards, images, parts
 
 # %% ../nbs/14_trainer.ipynb #9257d529
 @_add
 def counted(self, rewards, iteration: int) -> torch.Tensor:
-    "The leaves that count, `(P, leaves)` bool: all, or those a group selection keeps."
-    s, everyone = self.settings, torch.ones(rewards.shape, dtype=torch.bool)
+    "The leaves that count, `(P, leaves)` bool: all, or those a group selection keeps; none of a lost prompt."
+    s, found = self.settings, ~self.lost.cpu()[:, None]
+    everyone = torch.ones(rewards.shape, dtype=torch.bool) & found
     if s["group_selection"] == "all": return everyone
     noise = Noise(s["seed"], iteration, self.positions())
     kept = choose(s["group_selection"], rewards.cpu(), s["group_keep"], [noise.generator(p, -1000) for p in noise.prompts])
-    return torch.zeros_like(everyone).scatter(1, kept, True)
+    return torch.zeros_like(everyone).scatter(1, kept, True) & found
 
 @_add
 def advantages(self, tree, rewards, leaves=None) -> list:
@@ -328,7 +355,7 @@ def units(self, tree, keep: list) -> list:
         mask = keep[i + 1].reshape(-1, tree.plan.splits.get(i, 1))
         rows = mask.any(1).nonzero()[:, 0]
         out += [(i, rows[a:b], mask[rows[a:b]]) for a, b in chunks(len(rows), self.settings["max_batch"])]
-    return out
+    return out or [(i, torch.zeros(1, dtype=torch.long), torch.zeros_like(mask[:1]))]  # nothing to train here: one parent of no weight keeps the processes in step
 
 @contextmanager
 def _before_training(t: Trainer):
@@ -392,13 +419,20 @@ def update(self, tree, cond, advantages, keep=None) -> dict:
 
 # %% ../nbs/14_trainer.ipynb #5475c43a
 @_add
+def over_prompts(self, table: dict) -> dict:
+    "What each value `(P,)` of this process adds to the mean over all prompts that were not lost."
+    found = (~self.lost).float()
+    everyone = self.accelerator.reduce(found.sum(), "mean")
+    return {k: (v.to(found) * found).sum() / everyone for k, v in table.items()}
+
+@_add
 def step(self) -> dict:
     "One iteration: the metrics of all processes together."
     start, self.rolled = time.perf_counter(), self.iteration
-    tree, cond, rewards, _ = self.collect(self.iteration)
+    tree, cond, rewards, _, parts = self.collect(self.iteration)
     rolled, leaves = time.perf_counter(), self.counted(rewards, self.iteration)
     stats = self.update(tree, cond, self.advantages(tree, rewards, leaves), self.keep(tree, rewards, leaves, self.iteration))
-    stats |= {"reward": rewards.mean(), "reward_std": rewards.std(1).mean(), "ess": effective_sample_size(tree, self.settings["beta"]).mean()}
+    stats |= self.over_prompts({"reward": rewards.mean(1), "reward_std": rewards.std(1), "ess": effective_sample_size(tree, self.settings["beta"])} | {f"reward/{name}": part.mean(1) for name, part in parts.items()})
     keys, device = sorted(stats), self.accelerator.device
     values = dict(zip(keys, self.accelerator.reduce(torch.stack([torch.as_tensor(stats[k], dtype=torch.float32, device=device) for k in keys]), "mean").tolist()))
     done, n = time.perf_counter(), self.accelerator.num_processes
@@ -420,7 +454,9 @@ def evaluate(self) -> tuple:
     process = self.process_at(0, tail_ratio=0.0)
     tree = rollout(plan, self.policy, self.conditioning(prompts), process, Noise(10_000, 0, tuple(range(len(prompts)))), max_batch=s["max_batch"])
     images = self.policy.decode(tree.latents[-1][:, 0])
-    scores = {"eval_reward": self.reward(images, prompts).mean().item()}
+    total, parts = self.scorer(images, prompts, self.prompts.metadata(prompts))
+    scores = {"eval_reward": total.nanmean().item()} | {f"eval_reward/{name}": part.nanmean().item() for name, part in parts.items() if name}
+    if not total.isfinite().all(): scores["eval_lost"] = int((~total.isfinite()).sum())
     if self.prompts.check: scores |= {f"eval_check_{k}": v.mean().item() for k, v in self.prompts.check(images, prompts).items()}
     return scores, images
 
@@ -486,7 +522,12 @@ def fit(self) -> Run:
     before = self.evaluate() if s["evaluate_every"] and self.iteration == 0 else None
     if before and main: _record(run, {"iteration": 0, "denoiser_calls": 0, "seconds": 0.0} | before[0], before[1])
     for _ in bar:
-        row = self.step()
+        counts = dict(self.counts)
+        try: row = self.step()
+        except TooManyLost:
+            self.counts = counts
+            self.save(run)  # nothing is lost but this iteration: started again, the run goes on from here
+            raise
         if s["evaluate_every"] and (self.iteration % s["evaluate_every"] == 0 or self.iteration == s["iterations"]):
             scores, images = self.evaluate()
             row |= scores

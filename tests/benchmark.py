@@ -63,7 +63,7 @@ def without_denoiser(t, job):
 
 def main(recipe: str, prompts: int, rounds: int = 11):
     t = Trainer(TrainConfig(recipe=recipe, prompts_per_iteration=prompts, output=f"{tempfile.mkdtemp()}/run", evaluate_every=0, tracker="none"))
-    tree, cond, rewards, _ = t.collect(0)
+    tree, cond, rewards, *_ = t.collect(0)
     advantages, noise = t.advantages(tree, rewards), Noise(0, 0, t.positions())
     jobs = {"rollout": lambda: seconds(lambda: rollout(t.plan, t.policy, cond, t.process, noise, t.settings["s"])),
             "update": lambda: seconds(lambda: t.accumulate(tree, cond, advantages))}

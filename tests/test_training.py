@@ -28,7 +28,7 @@ def gradient(trainer):
 
 def test_shared_siblings_give_the_edge_by_edge_gradient(tmp_path):
     trainer = Trainer(config(tmp_path / "run"))
-    tree, cond, rewards, _ = trainer.collect(0)
+    tree, cond, rewards, *_ = trainer.collect(0)
     advantages = trainer.advantages(tree, rewards)
     stats = trainer.accumulate(tree, cond, advantages)
     assert stats["ratio_error"] == 0
@@ -91,7 +91,7 @@ PROCESSES = """
 import sys, json, torch
 from branchgrpo.trainer import *
 t = Trainer(TrainConfig.from_dict(json.loads(sys.argv[1])))
-tree, cond, rewards, _ = t.collect(3)
+tree, cond, rewards, *_ = t.collect(3)
 t.rolled, leaves = 3, t.counted(rewards, 3)
 t.accumulate(tree, cond, t.advantages(tree, rewards, leaves), t.keep(tree, rewards, leaves, 3))
 grads = {n: p.grad.clone() for n, p in t.named.items()}
