@@ -106,7 +106,7 @@ def _policy(name: str):
     if not (run.path / "run.json").is_file(): return load(name)
     if not run.finished: raise ValueError(f"backbone: the run {name!r} is not finished")
     s, model = run.info["settings"], run.path / "model"
-    policy = load(str(model) if model.is_dir() else s["backbone"], s["height"], s["width"], s["guidance_scale"])
+    policy = load(str(model) if model.is_dir() else s["backbone"], s["height"], s["width"], s["guidance_scale"], frames=s["frames"])
     if not model.is_dir(): policy.pipeline.load_lora_weights(run.path / "lora")
     return policy
 

@@ -31,9 +31,11 @@ def meta_policy(name: str, height: int | None = None, width: int | None = None, 
     config = json.loads((Path(folder) / cls.component / "config.json").read_text()) if Path(folder).is_dir() else getattr(diffusers, index[cls.component][1]).load_config(folder, subfolder=cls.component)
     vae = json.loads((Path(folder) / "vae" / "config.json").read_text()) if Path(folder).is_dir() else diffusers.AutoencoderKL.load_config(folder, subfolder="vae")
     with torch.device("meta"): denoiser = getattr(diffusers, index[cls.component][1]).from_config(config).bfloat16()
-    size = vae.get("sample_size", cls.default_size) if name in base.TINY else cls.default_size
-    pipeline = SimpleNamespace(**{cls.component: denoiser}, vae_scale_factor=2 ** (len(vae["block_out_channels"]) - 1))
-    return cls(pipeline, height or size, width or size, cls.guidance if guidance_scale is None else guidance_scale)
+    small = base.SMALL if name in base.TINY else {}
+    factors = {"vae_scale_factor": 2 ** (len(vae["block_out_channels"]) - 1)} if "block_out_channels" in vae else {f"vae_scale_factor_{k}": vae[f"scale_factor_{k}"] for k in ("spatial", "temporal")}
+    pipeline = SimpleNamespace(**{cls.component: denoiser}, **factors, config={})
+    height, width = (given or small.get(key, cls.default_size) for given, key in ((height, "height"), (width, "width")))
+    return cls(pipeline, height, width, cls.guidance if guidance_scale is None else guidance_scale, **{k: small[k] for k in cls.takes if k in small})
 
 # %% ../nbs/23_doctor.ipynb #d73a378c
 def count(policy, checkpointing: bool = True) -> dict:
