@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     sample.add_argument("--output", default="sample.png", help="the picture to write")
     sample.add_argument("--steps", type=int, default=20); sample.add_argument("--seed", type=int, default=0)
     doctor = sub.add_parser("doctor", help="what is here, what is missing, what a run will cost", description="What is here, what is missing and what a run will cost. Loads no weights.")
-    for name in ("recipe", "backbone", "reward", "iterations", "prompts-per-iteration", "lora-rank"): doctor.add_argument(f"--{name}", help=COMMON[name])
+    for name in ("recipe", "backbone", "reward", "prompts", "iterations", "prompts-per-iteration", "lora-rank"): doctor.add_argument(f"--{name}", help=COMMON[name])
     doctor.add_argument("--gpus", type=int, default=8); doctor.add_argument("--tflops", type=float, default=400.0, help="sustained speed of one GPU")
     sub.add_parser("rewards", help="list the rewards")
     hps = sub.add_parser("check-hps", help="HPS-v2.1 here and by the hpsv2 package", description="Score the same pictures with this package and, in another environment, with hpsv2 itself.")

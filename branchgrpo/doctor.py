@@ -69,7 +69,7 @@ def estimate(policy, counted: dict, plan, settings: dict, gpus: int = 8, tflops:
     size, rank = counted["parameters"], settings["lora_rank"] or 32
     adapter, kept = adapter_parameters(policy, rank), counted["activation_bytes"] * max_batch / GB
     return {"calls": cost.calls, "trained_calls": cost.trained_calls, "tflop": total / 1e12, "latents_gb": prompts / gpus * cost.latent_bytes / GB, "full_gb": 16 * size / GB + kept,
-            "lora_gb": (4 * size + 16 * adapter) / GB + kept, "activations_gb": kept, "adapter": adapter, "hours": settings["iterations"] * total / (gpus * tflops * 1e12) / 3600}
+            "lora_gb": ((2 if settings.get("base_dtype") == "bfloat16" else 4) * size + 16 * adapter) / GB + kept, "activations_gb": kept, "adapter": adapter, "hours": settings["iterations"] * total / (gpus * tflops * 1e12) / 3600}
 
 # %% ../nbs/23_doctor.ipynb #c16a7d73
 def packages() -> list:
@@ -81,21 +81,37 @@ def packages() -> list:
     devices = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())) or f"none; the CPU has {torch.get_num_threads()} threads"
     return [("ok", "python", platform.python_version()), *out, ("ok" if torch.cuda.is_available() else "absent", "GPU", devices)]
 
-def found(backbone: str, reward: str) -> list:
-    "Lines on whether the backbone's and the reward's weights are where they are looked for."
+def _reward_line(name: str) -> tuple:
+    "Whether one reward's weights, or its server, are where they are looked for."
     from huggingface_hub import try_to_load_from_cache
-    from branchgrpo.rewards.base import REWARDS
+    from branchgrpo.rewards.base import split_name
+    entry, where = split_name(name)
+    what, file = f"reward {name}", {"hps-v2.1": "HPS_v2.1_compressed.pt", "imagereward": "ImageReward.pt"}.get(name.partition(":")[0], "config.json")
+    if where is None or "/testbed/weights/" in where: return ("ok", what, "in the package")
+    if where.startswith("http"):
+        import requests
+        try: return ("ok", what, f"{requests.get(f'{where}/models', timeout=2).status_code} from {where}")
+        except requests.RequestException: return ("missing", what, f"no server at {where}: vllm serve CodeGoat24/UnifiedReward-qwen-7b --served-model-name UnifiedReward --port 8080")
+    if Path(where).exists() or isinstance(try_to_load_from_cache(where, file) if where.count("/") == 1 else None, str): return ("ok", what, where)
+    return ("missing", what, f"hf download {where}{'' if file == 'config.json' else ' ' + file}" if where.count("/") == 1 else f"put {where} there, or name its place: {name}:PATH")
+
+def found(backbone: str, reward: str, prompts: str = "world-pairs") -> list:
+    "Lines on whether the backbone's and the rewards' weights and the prompts are where they are looked for."
+    from huggingface_hub import try_to_load_from_cache
+    from branchgrpo.prompts import load_prompts
+    from branchgrpo.rewards.base import terms
     folder = base.resolve(backbone)
     here = Path(folder).is_dir() or isinstance(try_to_load_from_cache(folder, "model_index.json"), str)
-    lines = [("ok" if here else "missing", f"backbone {backbone}", "in the package" if backbone in base.TINY else folder if here else f"hf download {backbone}")]
-    local = reward in REWARDS or (Path(reward) / "config.json").is_file()
-    return [*lines, ("ok" if local else "missing", f"reward {reward}", "in the package" if reward in REWARDS else reward if local else f"one of {', '.join(REWARDS)}, or a folder with a CLIPModel")]
+    lines = [("ok" if here else "missing", f"backbone {backbone}", "in the package" if backbone in base.TINY else folder if here else f"hf download {backbone}"), *(_reward_line(part) for _, part in terms(reward)[0])]
+    try: asked = load_prompts(prompts)
+    except ValueError as error: return [*lines, ("missing", f"prompts {prompts}", str(error))]
+    return [*lines, ("ok", f"prompts {prompts}", f"{len(asked.train)} to train on, {len(asked.test)} to test on, {asked.overlap} in both")]
 
 # %% ../nbs/23_doctor.ipynb #8f1c1bfa
 def report(settings: dict, gpus: int = 8, tflops: float = 400.0) -> str:
     "Everything the doctor says about a run's settings, as text."
     mark = {"ok": "ok      ", "missing": "MISSING ", "absent": "absent  "}
-    lines = [f"{mark[state]} {what:34} {note}" for state, what, note in [*packages(), *found(settings["backbone"], settings["reward"])]]
+    lines = [f"{mark[state]} {what:34} {note}" for state, what, note in [*packages(), *found(settings["backbone"], settings["reward"], settings["prompts"])]]
     try:
         policy = meta_policy(settings["backbone"], settings["height"], settings["width"], settings["guidance_scale"])
         counted, plan = count(policy), recipes.plan_of(settings)

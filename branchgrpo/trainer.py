@@ -22,12 +22,12 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from diffusers.training_utils import EMAModel
+from diffusers.training_utils import EMAModel, cast_training_params
 from tqdm.auto import tqdm
 
 from . import recipes
 from .adaptive import SpreadSplits
-from .backbones.base import TINY, family, load
+from .backbones.base import TINY, family, load, save_memory
 from .credit import ESTIMATORS, effective_sample_size, estimate_advantages, fuse_rewards
 from .embeddings import EmbeddingCache, fingerprint, text_parts
 from .objective import RATIOS, edge_loss, gaussian_kl
@@ -116,9 +116,14 @@ class TrainConfig(_Credited):
     frames: int | None = None           # of a clip, for video models
     lora_rank: int | None = None        # 0: full fine-tuning
     lora_alpha: int | None = None
-    mixed_precision: str = "no"         # no or bf16
+    mixed_precision: str = "no"         # no, bf16 or fp16 (fp16 needs a GPU)
+    base_dtype: str = "float32"         # the frozen weights under an adapter: float32 or bfloat16 (half the memory)
     gradient_checkpointing: bool = False
     max_batch: int | None = None        # latents per denoiser call, in rollout and update (None: all of a depth)
+    train_batch: int | None = None      # the same for the update alone (None: max_batch, with which the first ratio is exactly 1)
+    vae_slicing: bool = False           # decode picture by picture
+    vae_tiling: bool = False            # decode large pictures in tiles (changes their seams)
+    offload: bool = False               # autoencoder and text encoders wait on the CPU, layer by layer (diffusers' group offload)
     checkpoint_every: int = 10          # iterations
     evaluate_every: int = 25            # iterations; 0: never
     evaluation_prompts: int = 64
@@ -146,7 +151,7 @@ def _config_from_yaml(cls, path) -> TrainConfig:
 TrainConfig.from_dict, TrainConfig.from_yaml = classmethod(_config_from), classmethod(_config_from_yaml)
 
 # %% ../nbs/14_trainer.ipynb #11c7152e
-CHOICES = {"mixed_precision": ("no", "bf16"), "tracker": ("tensorboard", "wandb", "none"), "weights": ("path", "edge"), "advantage": tuple(ESTIMATORS), "ratio": tuple(RATIOS),
+CHOICES = {"mixed_precision": ("no", "bf16", "fp16"), "base_dtype": ("float32", "bfloat16"), "tracker": ("tensorboard", "wandb", "none"), "weights": ("path", "edge"), "advantage": tuple(ESTIMATORS), "ratio": tuple(RATIOS),
            "prune": tuple(PRUNING), "selection": tuple(SELECTION), "group_selection": ("all", *SELECTION)}
 
 def _check_settings(s: dict):
@@ -155,6 +160,10 @@ def _check_settings(s: dict):
         if not (isinstance(s[key], int) and s[key] >= 1): raise ValueError(f"{key}: {s[key]!r} is not a whole number of at least 1")
     for key in ("learning_rate", "clip_range", "max_grad_norm", "advantage_clip"):
         if not (isinstance(s[key], (int, float)) and s[key] > 0): raise ValueError(f"{key}: {s[key]!r} is not a number above 0")
+    for key in ("max_batch", "train_batch"):
+        if s[key] is not None and not (isinstance(s[key], int) and s[key] >= 1): raise ValueError(f"{key}: {s[key]!r} is not a whole number of at least 1")
+    if s["base_dtype"] != "float32" and not s["lora_rank"]: raise ValueError(f"base_dtype: {s['base_dtype']!r} needs an adapter (lora_rank); fully trained weights stay float32")
+    if s["mixed_precision"] == "fp16" and not torch.cuda.is_available(): raise ValueError("mixed_precision: fp16 needs a GPU; use no or bf16")
     if not 0 <= s["max_lost"] < 1: raise ValueError(f"max_lost: {s['max_lost']!r} is not within 0 and below 1")
     if not s["kl"] >= 0: raise ValueError(f"kl: {s['kl']!r} is not 0 or above")
     if not 0 < s["train_fraction"] <= 1: raise ValueError(f"train_fraction: {s['train_fraction']!r} is not above 0 and at most 1")
@@ -166,7 +175,7 @@ def _check_settings(s: dict):
 def _settings(self) -> dict:
     "All settings with the recipe's values filled in. Raises `ValueError` naming the field of any that is wrong."
     recipe = recipes.get(self.recipe)
-    if self.backbone in TINY: recipe = recipes.at_testbed(recipe)
+    if self.backbone in TINY: recipe = recipes.at_testbed(recipe, self.backbone)
     recipe = recipes.at_kind(recipe, family(self.backbone).kind)
     out = dataclasses.asdict(self)
     out |= {k: v for k, v in recipe.settings().items() if out[k] is None}
@@ -190,9 +199,10 @@ class Trainer:
         device, n = self.accelerator.device, self.accelerator.num_processes
         if s["prompts_per_iteration"] % n: raise ValueError(f"prompts_per_iteration: {s['prompts_per_iteration']} is not a multiple of {n} processes")
         self.scorer = Scorer(load_reward(s["reward"], device=device), s["reward_retries"])
-        self.policy = load(s["backbone"], s["height"], s["width"], s["guidance_scale"], device=device, guidance_grad=s["guidance_grad"], frames=s["frames"])
+        self.policy = load(s["backbone"], s["height"], s["width"], s["guidance_scale"], getattr(torch, s["base_dtype"]), device, s["guidance_grad"], frames=s["frames"])
         self.policy.pictures = self.prompts.pictures
-        self.storage = torch.bfloat16 if s["mixed_precision"] == "bf16" else torch.float32
+        save_memory(self.policy.pipeline, s["vae_slicing"], s["vae_tiling"], s["offload"], device)
+        self.storage = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[s["mixed_precision"]]
         self.iteration, self.rolled, self.seconds, self.cache = 0, 0, 0.0, {}
         self.counts = {"denoiser_calls": 0, "trained_calls": 0, "previews": 0, "lost_prompts": 0}
         self.embeddings = EmbeddingCache(s["embeddings"], fingerprint(self.policy.pipeline), self.policy.encode, content=self.policy.content) if s["embeddings"] else None
@@ -220,6 +230,7 @@ def _prepare(t: Trainer):
     if s["lora_rank"]:
         from peft import LoraConfig
         denoiser.add_adapter(LoraConfig(r=s["lora_rank"], lora_alpha=s["lora_alpha"], init_lora_weights="gaussian", target_modules=list(t.policy.lora_targets)))
+        cast_training_params(denoiser, torch.float32)
     else: denoiser.requires_grad_(True)
     if s["gradient_checkpointing"]: denoiser.enable_gradient_checkpointing()
     t.named = {n: p for n, p in denoiser.named_parameters() if p.requires_grad}
@@ -315,6 +326,7 @@ def collect(self, iteration: int):
     tree = rollout(recipes.plan_of(s, iteration), self.policy, cond, self.process_at(iteration), noise, recipes.sibling_s(s), self.storage, s["max_batch"],
                    keep_means=s["ratio"] in NEEDS_MEANS, **watchers)
     if watchers["decide"]: self.counts["previews"] += watchers["decide"].watched * self.accelerator.num_processes
+    if not tree.latents[-1].isfinite().all(): raise ValueError(f"mixed_precision: the latents of iteration {iteration} are not finite in {str(self.storage).removeprefix('torch.')}; use bf16 or no")
     images = self.policy.decode(tree.latents[-1].flatten(0, 1))
     rewards, parts = self.judge(prompts, images, tree.plan.leaves)
     self.check_lost(iteration)
@@ -354,7 +366,7 @@ def units(self, tree, keep: list) -> list:
     for i in sorted(tree.plan.trained):
         mask = keep[i + 1].reshape(-1, tree.plan.splits.get(i, 1))
         rows = mask.any(1).nonzero()[:, 0]
-        out += [(i, rows[a:b], mask[rows[a:b]]) for a, b in chunks(len(rows), self.settings["max_batch"])]
+        out += [(i, rows[a:b], mask[rows[a:b]]) for a, b in chunks(len(rows), self.settings["train_batch"] or self.settings["max_batch"])]
     return out or [(i, torch.zeros(1, dtype=torch.long), torch.zeros_like(mask[:1]))]  # nothing to train here: one parent of no weight keeps the processes in step
 
 @contextmanager

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ATTENTION', 'FAMILIES', 'TINY', 'SMALL', 'PAPERS', 'PipelinePolicy', 'guided', 'decode_images', 'imported', 'resolve',
-           'family', 'load']
+           'family', 'load', 'save_memory']
 
 # %% ../../nbs/backbones/00_base.ipynb #f35a8196
 import json
@@ -107,3 +107,14 @@ def load(name: str, height: int | None = None, width: int | None = None, guidanc
     sizes = {"height": height, "width": width, **options}
     sizes = (SMALL if name in TINY else {"height": cls.default_size, "width": cls.default_size}) | {k: v for k, v in sizes.items() if v is not None}
     return cls(pipeline, sizes["height"], sizes["width"], cls.guidance if guidance_scale is None else guidance_scale, guidance_grad, **{k: sizes[k] for k in cls.takes if k in sizes})
+
+# %% ../../nbs/backbones/00_base.ipynb #c55a748a
+def save_memory(pipeline, slicing: bool = False, tiling: bool = False, offload: bool = False, device="cpu"):
+    "Switches on the VAE's slicing and tiling, and group offload (leaf by leaf) of the parts that are not trained: VAE and encoders."
+    if slicing: pipeline.vae.enable_slicing()
+    if tiling: pipeline.vae.enable_tiling()
+    if not offload: return
+    from diffusers.hooks import apply_group_offloading
+    for name, part in pipeline.components.items():
+        if isinstance(part, torch.nn.Module) and name.startswith(("vae", "text_encoder", "image_encoder")):
+            apply_group_offloading(part, onload_device=torch.device(device), offload_device=torch.device("cpu"), offload_type="leaf_level")
