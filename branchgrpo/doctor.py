@@ -111,7 +111,7 @@ def found(backbone: str, reward: str, prompts: str = "world-pairs") -> list:
 def report(settings: dict, gpus: int = 8, tflops: float = 400.0) -> str:
     "Everything the doctor says about a run's settings, as text."
     mark = {"ok": "ok      ", "missing": "MISSING ", "absent": "absent  "}
-    lines = [f"{mark[state]} {what:34} {note}" for state, what, note in [*packages(), *found(settings["backbone"], settings["reward"], settings["prompts"])]]
+    lines = [f"{mark[state]} {what:34} {note}" for state, what, note in [*packages(), *found(settings["backbone"], settings["reward"], settings.get("prompts", "world-pairs"))]]
     try:
         policy = meta_policy(settings["backbone"], settings["height"], settings["width"], settings["guidance_scale"])
         counted, plan = count(policy), recipes.plan_of(settings)
