@@ -519,6 +519,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'branchgrpo/testbed/training.py'),
                                              'branchgrpo.testbed.training.save_atomic': ( 'testbed/training.html#save_atomic',
                                                                                           'branchgrpo/testbed/training.py'),
+                                             'branchgrpo.testbed.training.share_files': ( 'testbed/training.html#share_files',
+                                                                                          'branchgrpo/testbed/training.py'),
                                              'branchgrpo.testbed.training.warmup_cosine': ( 'testbed/training.html#warmup_cosine',
                                                                                             'branchgrpo/testbed/training.py'),
                                              'branchgrpo.testbed.training.write_record': ( 'testbed/training.html#write_record',
