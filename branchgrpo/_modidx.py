@@ -564,6 +564,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'branchgrpo.trainer._close': ('trainer.html#_close', 'branchgrpo/trainer.py'),
                                     'branchgrpo.trainer._config_from': ('trainer.html#_config_from', 'branchgrpo/trainer.py'),
                                     'branchgrpo.trainer._config_from_yaml': ('trainer.html#_config_from_yaml', 'branchgrpo/trainer.py'),
+                                    'branchgrpo.trainer._names': ('trainer.html#_names', 'branchgrpo/trainer.py'),
                                     'branchgrpo.trainer._open': ('trainer.html#_open', 'branchgrpo/trainer.py'),
                                     'branchgrpo.trainer._prepare': ('trainer.html#_prepare', 'branchgrpo/trainer.py'),
                                     'branchgrpo.trainer._record': ('trainer.html#_record', 'branchgrpo/trainer.py'),

@@ -127,6 +127,7 @@ class TrainConfig(_Credited):
     checkpoint_every: int = 10          # iterations
     evaluate_every: int = 25            # iterations; 0: never
     evaluation_prompts: int = 64
+    held_out: str | None = None         # other rewards, comma-separated, that only evaluations see
     embeddings: str | None = None       # folder where prompt embeddings are kept; the text encoders then leave the device before training
     export_ema: bool = False            # the result is the averaged weights
     tracker: str = "tensorboard"        # tensorboard, wandb or none
@@ -172,6 +173,10 @@ def _check_settings(s: dict):
     leaves = recipes.plan_of(s).leaves
     if s["group_selection"] != "all" and not 1 <= s["group_keep"] <= leaves: raise ValueError(f"group_keep: {s['group_keep']} is not within 1…{leaves}, the leaves of a tree")
 
+def _names(text: str | None) -> list:
+    "The names of a comma-separated list."
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
+
 def _settings(self) -> dict:
     "All settings with the recipe's values filled in. Raises `ValueError` naming the field of any that is wrong."
     recipe = recipes.get(self.recipe)
@@ -181,7 +186,7 @@ def _settings(self) -> dict:
     out |= {k: v for k, v in recipe.settings().items() if out[k] is None}
     if not isinstance(out["splits"], str): out["splits"] = tuple(out["splits"])
     _check_settings(out)
-    check_name(out["reward"])
+    for name in (out["reward"], *_names(out["held_out"])): check_name(name)
     recipes.check_process(out, family(self.backbone).kind)
     return out
 
@@ -199,6 +204,7 @@ class Trainer:
         device, n = self.accelerator.device, self.accelerator.num_processes
         if s["prompts_per_iteration"] % n: raise ValueError(f"prompts_per_iteration: {s['prompts_per_iteration']} is not a multiple of {n} processes")
         self.scorer = Scorer(load_reward(s["reward"], device=device), s["reward_retries"])
+        self.held_out = {name: Scorer(load_reward(name, device=device), s["reward_retries"]) for name in _names(s["held_out"])}
         self.policy = load(s["backbone"], s["height"], s["width"], s["guidance_scale"], getattr(torch, s["base_dtype"]), device, s["guidance_grad"], frames=s["frames"])
         self.policy.pictures = self.prompts.pictures
         save_memory(self.policy.pipeline, s["vae_slicing"], s["vae_tiling"], s["offload"], device)
@@ -468,6 +474,7 @@ def evaluate(self) -> tuple:
     images = self.policy.decode(tree.latents[-1][:, 0])
     total, parts = self.scorer(images, prompts, self.prompts.metadata(prompts))
     scores = {"eval_reward": total.nanmean().item()} | {f"eval_reward/{name}": part.nanmean().item() for name, part in parts.items() if name}
+    scores |= {f"eval_reward/{name}": scorer(images, prompts, self.prompts.metadata(prompts))[0].nanmean().item() for name, scorer in self.held_out.items()}
     if not total.isfinite().all(): scores["eval_lost"] = int((~total.isfinite()).sum())
     if self.prompts.check: scores |= {f"eval_check_{k}": v.mean().item() for k, v in self.prompts.check(images, prompts).items()}
     return scores, images
