@@ -119,6 +119,33 @@ def test_two_processes_do_what_one_does(tmp_path, changes):
     for name in one["grads"]: torch.testing.assert_close(one["grads"][name], two["grads"][name], rtol=0, atol=1e-5)
 
 
+LOSING = """
+import sys, json, torch
+from branchgrpo.trainer import *
+t = Trainer(TrainConfig.from_dict(json.loads(sys.argv[1])))
+real, first = t.scorer.reward, t.accelerator.process_index == 0
+def reward(images, prompts, metadata=None):
+    if first: raise ConnectionError("this process's server is gone")
+    return real(images, prompts)
+t.scorer.reward, t.scorer.wait = reward, 0.0
+row = t.step()
+assert row["lost_prompts"] == 1 and row["grad_norm"] > 0 and row["reward"] == row["reward"], row
+t.settings["max_lost"] = 0.0
+try: t.step(); raise AssertionError
+except TooManyLost as e: print(e)
+"""
+
+
+def test_a_process_that_loses_all_its_prompts_does_not_stop_the_others(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(LOSING)
+    table = json.dumps(SMALL | {"output": str(tmp_path / "run"), "splits": [0, 2], "reward_retries": 1})
+    env = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), table], env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("1 of 2 prompts could not be scored") == 2
+
+
 @pytest.mark.parametrize("lora", [0, 4])
 def test_the_result_loads_in_plain_diffusers(tmp_path, lora):
     from diffusers import FluxPipeline
