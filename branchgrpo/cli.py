@@ -200,3 +200,6 @@ def main(argv=None) -> int:
     except ValueError as error:
         print(f"branchgrpo: {error}", file=sys.stderr)
         sys.exit(2)
+
+# %% ../nbs/21_cli.ipynb #d555c5cf
+if __name__ == "__main__" and "ipykernel" not in sys.modules: sys.exit(main())

@@ -432,7 +432,7 @@ def update(self, tree, cond, advantages, keep=None) -> dict:
         stats["grad_norm"] = self.accelerator.clip_grad_norm_(self.named.values(), self.settings["max_grad_norm"])
         self.optimizer.step()
         self.optimizer.zero_grad()
-    self.ema.step([p.detach().cpu() for p in self.named.values()])
+    self.ema.step([p.detach().cpu().requires_grad_() for p in self.named.values()])  # EMAModel merely copies what needs no gradient
     return stats | {"ratio_error": first, "ratio": 1 + stats["ratio"]}
 
 # %% ../nbs/14_trainer.ipynb #5475c43a
