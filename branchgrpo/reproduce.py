@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NUMBERS', 'SILENT', 'SCALES', 'address', 'sound', 'ask', 'Job', 'templates', 'jobs', 'Result', 'execute',
-           'execute_apart', 'run_all', 'slurm_script']
+           'execute_apart', 'run_all', 'published', 'difference', 'slurm_script']
 
 # %% ../nbs/24_reproduce.ipynb #91de188a
 import hashlib
@@ -162,6 +162,30 @@ def run_all(todo: list, workers: int = 1, gpus: list | None = None, say=print) -
             results.append(future.result())
             tell(results[-1], len(results))
     return results
+
+# %% ../nbs/24_reproduce.ipynb #3c03186a
+def published(paper: str, table: str, folder="reproduce/published") -> dict:
+    "A table of a paper (`branchgrpo` or `pro_grpo`) as printed: `{row: {column: text}}`. Raises `ValueError` on one that is not there."
+    import csv
+    path = Path(folder) / f"{paper}.csv"
+    if not path.is_file(): raise ValueError(f"paper: no file {str(path)!r}")
+    out = {}
+    with open(path, encoding="utf-8", newline="") as file:
+        for line in csv.DictReader(file):
+            if line["table"] == table: out.setdefault(line["row"], {})[line["column"]] = line["value"]
+    if not out: raise ValueError(f"table: {paper} has no {table!r}")
+    return out
+
+def difference(ours: list, theirs: list, level: float = 0.95) -> dict:
+    "The mean difference of two settings over the same seeds, and its t interval; `verdict` on 'ours is larger': holds, does not hold, cannot be judged. Raises `ValueError` on unequal or fewer than two seeds."
+    from math import sqrt
+    from scipy.stats import t
+    if len(ours) != len(theirs) or len(ours) < 2: raise ValueError(f"seeds: {len(ours)} and {len(theirs)}; the same two or more are needed")
+    d = [a - b for a, b in zip(ours, theirs)]
+    mean = sum(d) / len(d)
+    half = t.ppf((1 + level) / 2, len(d) - 1) * sqrt(sum((x - mean) ** 2 for x in d) / (len(d) - 1) / len(d))
+    verdict = "holds" if mean - half > 0 else "does not hold" if mean + half < 0 else "cannot be judged at this scale"
+    return {"difference": mean, "low": mean - half, "high": mean + half, "seeds": len(d), "verdict": verdict}
 
 # %% ../nbs/24_reproduce.ipynb #d69f48b1
 def slurm_script(todo: list, scale: str, gpus: int = 8, hours: int = 24, more: str = "") -> str:
