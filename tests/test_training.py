@@ -170,3 +170,14 @@ def test_another_run_in_the_folder_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds another run .differs in .*recipe"):
         Trainer(config(tmp_path / "run", iterations=2, recipe="dancegrpo", splits=None, branch_factor=None)).fit()
     assert (tmp_path / "run/metrics.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize("reward", ["0.7*tiny-clip+0.3*tiny-hps", "norm(tiny-clip+2*tiny-pickscore)"])
+def test_sums_of_rewards_are_logged_one_by_one(tmp_path, reward):
+    trainer = Trainer(config(tmp_path / "run", reward=reward, held_out="tiny-aesthetic", evaluate_every=1, evaluation_prompts=4, iterations=1))
+    run = trainer.fit()
+    row, evaluation = run.metrics[0], run.evaluations[-1]
+    names = [n for n in row if n.startswith("reward/")]
+    assert len(names) == 2 and {f"eval_{n}" for n in names} | {"eval_reward/tiny-aesthetic"} <= evaluation.keys()
+    if reward.startswith("norm"): assert abs(row["reward"]) < 1e-4 and row["reward_std"] > 0.5  # centred within each prompt
+    else: assert abs(0.7 * row["reward/tiny-clip"] + 0.3 * row["reward/tiny-hps"] - row["reward"]) < 1e-5
