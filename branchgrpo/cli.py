@@ -85,7 +85,7 @@ def rewards(args):
 def reproduce(args):
     "Executes notebooks; code 1 where one failed."
     import json, subprocess
-    from branchgrpo.reproduce import jobs, run_all, slurm_script
+    from branchgrpo.reproduce import jobs, run_all, slurm_script, write_page
     if bool(args.names) == args.all: raise ValueError("reproduce: name notebooks, or ask for --all (--all --dry-run lists them)")
     def value(text):
         try: return json.loads(text)
@@ -102,6 +102,7 @@ def reproduce(args):
     failed = [r for r in results if r.state == "failed"]
     print(f"{len(results) - len(failed)} of {len(results)} notebooks done" + (f"; failed: {', '.join(r.name for r in failed)}" if failed else ""))
     for r in failed: print(f"  {r.name}: {r.error}\n    {r.notebook}")
+    if args.scale == "testbed": print(f"figures/README.md shows {write_page(args.folder)} of them")
     return 1 if failed else 0
 
 def check_hps(args):

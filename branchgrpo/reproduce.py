@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NUMBERS', 'SILENT', 'SCALES', 'address', 'sound', 'ask', 'Job', 'templates', 'jobs', 'Result', 'execute',
-           'execute_apart', 'run_all', 'published', 'difference', 'slurm_script']
+           'execute_apart', 'run_all', 'published', 'difference', 'write_page', 'slurm_script']
 
 # %% ../nbs/24_reproduce.ipynb #91de188a
 import hashlib
@@ -26,7 +26,10 @@ SILENT = ("output", "iterations", "tracker", "checkpoint_every", "reward_retries
 
 def address(settings: dict) -> str:
     "The folder name of a run with these settings: who it is, and a digest of everything that decides its numbers."
-    heard = {k: str(v) if isinstance(v, float) else v for k, v in settings.items() if k not in SILENT}
+    import dataclasses
+    from branchgrpo.trainer import TrainConfig
+    usual = {f.name: f.default for f in dataclasses.fields(TrainConfig)}
+    heard = {k: str(v) if isinstance(v, float) else v for k, v in settings.items() if k not in SILENT and v is not None and (usual.get(k) is None or v != usual[k])}  # a new option at its default moves no run
     digest = hashlib.blake2b(json.dumps([NUMBERS, heard], sort_keys=True, default=str).encode(), digest_size=5).hexdigest()
     return f"{settings['recipe']}-{settings['backbone'].rstrip('/').split('/')[-1]}-{settings['seed']}-{digest}"
 
@@ -186,6 +189,32 @@ def difference(ours: list, theirs: list, level: float = 0.95) -> dict:
     half = t.ppf((1 + level) / 2, len(d) - 1) * sqrt(sum((x - mean) ** 2 for x in d) / (len(d) - 1) / len(d))
     verdict = "holds" if mean - half > 0 else "does not hold" if mean + half < 0 else "cannot be judged at this scale"
     return {"difference": mean, "low": mean - half, "high": mean + half, "seeds": len(d), "verdict": verdict}
+
+# %% ../nbs/24_reproduce.ipynb #dde9214e
+def _verdicts(data: dict) -> list:
+    "The verdict lines of a notebook's json."
+    listed = [f"{v['claim']} at equal {v['at equal']}: {v['difference']:+.4f} [{v['low']:+.4f}, {v['high']:+.4f}], **{v['verdict']}**" for v in data.get("verdicts", []) if isinstance(v, dict) and "verdict" in v]
+    return [f"{claim}: **{said}**" for claim, said in (data.get("verdict") or {}).items()] + listed
+
+def write_page(folder="reproduce", figures="figures/testbed", page="figures/README.md") -> int:
+    "Writes the page of all notebooks whose figures or numbers are under `figures`; returns how many there are."
+    import re
+    import nbformat
+    parts = ["# Every figure and number\n\nMade by `branchgrpo reproduce`; each number stands in a json beside its figure, with the run it comes from, the date and the machine.\n"]
+    for name, path in templates(folder).items():
+        cells = nbformat.read(path, 4).cells
+        stems = list(dict.fromkeys(re.findall(r"\{output\}/(\w+)", "".join(c.source for c in cells if c.cell_type == "code"))))
+        files = [f for stem in stems for f in sorted(Path(figures).glob(f"{stem}*.png"))] + [f for stem in stems for f in sorted(Path(figures).glob(f"{stem}*.json"))]
+        if not files: continue
+        title, claim = (cells[0].source.splitlines() + ["", ""])[:2]
+        data = [json.loads(f.read_text()) for f in files if f.suffix == ".json"]
+        where = lambda f: os.path.relpath(f, Path(page).parent)
+        made = "; ".join(dict.fromkeys(f"{d.get('date', '')}, {d.get('device', '')}" + (f", {d['seconds']:.0f} s" if "seconds" in d else "") for d in data))
+        said, jsons = "\n".join(f"- {v}" for d in data for v in _verdicts(d)), " · ".join(f"[{f.name}]({where(f)})" for f in files if f.suffix == ".json")
+        pictures = "\n\n".join(f"![{name}]({where(f)})" for f in files if f.suffix == ".png")
+        parts.append("\n\n".join(filter(None, [f"## {title.lstrip('# ')}", claim.lstrip("> "), pictures, said, f"[notebook]({os.path.relpath(path, Path(page).parent)}) · {jsons}" + (f" · {made}" if made else "")])))
+    write_text(page, "\n\n".join(parts) + "\n")
+    return len(parts) - 1
 
 # %% ../nbs/24_reproduce.ipynb #d69f48b1
 def slurm_script(todo: list, scale: str, gpus: int = 8, hours: int = 24, more: str = "") -> str:
