@@ -61,7 +61,7 @@ def decode_images(vae, z, max_batch: int = 64):
 # %% ../../nbs/backbones/00_base.ipynb #3abdd6ee
 FAMILIES = {"FluxPipeline": "branchgrpo.backbones.flux:FluxPolicy", "StableDiffusion3Pipeline": "branchgrpo.backbones.sd3:SD3Policy", "StableDiffusionPipeline": "branchgrpo.backbones.sd:SDPolicy",
             "WanPipeline": "branchgrpo.backbones.wan:WanPolicy", "WanImageToVideoPipeline": "branchgrpo.backbones.wan_i2v:WanImagePolicy", "QwenImagePipeline": "branchgrpo.backbones.qwen_image:QwenImagePolicy"}
-TINY = {name: f"testbed/weights/{name}" for name in ("tiny-flux", "tiny-sd3", "tiny-sd")}
+TINY = {name: f"testbed/weights/{name}" for name in ("tiny-flux", "tiny-sd3", "tiny-sd", "tiny-wan", "tiny-wan-i2v")}
 SMALL = {"height": 32, "width": 32, "frames": 9}  # what the small world's models draw
 
 PAPERS = {"black-forest-labs/FLUX.1-dev": ("FluxPipeline", "branchgrpo.backbones.flux:meta_flux"),
