@@ -1,5 +1,4 @@
 """Every family trains through the same trainer, and its results load in plain diffusers."""
-import json
 import subprocess
 import sys
 
