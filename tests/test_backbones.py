@@ -40,7 +40,7 @@ torch.save(out.frames if hasattr(out, "frames") else out.images, sys.argv[1])
 
 
 @pytest.mark.parametrize("lora", [0, 4])
-@pytest.mark.parametrize("backbone", SIBLINGS)
+@pytest.mark.parametrize("backbone", TINY)
 def test_the_result_loads_in_plain_diffusers(tmp_path, backbone, lora):
     "The model answers the same, and a fresh process with diffusers alone draws the same pictures."
     trainer = Trainer(config(tmp_path / "run", backbone, lora_rank=lora, lora_alpha=16, learning_rate=1e-2 if lora else 1e-4))
@@ -53,8 +53,9 @@ def test_the_result_loads_in_plain_diffusers(tmp_path, backbone, lora):
     trained, policy.call = policy.pipeline, getattr(pipe, policy.component).eval()
     with torch.no_grad(): theirs = policy.predict(x, time, cond)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6 * max(1.0, ours.abs().max().item()))
-    if backbone == "tiny-wan-i2v": return  # its pipeline takes one picture a call; the model's answer is compared above
-    given = {"prompt": prompts, "height": 32, "width": 32, "num_inference_steps": 4, "guidance_scale": 3.0, "latents": x} | ({"num_frames": 9, "max_sequence_length": 12} if backbone == "tiny-wan" else {})
+    given = {"prompt": prompts, "height": 32, "width": 32, "num_inference_steps": 4, "guidance_scale": 3.0, "latents": x} | ({"num_frames": 9, "max_sequence_length": 12} if "wan" in backbone else {})
+    if backbone == "tiny-wan-i2v": given |= {"prompt": prompts[0], "latents": x[:1], "image": trainer.prompts.pictures(prompts[:1])}  # its pipeline takes one picture a call
+    if backbone == "tiny-flux": given["max_sequence_length"] = 12
     torch.save(given, tmp_path / "pictures.pt")
     places = [str(resolve(backbone)), str(run.path / "lora")] if lora else [str(run.path / "model")]
     subprocess.run([sys.executable, "-c", PLAIN, str(tmp_path / "pictures.pt"), *places], check=True, capture_output=True)

@@ -5,34 +5,44 @@ import subprocess
 import sys
 import time
 
+import pytest
 import torch
 
 from branchgrpo.evaluate import Evaluation, Evaluator, open_policy
+from branchgrpo.testbed.world import scenes
 from branchgrpo.trainer import TrainConfig, Trainer
 
-CALL = [sys.executable, "-m", "branchgrpo.cli", "evaluate", "--prompts", "world", "--limit", "200", "--samples", "2", "--steps", "3", "--block", "20", "--rewards", "tiny-clip", "tiny-pickscore"]
+CALL = [sys.executable, "-m", "branchgrpo.cli", "evaluate", "--steps", "3", "--block", "20", "--rewards", "tiny-clip", "tiny-pickscore"]
 ENV = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
-def start(folder, **extra):
-    return subprocess.Popen([*CALL, "--output", str(folder)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=ENV | extra)
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    "A file of 400 captions of the small world."
+    path = tmp_path_factory.mktemp("prompts") / "captions.txt"
+    path.write_text("\n".join(list(dict.fromkeys(s.caption for s in scenes(1200, "test", seed=1)))[:400]))
+    return str(path)
 
 
-def test_four_hundred_pictures_killed_in_the_middle(tmp_path):
-    whole, killed = start(tmp_path / "whole"), start(tmp_path / "killed")
+def start(folder, prompts, **extra):
+    return subprocess.Popen([*CALL, "--prompts", prompts, "--output", str(folder)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=ENV | extra)
+
+
+def test_four_hundred_prompts_killed_in_the_middle(tmp_path, prompts):
+    whole, killed = start(tmp_path / "whole", prompts), start(tmp_path / "killed", prompts)
     blocks, deadline = tmp_path / "killed/blocks", time.time() + 120
     while not blocks.exists() or len(list(blocks.glob("*.jsonl"))) < 5: assert time.time() < deadline and killed.poll() is None; time.sleep(0.01)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     assert not (tmp_path / "killed/summary.json").exists()
-    again = start(tmp_path / "killed")
+    again = start(tmp_path / "killed", prompts)
     for process in (whole, again): assert process.wait(timeout=200) == 0, process.stderr.read().decode()[-2000:]
     for name in ("images.jsonl", "summary.json"): assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "killed" / name).read_bytes()
     assert len((tmp_path / "whole/images.jsonl").read_text().splitlines()) == 400 and len(list((tmp_path / "killed/pictures").glob("*.png"))) == 400
 
 
-def test_two_processes_share_the_work(tmp_path):
-    both = [start(tmp_path / "run", RANK=str(r), WORLD_SIZE="2") for r in range(2)]
+def test_two_processes_share_the_work(tmp_path, prompts):
+    both = [start(tmp_path / "run", prompts, RANK=str(r), WORLD_SIZE="2") for r in range(2)]
     for process in both: assert process.wait(timeout=200) == 0, process.stderr.read().decode()[-2000:]
     numbers = [line.split(",")[0] for line in (tmp_path / "run/images.jsonl").read_text().splitlines()]
     assert len(numbers) == len(set(numbers)) == 400
