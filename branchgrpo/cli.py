@@ -77,11 +77,13 @@ def evaluate(args):
         from branchgrpo.benchmarks import run_benchmark
         print(f"{args.benchmark}: {run_benchmark(args.benchmark, Path(args.output), evaluator.set.metadata, args.run) or 'laid out'}")
 
+# %% ../nbs/21_cli.ipynb #9f009244
 def rewards(args):
     "Prints the rewards."
     from branchgrpo.rewards.base import REWARDS
     for name, entry in REWARDS.items(): print(f"{name:16} {entry.about:52} {entry.where or ''}")
 
+# %% ../nbs/21_cli.ipynb #40850eb3
 def reproduce(args):
     "Executes notebooks; code 1 where one failed."
     import json, subprocess
@@ -105,6 +107,7 @@ def reproduce(args):
     if args.scale == "testbed": print(f"figures/README.md shows {write_page(args.folder)} of them")
     return 1 if failed else 0
 
+# %% ../nbs/21_cli.ipynb #649ea3c7
 def check_hps(args):
     "Prints both scores of each picture; code 1 where they differ by more than the tolerance."
     from pathlib import Path
