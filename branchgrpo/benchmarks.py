@@ -42,7 +42,7 @@ def vbench_layout(rows: list, metadata: list, source: Path, target: Path):
     target.mkdir(parents=True, exist_ok=True)
     for row in rows:
         strip = Image.open(source / row["picture"])
-        side = strip.height * row.get("frame_width", strip.height) // strip.height
+        side = strip.width // row.get("frames", strip.width // strip.height)  # frames need not be square
         frames = [strip.crop((x, 0, x + side, strip.height)) for x in range(0, strip.width, side)]
         frames[0].save(target / f"{row['prompt'].replace('/', ' ')}-{row['sample']}.gif", save_all=True, append_images=frames[1:], duration=125, loop=0)
 

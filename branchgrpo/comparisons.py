@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from tqdm.auto import tqdm
 
-from .figures import curve, save
+from .figures import curve
 from .reproduce import ask, difference
 from .runs import environment, write_text
 

@@ -83,9 +83,9 @@ def _check_evaluation(e: Evaluation):
 
 # %% ../nbs/18_evaluate.ipynb #37022152
 @torch.no_grad()
-def sample_block(policy, prompts: list, numbers: list, steps: int, seed: int, settings: dict | None = None):
+def sample_block(policy, prompts: list, numbers: list, steps: int, seed: int):
     "Pictures `(B, …)` in [0, 1] of `prompts`, without noise on the way; picture n starts from the noise (seed, 0, n)."
-    process = recipes.PROCESSES[policy.kind](settings or recipes.get("dancegrpo").settings() | {"steps": steps, "eta": 0.0}, 0, policy)
+    process = recipes.PROCESSES[policy.kind](recipes.get("dancegrpo").settings() | {"steps": steps, "eta": 0.0}, 0, policy)
     tree = rollout(RolloutPlan.chains(steps, 1, stochastic=()), policy, policy.encode(prompts), process, Noise(seed, 0, tuple(numbers)))
     return policy.decode(tree.latents[-1][:, 0]).float().cpu()
 
@@ -126,7 +126,7 @@ class Evaluator:
             picture.parent.mkdir(parents=True, exist_ok=True)
             as_picture(image).save(f"{picture}.{os.getpid()}.tmp", format="png"); os.replace(f"{picture}.{os.getpid()}.tmp", picture)
         return [{"number": n, "prompt": p, "sample": n % e.samples, **({"tag": m["tag"]} if "tag" in m else {}), "rewards": {k: rounded(v[i]) for k, v in scores.items()},
-                 **({"check": {k: rounded(v[i]) for k, v in checks.items()}} if checks else {}), **({"picture": f"pictures/{n:06d}.png"} if e.pictures else {})} for i, (n, p, m) in enumerate(zip(numbers, prompts, metadata))]
+                 **({"check": {k: rounded(v[i]) for k, v in checks.items()}} if checks else {}), **({"picture": f"pictures/{n:06d}.png"} if e.pictures else {}), **({"frames": images.shape[2]} if images.ndim == 5 else {})} for i, (n, p, m) in enumerate(zip(numbers, prompts, metadata))]
 
 # %% ../nbs/18_evaluate.ipynb #0f57d611
 def _run(self) -> dict | None:

@@ -222,4 +222,4 @@ def slurm_script(todo: list, scale: str, gpus: int = 8, hours: int = 24, more: s
     options = "".join(f"#SBATCH --{o.strip()}\n" for o in more.split(",") if o.strip())
     names = " ".join(job.name for job in todo)
     return (f"#!/bin/bash\n#SBATCH --job-name=branchgrpo-{scale}\n#SBATCH --array=0-{len(todo) - 1}\n#SBATCH --gres=gpu:{gpus}\n#SBATCH --time={hours}:00:00\n#SBATCH --requeue\n#SBATCH --signal=B:TERM@300\n{options}"
-            f"trap 'scontrol requeue ${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}' TERM\nnames=({names})\n{Path(sys.executable).name} -m branchgrpo.cli reproduce ${{names[$SLURM_ARRAY_TASK_ID]}} --scale {scale} &\nwait\n")
+            f"trap 'scontrol requeue ${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}' TERM\nnames=({names})\n{sys.executable} -m branchgrpo.cli reproduce ${{names[$SLURM_ARRAY_TASK_ID]}} --scale {scale} &\nwait\n")

@@ -498,7 +498,7 @@ def resume(self, run: Run):
             for name, parameter in self.named.items(): parameter.copy_(state["weights"][name])
         self.optimizer.load_state_dict(state["optimizer"])
         self.ema.load_state_dict(state["ema"])
-        self.iteration, self.seconds, self.counts = state["iteration"], state["seconds"], state["counts"]
+        self.iteration, self.seconds, self.counts = state["iteration"], state["seconds"], self.counts | state["counts"]
     if self.accelerator.is_main_process: run.rewind(self.iteration)
     self.accelerator.wait_for_everyone()
 
