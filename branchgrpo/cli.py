@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     again.add_argument("names", nargs="*", help="notebooks (see --dry-run); none with --all"); again.add_argument("--all", action="store_true", help="every notebook the scale knows")
     again.add_argument("--scale", default="testbed", help="smoke (minutes), testbed (hours on two cores) or paper (GPUs and the real weights)")
     again.add_argument("--jobs", type=int, default=1, help="notebooks at a time"); again.add_argument("--gpus", help="one notebook a GPU: 0,1,2,3"); again.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="parameters for all named notebooks, as JSON values")
-    again.add_argument("--folder", default="reproduce", help="where the notebooks are"); again.add_argument("--output", default="runs/reproduce", help="where executed notebooks go"); again.add_argument("--dry-run", action="store_true", help="say what would be done")
+    again.add_argument("--folder", default="reproduce", help="where the notebooks are"); again.add_argument("--output", default="runs/reproduce", help="where executed notebooks go"); again.add_argument("--dry-run", action="store_true", help="list every run with its GPU-hours, what is shared, and the weights it needs"); again.add_argument("--tflops", type=float, default=400.0, help="sustained speed of one GPU, for --dry-run")
     again.add_argument("--slurm", action="store_true", help="hand the notebooks to sbatch as a job array (with --dry-run: show the script)"); again.add_argument("--slurm-options", default="", help="further #SBATCH options: partition=a100,account=x"); again.add_argument("--hours", type=int, default=24); again.add_argument("--gpus-per-job", type=int, default=8)
     show = sub.add_parser("recipes", help="list the methods, or one with the source of each value")
     show.add_argument("name", nargs="?", help="a recipe")
@@ -98,8 +98,8 @@ def reproduce(args):
         script = slurm_script(todo, args.scale, args.gpus_per_job, args.hours, args.slurm_options)
         return print(script) if args.dry_run else subprocess.run(["sbatch"], input=script, text=True, check=True) and None
     if args.dry_run:
-        for job in todo: print(f"{'done' if job.done else 'to do':6} {job.name:32} {json.dumps(job.parameters)}")
-        return
+        from branchgrpo.budget import budget
+        return print("\n".join(budget(todo, args.tflops)))
     results = run_all(todo, args.jobs, args.gpus.split(",") if args.gpus else None)
     failed = [r for r in results if r.state == "failed"]
     print(f"{len(results) - len(failed)} of {len(results)} notebooks done" + (f"; failed: {', '.join(r.name for r in failed)}" if failed else ""))

@@ -15,7 +15,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from .figures import curve
-from .reproduce import ask, difference
+from .reproduce import ask, difference, tell_runner
 from .runs import environment, write_text
 
 # %% ../nbs/25_comparisons.ipynb #000924db
@@ -37,20 +37,41 @@ class Comparison:
         "The largest `x` that every run reached."
         return min(run.evaluations[-1][x] for found in self.runs.values() for run in found)
 
+    def on_average(self, label: str, key: str) -> list:
+        "`key`'s mean over all evaluations, one value a seed: who rises sooner has more of it."
+        return [float(np.mean([e[key] for e in run.evaluations])) for run in self.runs[label]]
+
+    def only(self, labels) -> "Comparison":
+        "The same with some of its labels."
+        return Comparison({label: self.runs[label] for label in labels}, self.seeds)
+
     def judge(self, label: str, other: str, key: str, x: str | None = None) -> dict:
-        "Whether `label` beats `other` in `key`, at equal iterations or at equal `x`: difference, interval, verdict."
-        return difference(*((self.at_end(n, key) if x is None else self.at_equal(n, key, x, self.budget(x))) for n in (label, other))) | {"claim": f"{label} above {other}", "key": key, "at equal": x or "iterations"}
+        "Whether `label` beats `other` in `key`: at equal iterations, at equal `x`, or (`x` 'curve') on average over the run. Difference, interval, verdict."
+        values = {None: self.at_end, "curve": self.on_average}.get(x) or (lambda n, k: self.at_equal(n, k, x, self.budget(x)))
+        return difference(values(label, key), values(other, key)) | {"claim": f"{label} above {other}", "key": key, "at equal": {None: "iterations", "curve": "iterations, on average over the run"}.get(x, x)}
+
+    def judge_all(self, claims: list, key: str = "eval_reward", xs=(None, "denoiser_calls", "seconds")) -> list:
+        "Judges every claim (a, b) at each of `xs` and prints them. Nothing with fewer than two seeds."
+        found = [self.judge(a, b, key, x) for a, b in claims for x in xs] if len(self.seeds) > 1 else []
+        for v in found: print(f"{v['claim']:56} at equal {v['at equal']:36} {v['difference']:+.4f} [{v['low']:+.4f}, {v['high']:+.4f}]  {v['verdict']}")
+        return found
 
 def compare(base, settings: dict, seeds: list, root: str = "runs/testbed") -> Comparison:
-    "Asks for the runs of `settings` `{label: changes to the TrainConfig base}` over `seeds`, made where they are not there yet. Raises `ValueError` on a wrong setting before any run is made."
-    configs = {label: [dataclasses.replace(base, seed=s, **changes) for s in seeds] for label, changes in settings.items()}
-    for found in configs.values(): [c.settings() for c in found]
-    bar, runs = tqdm(total=len(settings) * len(seeds), desc="runs", disable=None), {}
-    for label, found in configs.items():
-        for config in found:
-            runs.setdefault(label, []).append(ask(config, root))
-            bar.update()
-    return Comparison(runs, list(seeds))
+    "Asks for the runs of `settings` `{label: changes to the TrainConfig base}` over `seeds`, made where they are not there yet; those that another notebook is making come last. Raises `ValueError` on a wrong setting before any run is made."
+    left = {(label, s): dataclasses.replace(base, seed=s, **changes) for s in seeds for label, changes in settings.items()}
+    for config in left.values(): config.settings()
+    bar, found, times, wait = tqdm(total=len(left), desc="runs", disable=None), {}, [], False
+    while left:
+        count = len(left)
+        for key, config in list(left.items()):
+            started, run = time.time(), ask(config, root, wait)
+            if run is None: continue
+            found[key], wait = run, False
+            del left[key]
+            bar.update(); times.append(time.time() - started)
+            if times[-1] > 1: tell_runner(f"run {len(found)} of {len(found) + len(left)}: {key[0]}, seed {key[1]}, {times[-1]:.0f} s   {max(times) * len(left) / 60:.1f} min left at most")
+        wait = len(left) == count  # nothing to do but wait
+    return Comparison({label: [found[label, s] for s in seeds] for label in settings}, list(seeds))
 
 # %% ../nbs/25_comparisons.ipynb #31b61808
 def mean_interval(values: list, level: float = 0.95) -> tuple:
