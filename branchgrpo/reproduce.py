@@ -274,7 +274,7 @@ def write_page(folder="reproduce", figures="figures/testbed", page="figures/READ
         title, claim = (cells[0].source.splitlines() + ["", ""])[:2]
         data = [json.loads(f.read_text()) for f in files if f.suffix == ".json"]
         where = lambda f: os.path.relpath(f, Path(page).parent)
-        made = "; ".join(dict.fromkeys(f"{d.get('date', '')}, {d.get('device', '')}" + (f", {d['seconds']:.0f} s" if "seconds" in d else "") for d in data))
+        made = "; ".join(dict.fromkeys(f"{d.get('date', '')}, {d.get('device', '')}" + (f", {d['seconds']:.0f} s" if "seconds" in d else "") + (f", {d['training_seconds'] / 3600:.1f} hours of training (runs are shared)" if d.get("training_seconds") else "") for d in data))
         said, jsons = "\n".join(f"- {v}" for d in data for v in _verdicts(d)), " · ".join(f"[{f.name}]({where(f)})" for f in files if f.suffix == ".json")
         pictures = "\n\n".join(f"![{name}]({where(f)})" for f in files if f.suffix == ".png")
         parts.append("\n\n".join(filter(None, [f"## {title.lstrip('# ')}", claim.lstrip("> "), pictures, said, f"[notebook]({os.path.relpath(path, Path(page).parent)}) · {jsons}" + (f" · {made}" if made else "")])))

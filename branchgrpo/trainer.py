@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['CHOICES', 'NEEDS_MEANS', 'TrainConfig', 'Trainer', 'positions', 'draw_prompts', 'conditioning', 'encode_ahead',
            'TooManyLost', 'judge', 'check_lost', 'score', 'watchers', 'collect', 'counted', 'advantages', 'keep',
-           'units', 'edge_terms', 'accumulate', 'update', 'over_prompts', 'step', 'evaluate', 'save', 'resume',
-           'export', 'fit']
+           'units', 'edge_terms', 'accumulate', 'update', 'spread', 'over_prompts', 'step', 'evaluate', 'save',
+           'resume', 'export', 'fit']
 
 # %% ../nbs/14_trainer.ipynb #9a8f5ef2
 import copy
@@ -436,6 +436,13 @@ def update(self, tree, cond, advantages, keep=None) -> dict:
     return stats | {"ratio_error": first, "ratio": 1 + stats["ratio"]}
 
 # %% ../nbs/14_trainer.ipynb #5475c43a
+def spread(rewards, leaves) -> torch.Tensor:
+    "Standard deviation `(P,)` of the leaves that count; 0 where fewer than two do."
+    w = leaves.to(rewards)
+    n = w.sum(1, keepdim=True)
+    d = (rewards - (rewards * w).sum(1, keepdim=True) / n.clamp(min=1)) * w
+    return (d.square().sum(1) / (n[:, 0] - 1).clamp(min=1)).sqrt()
+
 @_add
 def over_prompts(self, table: dict) -> dict:
     "What each value `(P,)` of this process adds to the mean over all prompts that were not lost."
@@ -450,7 +457,7 @@ def step(self) -> dict:
     tree, cond, rewards, _, parts = self.collect(self.iteration)
     rolled, leaves = time.perf_counter(), self.counted(rewards, self.iteration)
     stats = self.update(tree, cond, self.advantages(tree, rewards, leaves), self.keep(tree, rewards, leaves, self.iteration))
-    stats |= self.over_prompts({"reward": rewards.mean(1), "reward_std": rewards.std(1), "ess": effective_sample_size(tree, self.settings["beta"])} | {f"reward/{name}": part.mean(1) for name, part in parts.items()})
+    stats |= self.over_prompts({"reward": rewards.mean(1), "reward_std": rewards.std(1), "reward_std_counted": spread(rewards, leaves), "ess": effective_sample_size(tree, self.settings["beta"])} | {f"reward/{name}": part.mean(1) for name, part in parts.items()})
     keys, device = sorted(stats), self.accelerator.device
     values = dict(zip(keys, self.accelerator.reduce(torch.stack([torch.as_tensor(stats[k], dtype=torch.float32, device=device) for k in keys]), "mean").tolist()))
     done, n = time.perf_counter(), self.accelerator.num_processes
