@@ -103,11 +103,11 @@ def print_table(rows: list, columns: dict, printed: dict | None = None):
 def panels(c: Comparison, key: str = "eval_reward", name: str = "held-out reward", xs=(("iteration", "iteration"), ("denoiser_calls", "denoiser calls"), ("seconds", "seconds of training"))):
     "`key` of every label against iterations, denoiser calls and seconds."
     import matplotlib.pyplot as plt
-    fig, axes = plt.subplots(1, len(xs), figsize=(4.0 * len(xs), 2.9), sharey=True)
-    for (x, label_x), ax in zip(xs, axes):
+    fig, axes = plt.subplots(1, len(xs), figsize=(4.0 * len(xs), 2.9), sharey=True, squeeze=False)
+    for (x, label_x), ax in zip(xs, axes[0]):
         for label, found in c.runs.items(): curve(ax, [run.evaluations for run in found], x, key, label)
         ax.set_xlabel(label_x)
-    axes[0].set_ylabel(name); axes[-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.02, 0.5)); fig.tight_layout()
+    axes[0, 0].set_ylabel(name); axes[0, -1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.02, 0.5)); fig.tight_layout()
     return fig
 
 def write_record(path: str, c: Comparison, rows: list, verdicts: list, **more):

@@ -56,13 +56,26 @@ def sound(run: Run) -> bool:
         return info["state"] != "finished" or len(rows) >= info["settings"]["iterations"]
     except Exception: return False
 
+def _launched(config) -> Run:
+    "The run, made by processes of its own: BRANCHGRPO_LAUNCH (`accelerate launch --num_processes 8`) and the command line's `train`. Raises `RuntimeError` with its last line where that fails."
+    import dataclasses, shlex, subprocess
+    import yaml
+    plain = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(config).items() if v is not None}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.yaml"
+        path.write_text(yaml.safe_dump(plain), encoding="utf-8")
+        done = subprocess.run([*shlex.split(os.environ["BRANCHGRPO_LAUNCH"]), "-m", "branchgrpo.cli", "train", "--config", str(path)], capture_output=True, text=True)
+    if done.returncode: raise RuntimeError(f"{config.output}: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
+    return Run(Path(config.output))
+
 def _made(run: Run, config) -> Run:
     "The run, found, gone on with, or made."
     import dataclasses
     from branchgrpo.trainer import Trainer
     if run.path.exists() and not sound(run): run.path.rename(run.path.with_name(f"{run.path.name}.damaged-{time.time_ns()}"))
     elif run.path.exists() and run.finished and len(run.metrics) >= config.iterations: return run
-    return Trainer(dataclasses.replace(config, output=str(run.path))).fit()
+    config = dataclasses.replace(config, output=str(run.path))
+    return _launched(config) if os.environ.get("BRANCHGRPO_LAUNCH") else Trainer(config).fit()
 
 def ask(config, root="runs", wait: bool = True):
     "The finished run of a `TrainConfig`: found under `root`, finished if it was cut short, made anew (the old one set aside) if it is damaged. While another process makes it: waits, or without `wait` returns None."
@@ -228,6 +241,8 @@ def planned_runs(job: Job) -> list:
                 exec(cell.source, names)
                 if "parameters" in cell.metadata.get("tags", []): names |= job.parameters
     except NotMade: pass
+    except Exception:
+        if not PLANNED: raise  # what comes after the runs may need what is not here
     finally: found, PLANNED = PLANNED, None
     return found
 
@@ -283,8 +298,8 @@ def write_page(folder="reproduce", figures="figures/testbed", page="figures/READ
 
 # %% ../nbs/24_reproduce.ipynb #d69f48b1
 def slurm_script(todo: list, scale: str, gpus: int = 8, hours: int = 24, more: str = "") -> str:
-    "A job array with one task for each notebook; `more` are further #SBATCH options, comma-separated (`partition=a100,account=x`)."
+    "A job array with one task for each notebook, whose runs take all of the task's GPUs; `more` are further #SBATCH options, comma-separated (`partition=a100,account=x`)."
     options = "".join(f"#SBATCH --{o.strip()}\n" for o in more.split(",") if o.strip())
     names = " ".join(job.name for job in todo)
     return (f"#!/bin/bash\n#SBATCH --job-name=branchgrpo-{scale}\n#SBATCH --array=0-{len(todo) - 1}\n#SBATCH --gres=gpu:{gpus}\n#SBATCH --time={hours}:00:00\n#SBATCH --requeue\n#SBATCH --signal=B:TERM@300\n{options}"
-            f"trap 'scontrol requeue ${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}' TERM\nnames=({names})\n{sys.executable} -m branchgrpo.cli reproduce ${{names[$SLURM_ARRAY_TASK_ID]}} --scale {scale} &\nwait\n")
+            f"trap 'scontrol requeue ${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}' TERM\nnames=({names})\n{sys.executable} -m branchgrpo.cli reproduce ${{names[$SLURM_ARRAY_TASK_ID]}} --scale {scale} --launch 'accelerate launch --num_processes {gpus}' &\nwait\n")
