@@ -18,7 +18,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from .figures import curve
-from .reproduce import ask, difference, tell_runner
+from .reproduce import Later, ask, difference, tell_runner
 from .runs import environment, write_text
 
 # %% ../nbs/25_comparisons.ipynb #000924db
@@ -106,8 +106,7 @@ def compare(base, settings: dict, seeds: list, root: str = "runs/testbed", round
             if times[-1] > 1: tell_runner(f"run {len(found)} of {len(found) + len(left)}: {key[0]}, seed {key[1]}, {times[-1]:.0f} s   {max(times) * len(left) / 60:.1f} min left at most")
         wait = len(left) == count  # nothing to do but wait
     done = {label: [found[label, s] for s in seeds] for label in settings}
-    if not rounds: return Comparison(done, list(seeds))
-    [run.path for found in done.values() for run in found]  # where runs are only planned, nothing is timed
+    if not rounds or any(isinstance(run, Later) for runs in done.values() for run in runs): return Comparison(done, list(seeds))
     seconds = pace({label: dataclasses.replace(base, **changes) for label, changes in settings.items()}, rounds)
     return Comparison({label: [Paced(run, seconds[label]) for run in found] for label, found in done.items()}, list(seeds))
 
