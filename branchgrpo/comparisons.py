@@ -37,7 +37,7 @@ class Comparison:
         return [float(np.interp(value, [e[x] for e in run.evaluations], [e[key] for e in run.evaluations])) for run in self.runs[label]]
 
     def budget(self, x: str) -> float:
-        "The largest `x` that every run reached."
+        "The largest `x` that all these runs reached."
         return min(run.evaluations[-1][x] for found in self.runs.values() for run in found)
 
     def on_average(self, label: str, key: str) -> list:
@@ -49,14 +49,17 @@ class Comparison:
         return Comparison({label: self.runs[label] for label in labels}, self.seeds)
 
     def judge(self, label: str, other: str, key: str, x: str | None = None) -> dict:
-        "Whether `label` beats `other` in `key`: at equal iterations, at equal `x`, or (`x` 'curve') on average over the run. Difference, interval, verdict."
-        values = {None: self.at_end, "curve": self.on_average}.get(x) or (lambda n, k: self.at_equal(n, k, x, self.budget(x)))
-        return difference(values(label, key), values(other, key)) | {"claim": f"{label} above {other}", "key": key, "at equal": {None: "iterations", "curve": "iterations, on average over the run"}.get(x, x)}
+        "Whether `label` beats `other` in `key`: at equal iterations, at equal `x` (as much as both have spent), or (`x` 'curve') on average over the run. Difference, interval, verdict."
+        spent = None if x in (None, "curve") else self.only([label, other]).budget(x)
+        values = {None: self.at_end, "curve": self.on_average}.get(x) or (lambda n, k: self.at_equal(n, k, x, spent))
+        return difference(values(label, key), values(other, key)) | {"claim": f"{label} above {other}", "key": key, "at equal": {None: "iterations", "curve": "iterations, on average over the run"}.get(x, x), "budget": spent}
 
     def judge_all(self, claims: list, key: str = "eval_reward", xs=(None, "denoiser_calls", "seconds")) -> list:
         "Judges every claim (a, b) at each of `xs` and prints them. Nothing with fewer than two seeds."
         found = [self.judge(a, b, key, x) for a, b in claims for x in xs] if len(self.seeds) > 1 else []
-        for v in found: print(f"{v['claim']:56} at equal {v['at equal']:36} {v['difference']:+.4f} [{v['low']:+.4f}, {v['high']:+.4f}]  {v['verdict']}")
+        for v in found:
+            spent = f" ({v['budget']:,.0f})" if v["budget"] else ""
+            print(f"{v['claim']:56} {v['key'].removeprefix('eval_'):22} at equal {v['at equal'] + spent:36} {v['difference']:+.4f} [{v['low']:+.4f}, {v['high']:+.4f}]  {v['verdict']}")
         return found
 
 # %% ../nbs/25_comparisons.ipynb #25564f49

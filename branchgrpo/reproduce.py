@@ -273,7 +273,7 @@ def difference(ours: list, theirs: list, level: float = 0.95) -> dict:
 # %% ../nbs/24_reproduce.ipynb #dde9214e
 def _verdicts(data: dict) -> list:
     "The verdict lines of a notebook's json."
-    listed = [f"{v['claim']} at equal {v['at equal']}: {v['difference']:+.4f} [{v['low']:+.4f}, {v['high']:+.4f}], **{v['verdict']}**" for v in data.get("verdicts", []) if isinstance(v, dict) and "verdict" in v]
+    listed = [f"{v['claim']}{'' if v.get('key') in (None, 'eval_reward') else ' in ' + v['key'].removeprefix('eval_')}, at equal {v['at equal']}: {v['difference']:+.4f} [{v['low']:+.4f}, {v['high']:+.4f}], **{v['verdict']}**" for v in data.get("verdicts", []) if isinstance(v, dict) and "verdict" in v]
     return [f"{claim}: **{said}**" for claim, said in (data.get("verdict") or {}).items()] + listed
 
 def write_page(folder="reproduce", figures="figures/testbed", page="figures/README.md") -> int:
