@@ -41,7 +41,7 @@ def budget(todo: list, tflops: float = 400.0) -> list:
     Source of the speed: `tflops` is what one GPU sustains in bfloat16 (an H200 has 989 at most)."""
     lines, first, asked, weights, total = [], {}, 0, set(), 0.0
     for job in todo:
-        configs = planned_runs(job)
+        configs = [config for config, _ in planned_runs(job)]
         lines.append(f"{'done ' if job.done else 'to do'} {job.name:34} {f'{len(configs)} runs' if configs else 'no training'}")
         weights |= needed(job, configs)
         for config in configs:

@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     again = sub.add_parser("reproduce", help="execute the notebooks of reproduce/", description="Execute the notebooks of reproduce/ at a scale. What is done is found, what was cut short goes on, what failed is tried again; a failed notebook does not stop the others (code 1 at the end).")
     again.add_argument("names", nargs="*", help="notebooks (see --dry-run); none with --all"); again.add_argument("--all", action="store_true", help="every notebook the scale knows")
     again.add_argument("--scale", default="testbed", help="smoke (minutes), testbed (hours on two cores) or paper (GPUs and the real weights)")
-    again.add_argument("--jobs", type=int, default=1, help="notebooks at a time"); again.add_argument("--gpus", help="one notebook a GPU: 0,1,2,3"); again.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="parameters for all named notebooks, as JSON values")
+    again.add_argument("--jobs", type=int, default=1, help="runs, and then notebooks, at a time"); again.add_argument("--gpus", help="one run, and then one notebook, a GPU: 0,1,2,3"); again.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="parameters for all named notebooks, as JSON values")
     again.add_argument("--folder", default="reproduce", help="where the notebooks are"); again.add_argument("--output", default="runs/reproduce", help="where executed notebooks go"); again.add_argument("--dry-run", action="store_true", help="list every run with its GPU-hours, what is shared, and the weights it needs"); again.add_argument("--tflops", type=float, default=400.0, help="sustained speed of one GPU, for --dry-run"); again.add_argument("--launch", help="how a run is started on several GPUs: 'accelerate launch --num_processes 8'")
     again.add_argument("--slurm", action="store_true", help="hand the notebooks to sbatch as a job array (with --dry-run: show the script)"); again.add_argument("--slurm-options", default="", help="further #SBATCH options: partition=a100,account=x"); again.add_argument("--hours", type=int, default=24); again.add_argument("--gpus-per-job", type=int, default=8)
     show = sub.add_parser("recipes", help="list the methods, or one with the source of each value")
@@ -87,7 +87,7 @@ def rewards(args):
 def reproduce(args):
     "Executes notebooks; code 1 where one failed."
     import json, os, subprocess
-    from branchgrpo.reproduce import jobs, run_all, slurm_script, write_page
+    from branchgrpo.reproduce import jobs, make_runs, run_all, slurm_script, write_page
     if bool(args.names) == args.all: raise ValueError("reproduce: name notebooks, or ask for --all (--all --dry-run lists them)")
     def value(text):
         try: return json.loads(text)
@@ -101,6 +101,7 @@ def reproduce(args):
         from branchgrpo.budget import budget
         return print("\n".join(budget(todo, args.tflops)))
     if args.launch: os.environ["BRANCHGRPO_LAUNCH"] = args.launch
+    make_runs(todo, args.jobs, args.gpus.split(",") if args.gpus else None)
     results = run_all(todo, args.jobs, args.gpus.split(",") if args.gpus else None)
     failed = [r for r in results if r.state == "failed"]
     print(f"{len(results) - len(failed)} of {len(results)} notebooks done" + (f"; failed: {', '.join(r.name for r in failed)}" if failed else ""))
