@@ -8,15 +8,19 @@ __all__ = ['COLOURS', 'STYLE', 'AGAINST', 'PALETTE', 'PLAN_STYLE', 'use_style', 
 
 # %% ../nbs/19_figures.ipynb #de3b5c84
 import os
+import textwrap
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
+from cycler import cycler
 
 # %% ../nbs/19_figures.ipynb #e27bbe34
-COLOURS = {"branchgrpo": "#0072B2", "dancegrpo": "#D55E00", "flow-grpo": "#009E73", "pro-grpo": "#CC79A7"}
+COLOURS = {"branchgrpo": "#0072B2", "dancegrpo": "#D55E00", "dancegrpo (tf=1.0)": "#D55E00", "dancegrpo (tf=0.6)": "#999933", "mixgrpo": "#E69F00", "mixgrpo (20,5)": "#E69F00", "branchgrpo-mix": "#56B4E9", "branchgrpo-widpru": "#332288", "branchgrpo-deppru": "#44AA99",
+           "flow-grpo": "#009E73", "pro-grpo": "#CC79A7", "pro-grpo-flash": "#882255"}  # a method has its colour in every figure
 STYLE = {"figure.dpi": 90, "savefig.dpi": 150, "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.7,
-         "axes.titlesize": 9, "axes.grid": True, "grid.color": "0.92", "grid.linewidth": 0.6, "legend.frameon": False, "svg.hashsalt": "branchgrpo"}
+         "axes.titlesize": 9, "axes.grid": True, "grid.color": "0.92", "grid.linewidth": 0.6, "legend.frameon": False, "svg.hashsalt": "branchgrpo",
+         "axes.prop_cycle": cycler(color=["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#332288", "#999933"])}
 
 def use_style():
     "Sets the house style for the figures that follow."
@@ -57,7 +61,7 @@ def curve(ax, runs: list, x: str, y: str, label: str, window: int = 1):
     n = min(map(len, rows))
     xs, ys = (np.array([[m[k] for m in run[:n]] for run in rows]) for k in (x, y))
     ys = np.stack([smoothed(v, window) for v in ys])
-    line, = ax.plot(xs.mean(0), ys.mean(0), color=COLOURS.get(label), label=label, lw=1.6)
+    line, = ax.plot(xs.mean(0), ys.mean(0), color=COLOURS.get((label or "").lower()), label=label, lw=1.6)
     if len(ys) > 1: ax.fill_between(xs.mean(0), ys.min(0), ys.max(0), color=line.get_color(), alpha=0.15, lw=0)
 
 # %% ../nbs/19_figures.ipynb #646ae4c5
@@ -135,7 +139,7 @@ def side_by_side(columns: dict, captions: list, size: float = 1.0):
     "One row a caption, one column a key of `columns` {title: images (B, 3, H, W)}."
     fig, axes = plt.subplots(len(captions), len(columns), figsize=(size * len(columns) + 2.4, size * len(captions)), squeeze=False)
     for j, (title, images) in enumerate(columns.items()):
-        axes[0, j].set_title(title)
+        axes[0, j].set_title(textwrap.fill(title, 12), fontsize=8)
         for ax, image in zip(axes[:, j], images): ax.imshow(np.asarray(image).transpose(1, 2, 0), interpolation="nearest"); ax.axis("off")
     for ax, caption in zip(axes[:, 0], captions): ax.text(-0.08, 0.5, caption, transform=ax.transAxes, ha="right", va="center", fontsize=7)
     fig.subplots_adjust(wspace=0.06, hspace=0.06, left=2.2 / (size * len(columns) + 2.4))
