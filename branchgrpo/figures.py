@@ -18,7 +18,7 @@ from cycler import cycler
 # %% ../nbs/19_figures.ipynb #e27bbe34
 COLOURS = {"branchgrpo": "#0072B2", "dancegrpo": "#D55E00", "dancegrpo (tf=1.0)": "#D55E00", "dancegrpo (tf=0.6)": "#999933", "mixgrpo": "#E69F00", "mixgrpo (20,5)": "#E69F00", "branchgrpo-mix": "#56B4E9", "branchgrpo-widpru": "#332288", "branchgrpo-deppru": "#44AA99",
            "flow-grpo": "#009E73", "pro-grpo": "#CC79A7", "pro-grpo-flash": "#882255"}  # a method has its colour in every figure
-STYLE = {"figure.dpi": 90, "savefig.dpi": 150, "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.7,
+STYLE = {"figure.dpi": 90, "savefig.dpi": 150, "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.7, "axes.axisbelow": True,
          "axes.titlesize": 9, "axes.grid": True, "grid.color": "0.92", "grid.linewidth": 0.6, "legend.frameon": False, "svg.hashsalt": "branchgrpo",
          "axes.prop_cycle": cycler(color=["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#332288", "#999933"])}
 
