@@ -146,7 +146,7 @@ def panels(c: Comparison, key: str = "eval_reward", name: str = "held-out reward
     fig, axes = plt.subplots(1, len(xs), figsize=(4.0 * len(xs), 2.9), sharey=True, squeeze=False)
     for (x, label_x), ax in zip(xs, axes[0]):
         for label, found in c.runs.items(): curve(ax, [run.evaluations for run in found], x, key, label)
-        ax.set_xlabel(label_x)
+        ax.set_xlabel(label_x); ax.locator_params(axis="x", nbins=5)
     axes[0, 0].set_ylabel(name); axes[0, -1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.02, 0.5)); fig.tight_layout()
     return fig
 

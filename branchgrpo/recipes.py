@@ -201,7 +201,7 @@ def sibling_s(settings: dict) -> float:
 
 # %% ../nbs/13_recipes.ipynb #8e494f4c
 TESTBED = {
-    "steps": (12, "testbed: sized for two cores"), "learning_rate": (2e-4, "testbed: the best of 1e-4, 2e-4, 4e-4 for dancegrpo, two seeds"),
+    "steps": (12, "testbed: sized for two cores"), "learning_rate": (2e-4, "testbed: the best of 2e-5, 1e-4, 2e-4, 4e-4 for dancegrpo at its end, three seeds (reproduce/beyond/tuning)"),
     "guidance_scale": (1.0, "testbed: without guidance the base model leaves more to learn"),
     "height": (32, "testbed"), "width": (32, "testbed"), "frames": (9, "testbed, for clips"), "prompts_per_iteration": (4, "testbed: sized for two cores"),
     "max_grad_norm": (0.01, "Table 2, for all methods"), "updates_per_rollout": (1, "testbed: the same for all methods"), "lora_rank": (0, "testbed: full fine-tuning for all methods"),
