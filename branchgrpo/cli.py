@@ -47,7 +47,8 @@ def parser() -> argparse.ArgumentParser:
     again.add_argument("--scale", default="testbed", help="smoke (minutes), testbed (hours on two cores) or paper (GPUs and the real weights)")
     again.add_argument("--jobs", type=int, default=1, help="runs, and then notebooks, at a time"); again.add_argument("--gpus", help="one run, and then one notebook, a GPU: 0,1,2,3"); again.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="parameters for all named notebooks, as JSON values")
     again.add_argument("--folder", default="reproduce", help="where the notebooks are"); again.add_argument("--output", default="runs/reproduce", help="where executed notebooks go"); again.add_argument("--dry-run", action="store_true", help="list every run with its GPU-hours, what is shared, and the weights it needs"); again.add_argument("--tflops", type=float, default=400.0, help="sustained speed of one GPU, for --dry-run"); again.add_argument("--launch", help="how a run is started on several GPUs: 'accelerate launch --num_processes 8'")
-    again.add_argument("--slurm", action="store_true", help="hand the notebooks to sbatch as a job array (with --dry-run: show the script)"); again.add_argument("--slurm-options", default="", help="further #SBATCH options: partition=a100,account=x"); again.add_argument("--hours", type=int, default=24); again.add_argument("--gpus-per-job", type=int, default=8)
+    again.add_argument("--slurm", action="store_true", help="hand the runs, and after them the notebooks, to Slurm as job arrays (with --dry-run: show the scripts)"); again.add_argument("--slurm-options", default="", help="further #SBATCH options: partition=a100,account=x")
+    again.add_argument("--hours", type=int, default=24, help="time limit of a task; a task that reaches it is put back into the queue and goes on (default 24)"); again.add_argument("--gpus-per-job", type=int, default=8, help="GPUs of a run (default 8)")
     show = sub.add_parser("recipes", help="list the methods, or one with the source of each value")
     show.add_argument("name", nargs="?", help="a recipe")
     return top
@@ -86,8 +87,8 @@ def rewards(args):
 # %% ../nbs/21_cli.ipynb #40850eb3
 def reproduce(args):
     "Executes notebooks; code 1 where one failed."
-    import json, os, subprocess
-    from branchgrpo.reproduce import jobs, make_runs, run_all, slurm_script, write_page
+    import json, os
+    from branchgrpo.reproduce import jobs, make_runs, run_all, slurm_scripts, submit, write_page
     if bool(args.names) == args.all: raise ValueError("reproduce: name notebooks, or ask for --all (--all --dry-run lists them)")
     def value(text):
         try: return json.loads(text)
@@ -95,8 +96,11 @@ def reproduce(args):
     given = dict((k, value(v)) for k, _, v in (pair.partition("=") for pair in args.set))
     todo = jobs(args.names, args.scale, args.folder, args.output, given)
     if args.slurm:
-        script = slurm_script(todo, args.scale, args.gpus_per_job, args.hours, args.slurm_options)
-        return print(script) if args.dry_run else subprocess.run(["sbatch"], input=script, text=True, check=True) and None
+        asked = {"scale": args.scale, "gpus": args.gpus_per_job, "hours": args.hours, "more": args.slurm_options, "launch": args.launch or (f"accelerate launch --num_processes {args.gpus_per_job}" if args.gpus_per_job > 1 else "")}
+        if args.dry_run: return print(slurm_scripts(todo, f"{args.output}/slurm", **asked))
+        sent = submit(todo, f"{args.output}/slurm", **asked)
+        for name, handed in sent.items(): print(f"{name}: {len(handed)} tasks, Slurm job {handed[0].job_id.split('_')[0]}; logs in {args.output}/slurm")
+        return print("the same command without --slurm shows what is done" if sent else "nothing left to do")
     if args.dry_run:
         from branchgrpo.budget import budget
         return print("\n".join(budget(todo, args.tflops)))

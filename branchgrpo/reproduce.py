@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PLANNED', 'NUMBERS', 'SILENT', 'SCALES', 'ORDER', 'NotMade', 'Later', 'address', 'sound', 'ask', 'Job', 'templates',
            'jobs', 'Result', 'execute', 'execute_apart', 'tell_runner', 'run_all', 'planned_runs', 'missing_runs',
-           'make_runs', 'published', 'difference', 'write_page', 'slurm_script']
+           'make_runs', 'published', 'difference', 'write_page', 'Resumed', 'arrays', 'slurm_scripts', 'submit']
 
 # %% ../nbs/24_reproduce.ipynb #91de188a
 import hashlib
@@ -18,13 +18,14 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
 from .runs import Run, write_text
 
 # %% ../nbs/24_reproduce.ipynb #0b1b46fe
-PLANNED = None  # a list while runs are only counted, not made
+PLANNED = ContextVar("planned", default=None)  # a list while runs are only counted, not made
 
 class NotMade(Exception):
     "A run that is only planned was looked at."
@@ -46,13 +47,13 @@ def address(settings: dict) -> str:
     digest = hashlib.blake2b(json.dumps([NUMBERS, heard], sort_keys=True, default=str).encode(), digest_size=5).hexdigest()
     return f"{settings['recipe']}-{settings['backbone'].rstrip('/').split('/')[-1]}-{settings['seed']}-{digest}"
 
-def sound(run: Run) -> bool:
-    "Whether a run's folder can be read: its settings, its metrics, and the checkpoint it would go on from."
+def sound(run: Run, checkpoint: bool = True) -> bool:
+    "Whether a run's folder can be read: its settings, its metrics, and (`checkpoint`) the checkpoint it would go on from."
     import torch
     try:
         info, rows = run.info, run.metrics
         if not {"settings", "state"} <= info.keys(): return False
-        if (run.path / "checkpoint.pt").exists(): torch.load(run.path / "checkpoint.pt", map_location="cpu", weights_only=True)
+        if checkpoint and (run.path / "checkpoint.pt").exists(): torch.load(run.path / "checkpoint.pt", map_location="cpu", weights_only=True)
         return info["state"] != "finished" or len(rows) >= info["settings"]["iterations"]
     except Exception: return False
 
@@ -81,7 +82,7 @@ def _made(run: Run, config) -> Run:
 def ask(config, root="runs", wait: bool = True):
     "The finished run of a `TrainConfig`: found under `root`, finished if it was cut short, made anew (the old one set aside) if it is damaged. While another process makes it: waits, or without `wait` returns None."
     from filelock import FileLock, Timeout
-    if PLANNED is not None: return PLANNED.append((config, str(root))) or Later()
+    if (planned := PLANNED.get()) is not None: return planned.append((config, str(root))) or Later()
     run, locks = Run(Path(root) / address(config.settings())), Path(root) / ".locks"
     locks.mkdir(parents=True, exist_ok=True)
     try:
@@ -231,12 +232,12 @@ def run_all(todo: list, workers: int = 1, gpus: list | None = None, say=print) -
 # %% ../nbs/24_reproduce.ipynb #e18137e7
 def planned_runs(job: Job) -> list:
     "The runs that a notebook would ask for: `[(TrainConfig, folder)]`. Nothing is trained or written; weights are not touched."
-    global PLANNED
     import contextlib, io
     import nbformat
     cells = [c for c in nbformat.read(job.template, 4).cells if c.cell_type == "code"]
     if not any(f"{f}(" in c.source for c in cells for f in ("ask", "compare")): return []
-    names, PLANNED = {"__name__": "planned"}, []
+    names, found = {"__name__": "planned"}, []
+    token = PLANNED.set(found)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             for cell in cells:
@@ -244,8 +245,8 @@ def planned_runs(job: Job) -> list:
                 if "parameters" in cell.metadata.get("tags", []): names |= job.parameters
     except NotMade: pass
     except Exception:
-        if not PLANNED: raise  # what comes after the runs may need what is not here
-    finally: found, PLANNED = PLANNED, None
+        if not found: raise  # what comes after the runs may need what is not here
+    finally: PLANNED.reset(token)
     return found
 
 # %% ../nbs/24_reproduce.ipynb #39fc3a0a
@@ -270,7 +271,7 @@ def missing_runs(todo: list) -> dict:
         for config, root in planned:
             path = Path(root) / address(config.settings())
             if path not in wanted or config.iterations > wanted[path][0].iterations: wanted[path] = (config, root)
-    return {path: (config, root) for path, (config, root) in wanted.items() if not (path.exists() and sound(Run(path)) and Run(path).finished and len(Run(path).metrics) >= config.iterations)}
+    return {path: (config, root) for path, (config, root) in wanted.items() if not (path.exists() and sound(Run(path), checkpoint=False) and Run(path).finished and len(Run(path).metrics) >= config.iterations)}
 
 # %% ../nbs/24_reproduce.ipynb #34618ce6
 def make_runs(todo: list, workers: int = 1, gpus: list | None = None, say=print) -> int:
@@ -363,9 +364,54 @@ def write_page(folder="reproduce", figures="figures/testbed", page="figures/READ
     return len(found)
 
 # %% ../nbs/24_reproduce.ipynb #d69f48b1
-def slurm_script(todo: list, scale: str, gpus: int = 8, hours: int = 24, more: str = "") -> str:
-    "A job array with one task for each notebook, whose runs take all of the task's GPUs; `more` are further #SBATCH options, comma-separated (`partition=a100,account=x`)."
-    options = "".join(f"#SBATCH --{o.strip()}\n" for o in more.split(",") if o.strip())
-    names = " ".join(job.name for job in todo)
-    return (f"#!/bin/bash\n#SBATCH --job-name=branchgrpo-{scale}\n#SBATCH --array=0-{len(todo) - 1}\n#SBATCH --gres=gpu:{gpus}\n#SBATCH --time={hours}:00:00\n#SBATCH --requeue\n#SBATCH --signal=B:TERM@300\n{options}"
-            f"trap 'scontrol requeue ${{SLURM_ARRAY_JOB_ID}}_${{SLURM_ARRAY_TASK_ID}}' TERM\nnames=({names})\n{sys.executable} -m branchgrpo.cli reproduce ${{names[$SLURM_ARRAY_TASK_ID]}} --scale {scale} --launch 'accelerate launch --num_processes {gpus}' &\nwait\n")
+@dataclass
+class Resumed:
+    "A function as a task of a cluster, with an environment of its own; cut short by a time limit it is called again, and what it does goes on from its checkpoints."
+    function: object
+    environment: dict
+
+    def __call__(self, *args):
+        os.environ.update(self.environment)
+        return self.function(*args)
+
+    def checkpoint(self, *args):
+        "What submitit puts back into the queue."
+        from submitit.helpers import DelayedSubmission
+        return DelayedSubmission(self, *args)
+
+def arrays(todo: list, scale: str, gpus: int = 8, hours: int = 24, more: str = "", launch: str = "") -> dict:
+    """The job arrays of notebooks, `{name: (tasks, options)}`: the missing runs, then the notebooks; `launch` starts a run on its `gpus`, `more` are further #SBATCH options (`partition=a100,account=x`).
+
+    Raises `ValueError` on an option without a value."""
+    extra = dict(pair.strip().partition("=")[::2] for pair in more.split(",") if pair.strip())
+    for key, text in extra.items():
+        if not text: raise ValueError(f"slurm-options: {key!r} has no value; they are written partition=a100,account=x")
+    options = {"time": hours * 60, "ntasks_per_node": 1, "signal_delay_s": 300, "additional_parameters": {"requeue": True} | extra}
+    run = Resumed(_make, {"BRANCHGRPO_LAUNCH": launch} if launch else {})
+    tasks = {"runs": [(run, config, root) for config, root in missing_runs(todo).values()], "pages": [(Resumed(execute, {}), job) for job in todo if not job.done]}
+    return {name: (found, options | {"job_name": f"branchgrpo-{scale}-{name}", "gpus_per_node": gpus if name == "runs" else min(gpus, 1)}) for name, found in tasks.items() if found}
+
+# %% ../nbs/24_reproduce.ipynb #8e1e1225
+def slurm_scripts(todo: list, folder, **asked) -> str:
+    "The scripts that `submit` hands to sbatch, as text; `asked` as in `arrays`."
+    from submitit.slurm.slurm import _make_sbatch_string
+    out = []
+    for name, (tasks, options) in arrays(todo, **asked).items():
+        after = {"dependency": "afterany:<the job of the runs>"} if out else {}
+        out.append(f"# {name}: {len(tasks)} tasks\n" + _make_sbatch_string(f"{sys.executable} -u -m submitit.core._submit {folder}", folder, map_count=len(tasks), **options, **after))
+    return "\n".join(out) or "nothing left to do"
+
+def submit(todo: list, folder, cluster: str = "slurm", **asked) -> dict:
+    "Hands the missing runs to the cluster as a job array and the notebooks as one that starts when it has ended; returns submitit's jobs, `{'runs': …, 'pages': …}`, without waiting. On `local`, processes of this machine, it waits between the two. Raises `ValueError` where the cluster cannot be reached."
+    import submitit
+    executors, sent = {"slurm": submitit.SlurmExecutor, "local": submitit.LocalExecutor}, {}
+    if cluster not in executors: raise ValueError(f"cluster: {cluster!r} is not one of {', '.join(executors)}")
+    if executors[cluster].affinity() <= 0: raise ValueError(f"cluster: {cluster!r} is not here (no srun); call this on a login node, or look at the scripts with --slurm --dry-run")
+    for name, (tasks, options) in arrays(todo, **asked).items():
+        executor = executors[cluster](folder, max_num_timeout=1000)
+        if cluster == "slurm": executor.update_parameters(**options, **({"dependency": f"afterany:{sent['runs'][0].job_id.split('_')[0]}"} if "runs" in sent else {}))
+        else:
+            for job in sent.get("runs", []): job.wait()
+            executor.update_parameters(timeout_min=options["time"], signal_delay_s=options["signal_delay_s"], gpus_per_node=options["gpus_per_node"])
+        with executor.batch(): sent[name] = [executor.submit(*task) for task in tasks]
+    return sent
