@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['PLANNED', 'NUMBERS', 'SILENT', 'SCALES', 'SAID', 'ORDER', 'NotMade', 'Later', 'address', 'sound', 'ask', 'Job',
            'templates', 'jobs', 'Result', 'execute', 'execute_apart', 'tell_runner', 'run_all', 'planned_runs',
-           'missing_runs', 'make_runs', 'published', 'difference', 'markdown_table', 'write_page', 'Resumed', 'arrays',
-           'slurm_scripts', 'submit']
+           'missing_runs', 'make_runs', 'published', 'difference', 'markdown_table', 'write_page', 'Resumed',
+           'job_arrays', 'slurm_scripts', 'submit']
 
 # %% ../nbs/24_reproduce.ipynb #91de188a
 import hashlib
@@ -210,9 +210,15 @@ def _listening(name: str, say):
         finally: over.set(); thread.join()
 
 # %% ../nbs/24_reproduce.ipynb #c0bc3b86
+def _slots(workers: int, gpus: list | None) -> list:
+    "The environment of each worker: its GPU, and, where there are several, its share of the cores."
+    found = [{"CUDA_VISIBLE_DEVICES": str(g)} for g in gpus] if gpus else [{} for _ in range(max(1, workers))]
+    share = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // len(found)))} if len(found) > 1 and "OMP_NUM_THREADS" not in os.environ else {}
+    return [slot | share for slot in found]
+
 def run_all(todo: list, workers: int = 1, gpus: list | None = None, say=print) -> list:
     "Executes jobs, `workers` at a time (or one a GPU of `gpus`); a failed one does not stop the others. Says one line a notebook, with the time left. Returns their `Result`s."
-    slots, started, results = [{"CUDA_VISIBLE_DEVICES": str(g)} for g in gpus] if gpus else [{} for _ in range(max(1, workers))], time.time(), []
+    slots, started, results = _slots(workers, gpus), time.time(), []
     def tell(r, n):
         left = (time.time() - started) / n * (len(todo) - n)
         say(f"{n:3}/{len(todo)}  {r.state:7} {r.name:32} {r.seconds:7.0f} s   {left / 60:5.1f} min left" + (f"   {r.error}" if r.error else ""))
@@ -251,9 +257,8 @@ def planned_runs(job: Job) -> list:
     return found
 
 # %% ../nbs/24_reproduce.ipynb #39fc3a0a
-def _begin(slots, threads: int):
-    "A worker's environment: its GPU, and its share of the cores."
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+def _begin(slots):
+    "A worker takes its environment."
     os.environ.update(slots.get())
 
 def _make(config, root: str) -> float:
@@ -282,10 +287,9 @@ def make_runs(todo: list, workers: int = 1, gpus: list | None = None, say=print)
     wanted, failed, started = missing_runs(todo), 0, time.time()
     if not wanted: return 0
     spawn = multiprocessing.get_context("spawn")
-    slots = spawn.Queue()
-    every = [{"CUDA_VISIBLE_DEVICES": str(g)} for g in gpus] if gpus else [{} for _ in range(max(1, workers))]
+    slots, every = spawn.Queue(), _slots(workers, gpus)
     for slot in every: slots.put(slot)
-    with ProcessPoolExecutor(min(len(every), len(wanted)), spawn, _begin, (slots, max(1, (os.cpu_count() or 1) // len(every)))) as pool:
+    with ProcessPoolExecutor(min(len(every), len(wanted)), spawn, _begin, (slots,)) as pool:
         asked = {pool.submit(_make, config, root): path for path, (config, root) in wanted.items()}
         for n, future in enumerate(as_completed(asked), 1):
             error = future.exception()
@@ -343,7 +347,9 @@ def _tables(data: list, source: str, folder: Path, shown: bool) -> str:
     "The numbers of a notebook's jsons, folded away unless they are to be `shown`, and the paper's own, where the notebook's code reads them from `folder`."
     import re
     fold = lambda title, text: f"<details{' open' if shown else ''}><summary>{title}</summary>\n\n{text}\n\n</details>"
-    parts = [fold("the numbers", markdown_table(rows)) for d in data for key in ("rows", "lines") if (rows := d.get(key)) and isinstance(rows[0], dict)]
+    timed = lambda d: any(run.get("seconds_per_iteration") for found in (d.get("runs") or {}).values() if isinstance(found, dict) for run in found.values() if isinstance(run, dict))
+    kept = lambda d, rows: rows if "runs" not in d or timed(d) else [{k: v for k, v in row.items() if k != "seconds"} for row in rows]  # seconds of runs that were made beside others say nothing
+    parts = [fold("the numbers", markdown_table(kept(d, rows))) for d in data for key in ("rows", "lines") if (rows := d.get(key)) and isinstance(rows[0], dict)]
     for paper, table in dict.fromkeys(re.findall(r"""published\("(\w+)", "([^"]+)\"""", source)):
         parts.append(fold(f"{table} as printed", markdown_table([{"": row} | numbers for row, numbers in published(paper, table, folder).items()])))
     return "\n".join(parts)
@@ -351,7 +357,7 @@ def _tables(data: list, source: str, folder: Path, shown: bool) -> str:
 # %% ../nbs/24_reproduce.ipynb #fa41b692
 def _verdicts(data: dict) -> list:
     "The verdict lines of a notebook's json."
-    about = lambda v: "" if v.get("key") in (None, "eval_reward") else f" in {SAID.get(v['key'], v['key'].removeprefix('eval_').removeprefix('reward/'))}"
+    about = lambda v: "" if v.get("key") in (None, "eval_reward", "reward_std_counted") else f" in {SAID.get(v['key'], v['key'].removeprefix('eval_').removeprefix('reward/'))}"
     listed = [f"{v['claim']}{about(v)}, at equal {SAID.get(v['at equal'], v['at equal'])}: {v['difference']:+.4f} [{v['low']:+.4f}, {v['high']:+.4f}], **{v['verdict']}**" for v in data.get("verdicts", []) if isinstance(v, dict) and "verdict" in v]
     return [f"{claim}: **{said}**" for claim, said in (data.get("verdict") or {}).items()] + listed
 
@@ -411,7 +417,7 @@ class Resumed:
         from submitit.helpers import DelayedSubmission
         return DelayedSubmission(self, *args)
 
-def arrays(todo: list, scale: str, gpus: int = 8, hours: int = 24, more: str = "", launch: str = "") -> dict:
+def job_arrays(todo: list, scale: str, gpus: int = 8, hours: int = 24, more: str = "", launch: str = "") -> dict:
     """The job arrays of notebooks, `{name: (tasks, options)}`: the missing runs, then the notebooks; `launch` starts a run on its `gpus`, `more` are further #SBATCH options (`partition=a100,account=x`).
 
     Raises `ValueError` on an option without a value."""
@@ -425,10 +431,10 @@ def arrays(todo: list, scale: str, gpus: int = 8, hours: int = 24, more: str = "
 
 # %% ../nbs/24_reproduce.ipynb #8e1e1225
 def slurm_scripts(todo: list, folder, **asked) -> str:
-    "The scripts that `submit` hands to sbatch, as text; `asked` as in `arrays`."
+    "The scripts that `submit` hands to sbatch, as text; `asked` as in `job_arrays`."
     from submitit.slurm.slurm import _make_sbatch_string
     out = []
-    for name, (tasks, options) in arrays(todo, **asked).items():
+    for name, (tasks, options) in job_arrays(todo, **asked).items():
         after = {"dependency": "afterany:<the job of the runs>"} if out else {}
         out.append(f"# {name}: {len(tasks)} tasks\n" + _make_sbatch_string(f"{sys.executable} -u -m submitit.core._submit {folder}", folder, map_count=len(tasks), **options, **after))
     return "\n".join(out) or "nothing left to do"
@@ -439,7 +445,7 @@ def submit(todo: list, folder, cluster: str = "slurm", **asked) -> dict:
     executors, sent = {"slurm": submitit.SlurmExecutor, "local": submitit.LocalExecutor}, {}
     if cluster not in executors: raise ValueError(f"cluster: {cluster!r} is not one of {', '.join(executors)}")
     if executors[cluster].affinity() <= 0: raise ValueError(f"cluster: {cluster!r} is not here (no srun); call this on a login node, or look at the scripts with --slurm --dry-run")
-    for name, (tasks, options) in arrays(todo, **asked).items():
+    for name, (tasks, options) in job_arrays(todo, **asked).items():
         executor = executors[cluster](folder, max_num_timeout=1000)
         if cluster == "slurm": executor.update_parameters(**options, **({"dependency": f"afterany:{sent['runs'][0].job_id.split('_')[0]}"} if "runs" in sent else {}))
         else:
