@@ -329,6 +329,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'branchgrpo.prompts': { 'branchgrpo.prompts.PromptSet': ('prompts.html#promptset', 'branchgrpo/prompts.py'),
                                     'branchgrpo.prompts.PromptSet.metadata': ('prompts.html#promptset.metadata', 'branchgrpo/prompts.py'),
                                     'branchgrpo.prompts.PromptSet.overlap': ('prompts.html#promptset.overlap', 'branchgrpo/prompts.py'),
+                                    'branchgrpo.prompts._captions': ('prompts.html#_captions', 'branchgrpo/prompts.py'),
                                     'branchgrpo.prompts._pictures': ('prompts.html#_pictures', 'branchgrpo/prompts.py'),
                                     'branchgrpo.prompts.clip_prompts': ('prompts.html#clip_prompts', 'branchgrpo/prompts.py'),
                                     'branchgrpo.prompts.from_hub': ('prompts.html#from_hub', 'branchgrpo/prompts.py'),

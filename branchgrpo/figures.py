@@ -61,7 +61,9 @@ def curve(ax, runs: list, x: str, y: str, label: str, window: int = 1):
     n = min(map(len, rows))
     xs, ys = (np.array([[m[k] for m in run[:n]] for run in rows]) for k in (x, y))
     ys = np.stack([smoothed(v, window) for v in ys])
-    line, = ax.plot(xs.mean(0), ys.mean(0), color=COLOURS.get((label or "").lower()), label=label, lw=1.6)
+    taken = {line.get_color() for line in ax.lines}
+    colour = COLOURS.get((label or "").lower()) or next((c for c in plt.rcParams["axes.prop_cycle"].by_key()["color"] if c not in taken), None)
+    line, = ax.plot(xs.mean(0), ys.mean(0), color=colour, label=label, lw=1.6)
     if len(ys) > 1: ax.fill_between(xs.mean(0), ys.min(0), ys.max(0), color=line.get_color(), alpha=0.15, lw=0)
 
 # %% ../nbs/19_figures.ipynb #646ae4c5
@@ -93,7 +95,7 @@ def family_panels(methods: dict, families: dict, columns):
             ax.set_ylabel(name)
         line[0].set_title(title, loc="left", fontweight="bold")
         line[-1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=8)
-    for ax, (_, _, name, _) in zip(axes[-1], columns): ax.set_xlabel(name)
+    for ax, (_, _, name, _) in zip(axes[-1], columns): ax.set_xlabel(name); ax.locator_params(axis="x", nbins=4)
     fig.tight_layout()
     return fig
 

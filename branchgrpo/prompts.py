@@ -7,6 +7,7 @@ __all__ = ['COLUMNS', 'PAPER_SETS', 'WORLDS', 'PromptSet', 'world_prompts', 'cli
            'from_hub', 'paper_set', 'load_prompts']
 
 # %% ../nbs/12_prompts.ipynb #74100d6a
+import functools
 import json
 import os
 import zlib
@@ -39,13 +40,17 @@ class PromptSet:
         return [self.rows.get(p, {}) for p in prompts]
 
 # %% ../nbs/12_prompts.ipynb #b8a6fce7
+@functools.cache
+def _captions(kind: str, n: int, split: str) -> tuple:
+    "`n` distinct captions of the small world, drawn once a process."
+    from branchgrpo.testbed.world import RELATIONS, scenes
+    keep = (lambda s: s.layout in RELATIONS) if kind == "world-pairs" else (lambda s: True)
+    return tuple(dict.fromkeys(s.caption for s in scenes(6 * n, split, seed=1) if keep(s)))[:n]
+
 def world_prompts(kind: str = "world", train: int = 2000, test: int = 256) -> PromptSet:
     "Distinct captions of the small world with its exact checker."
     from branchgrpo.testbed.checker import check
-    from branchgrpo.testbed.world import RELATIONS, scenes
-    keep = (lambda s: s.layout in RELATIONS) if kind == "world-pairs" else (lambda s: True)
-    pick = lambda n, split: list(dict.fromkeys(s.caption for s in scenes(6 * n, split, seed=1) if keep(s)))[:n]
-    return PromptSet(pick(train, "train"), pick(test, "test"), check)
+    return PromptSet(list(_captions(kind, train, "train")), list(_captions(kind, test, "test")), check)
 
 # %% ../nbs/12_prompts.ipynb #edeb82f0
 def clip_prompts(train: int = 800, test: int = 128) -> PromptSet:

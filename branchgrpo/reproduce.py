@@ -323,7 +323,7 @@ def difference(ours: list, theirs: list, level: float = 0.95) -> dict:
     return {"difference": mean, "low": mean - half, "high": mean + half, "seeds": len(d), "verdict": verdict}
 
 # %% ../nbs/24_reproduce.ipynb #dde9214e
-SAID = {"denoiser_calls": "denoiser calls", "trained_calls": "trained calls", "eval_check_all": "pictures right in every respect (checker)", "one_plus_saved": "1 + share saved", "all right": "all right (checker)"}
+SAID = {"iteration": "iterations", "denoiser_calls": "denoiser calls", "trained_calls": "trained calls", "eval_check_all": "pictures right in every respect (checker)", "one_plus_saved": "1 + share saved", "all right": "all right (checker)"}
 
 def _cell(v) -> str:
     "A value as a table shows it; a mean with its ends, `[mean, low, high]` or `{value, low, high}`, as an interval."
