@@ -44,7 +44,8 @@ def address(settings: dict) -> str:
     import dataclasses
     from branchgrpo.trainer import TrainConfig
     usual = {f.name: f.default for f in dataclasses.fields(TrainConfig)}
-    heard = {k: str(v) if isinstance(v, float) else v for k, v in settings.items() if k not in SILENT and v is not None and (usual.get(k) is None or v != usual[k])}  # a new option at its default moves no run
+    plain = lambda v: str(v) if isinstance(v, float) else {int(a): b for a, b in v.items()} if isinstance(v, dict) else v  # a json has turned a dict's steps into text
+    heard = {k: plain(v) for k, v in settings.items() if k not in SILENT and v is not None and (usual.get(k) is None or v != usual[k])}  # a new option at its default moves no run
     digest = hashlib.blake2b(json.dumps([NUMBERS, heard], sort_keys=True, default=str).encode(), digest_size=5).hexdigest()
     return f"{settings['recipe']}-{settings['backbone'].rstrip('/').split('/')[-1]}-{settings['seed']}-{digest}"
 
