@@ -421,7 +421,9 @@ class Resumed:
 def job_arrays(todo: list, scale: str, gpus: int = 8, hours: int = 24, more: str = "", launch: str = "") -> dict:
     """The job arrays of notebooks, `{name: (tasks, options)}`: the missing runs, then the notebooks; `launch` starts a run on its `gpus`, `more` are further #SBATCH options (`partition=a100,account=x`).
 
-    Raises `ValueError` on an option without a value."""
+    Raises `ValueError` on an option without a value, or without submitit."""
+    from importlib.util import find_spec
+    if not find_spec("submitit"): raise ValueError("slurm: submitit is not installed; pip install -c constraints.txt -e '.[slurm]'")
     extra = dict(pair.strip().partition("=")[::2] for pair in more.split(",") if pair.strip())
     for key, text in extra.items():
         if not text: raise ValueError(f"slurm-options: {key!r} has no value; they are written partition=a100,account=x")
