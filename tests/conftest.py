@@ -16,7 +16,12 @@ def golden():
     return lambda name: json.loads((HERE / "golden" / f"{name}.json").read_text())
 
 
-HEAVY = ("test_every_notebook_executes", "test_killed_in_the_middle", "test_lessons_run", "test_two_notebooks_at_once")  # minutes each
+HEAVY = (
+    "test_every_notebook_executes",
+    "test_killed_in_the_middle",
+    "test_lessons_run",
+    "test_two_notebooks_at_once",
+)  # minutes each
 
 
 def pytest_collection_modifyitems(items):

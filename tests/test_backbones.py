@@ -1,4 +1,5 @@
 """Every family trains through the same trainer, and its results load in plain diffusers."""
+
 import subprocess
 import sys
 
@@ -7,15 +8,28 @@ import torch
 from diffusers import DiffusionPipeline
 
 from branchgrpo.backbones.base import TINY, resolve
-from branchgrpo.trainer import TrainConfig, Trainer
+from branchgrpo.training.trainer import TrainConfig, Trainer
 
 SIBLINGS = [name for name in TINY if name != "tiny-flux"]  # tiny-flux: tests/test_training.py
-PROMPTS = {"tiny-wan": ["a red 3 moving left", "a blue 5 standing still"], "tiny-wan-i2v": ["a red 3 moving left", "a blue 5 standing still"]}
+PROMPTS = {
+    "tiny-wan": ["a red 3 moving left", "a blue 5 standing still"],
+    "tiny-wan-i2v": ["a red 3 moving left", "a blue 5 standing still"],
+}
 
 
 def config(folder, backbone, **changes):
-    clips = {"reward": "motion", "prompts": "clips"} if "wan" in backbone else {"prompts": "world"}
-    base = dict(backbone=backbone, steps=6, splits=(0, 2), prompts_per_iteration=2, iterations=2, guidance_scale=3.0, evaluate_every=0, tracker="none", output=str(folder))
+    clips = {"reward": "motion", "prompts": "clips"} if "wan" in backbone else {"prompts": "digits"}
+    base = dict(
+        backbone=backbone,
+        steps=6,
+        splits=(0, 2),
+        prompts_per_iteration=2,
+        iterations=2,
+        guidance_scale=3.0,
+        evaluate_every=0,
+        tracker="none",
+        output=str(folder),
+    )
     return TrainConfig.from_dict(base | clips | changes)
 
 
@@ -43,29 +57,55 @@ torch.save(out.frames if hasattr(out, "frames") else out.images, sys.argv[1])
 @pytest.mark.parametrize("backbone", TINY)
 def test_the_result_loads_in_plain_diffusers(tmp_path, backbone, lora):
     "The model answers the same, and a fresh process with diffusers alone draws the same pictures."
-    trainer = Trainer(config(tmp_path / "run", backbone, lora_rank=lora, lora_alpha=16, learning_rate=1e-2 if lora else 1e-4))
+    trainer = Trainer(
+        config(tmp_path / "run", backbone, lora_rank=lora, lora_alpha=16, learning_rate=1e-2 if lora else 1e-4)
+    )
     run = trainer.fit()
     policy, time, prompts = trainer.policy, trainer.process.times[2], PROMPTS.get(backbone, ["a red 3", "two blue 5s"])
-    x, cond = torch.randn(2, *policy.latent_shape, generator=torch.Generator().manual_seed(0)), trainer.conditioning(prompts)
-    with torch.no_grad(): ours = policy.predict(x, time, cond)
+    x, cond = (
+        torch.randn(2, *policy.latent_shape, generator=torch.Generator().manual_seed(0)),
+        trainer.conditioning(prompts),
+    )
+    with torch.no_grad():
+        ours = policy.predict(x, time, cond)
     pipe = DiffusionPipeline.from_pretrained(resolve(backbone) if lora else run.path / "model", dtype=torch.float32)
-    if lora: pipe.load_lora_weights(run.path / "lora")
+    if lora:
+        pipe.load_lora_weights(run.path / "lora")
     trained, policy.call = policy.pipeline, getattr(pipe, policy.component).eval()
-    with torch.no_grad(): theirs = policy.predict(x, time, cond)
+    with torch.no_grad():
+        theirs = policy.predict(x, time, cond)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6 * max(1.0, ours.abs().max().item()))
-    given = {"prompt": prompts, "height": 32, "width": 32, "num_inference_steps": 4, "guidance_scale": 3.0, "latents": x} | ({"num_frames": 9, "max_sequence_length": 12} if "wan" in backbone else {})
-    if backbone == "tiny-wan-i2v": given |= {"prompt": prompts[0], "latents": x[:1], "image": trainer.prompts.pictures(prompts[:1])}  # its pipeline takes one picture a call
-    if backbone == "tiny-flux": given["max_sequence_length"] = 12
+    given = {
+        "prompt": prompts,
+        "height": 32,
+        "width": 32,
+        "num_inference_steps": 4,
+        "guidance_scale": 3.0,
+        "latents": x,
+    } | ({"num_frames": 9, "max_sequence_length": 12} if "wan" in backbone else {})
+    if backbone == "tiny-wan-i2v":
+        given |= {
+            "prompt": prompts[0],
+            "latents": x[:1],
+            "image": trainer.prompts.first_frames(prompts[:1]),
+        }  # its pipeline takes one picture a call
+    if backbone == "tiny-flux":
+        given["max_sequence_length"] = 12
     torch.save(given, tmp_path / "pictures.pt")
     places = [str(resolve(backbone)), str(run.path / "lora")] if lora else [str(run.path / "model")]
-    subprocess.run([sys.executable, "-c", PLAIN, str(tmp_path / "pictures.pt"), *places], check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-c", PLAIN, str(tmp_path / "pictures.pt"), *places], check=True, capture_output=True
+    )
     trained.set_progress_bar_config(disable=True)
     out = trained(output_type="pt", **given)
-    torch.testing.assert_close(out.frames if hasattr(out, "frames") else out.images, torch.load(tmp_path / "pictures.pt"), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        out.frames if hasattr(out, "frames") else out.images, torch.load(tmp_path / "pictures.pt"), rtol=0, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("backbone", SIBLINGS)
 def test_the_doctor_knows_it(backbone):
-    from branchgrpo.doctor import report
+    from branchgrpo.training.doctor import report
+
     said = report(config("unused", backbone).settings())
     assert "MISSING" not in said and "TFLOP a call" in said

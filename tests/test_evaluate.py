@@ -1,4 +1,5 @@
 """An evaluation that is killed, or shared, ends with the file of one that was not."""
+
 import os
 import signal
 import subprocess
@@ -8,11 +9,23 @@ import time
 import pytest
 import torch
 
-from branchgrpo.evaluate import Evaluation, Evaluator, open_policy
-from branchgrpo.testbed.world import scenes
-from branchgrpo.trainer import TrainConfig, Trainer
+from branchgrpo.evaluation.evaluate import Evaluation, Evaluator, open_policy
+from branchgrpo.testbed.digits import scenes
+from branchgrpo.training.trainer import TrainConfig, Trainer
 
-CALL = [sys.executable, "-m", "branchgrpo.cli", "evaluate", "--steps", "3", "--block", "20", "--rewards", "tiny-clip", "tiny-pickscore"]
+CALL = [
+    sys.executable,
+    "-m",
+    "branchgrpo.cli",
+    "evaluate",
+    "--steps",
+    "3",
+    "--block",
+    "20",
+    "--rewards",
+    "tiny-clip",
+    "tiny-pickscore",
+]
 ENV = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
@@ -25,25 +38,38 @@ def prompts(tmp_path_factory):
 
 
 def start(folder, prompts, **extra):
-    return subprocess.Popen([*CALL, "--prompts", prompts, "--output", str(folder)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=ENV | extra)
+    return subprocess.Popen(
+        [*CALL, "--prompts", prompts, "--output", str(folder)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env=ENV | extra,
+    )
 
 
 def test_four_hundred_prompts_killed_in_the_middle(tmp_path, prompts):
     whole, killed = start(tmp_path / "whole", prompts), start(tmp_path / "killed", prompts)
     blocks, deadline = tmp_path / "killed/blocks", time.time() + 120
-    while not blocks.exists() or len(list(blocks.glob("*.jsonl"))) < 5: assert time.time() < deadline and killed.poll() is None; time.sleep(0.01)
+    while not blocks.exists() or len(list(blocks.glob("*.jsonl"))) < 5:
+        assert time.time() < deadline and killed.poll() is None
+        time.sleep(0.01)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     assert not (tmp_path / "killed/summary.json").exists()
     again = start(tmp_path / "killed", prompts)
-    for process in (whole, again): assert process.wait(timeout=200) == 0, process.stderr.read().decode()[-2000:]
-    for name in ("images.jsonl", "summary.json"): assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "killed" / name).read_bytes()
-    assert len((tmp_path / "whole/images.jsonl").read_text().splitlines()) == 400 and len(list((tmp_path / "killed/pictures").glob("*.png"))) == 400
+    for process in (whole, again):
+        assert process.wait(timeout=200) == 0, process.stderr.read().decode()[-2000:]
+    for name in ("images.jsonl", "summary.json"):
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "killed" / name).read_bytes()
+    assert (
+        len((tmp_path / "whole/images.jsonl").read_text().splitlines()) == 400
+        and len(list((tmp_path / "killed/pictures").glob("*.png"))) == 400
+    )
 
 
 def test_two_processes_share_the_work(tmp_path, prompts):
     both = [start(tmp_path / "run", prompts, RANK=str(r), WORLD_SIZE="2") for r in range(2)]
-    for process in both: assert process.wait(timeout=200) == 0, process.stderr.read().decode()[-2000:]
+    for process in both:
+        assert process.wait(timeout=200) == 0, process.stderr.read().decode()[-2000:]
     numbers = [line.split(",")[0] for line in (tmp_path / "run/images.jsonl").read_text().splitlines()]
     assert len(numbers) == len(set(numbers)) == 400
 
@@ -52,10 +78,38 @@ def test_the_weights_of_a_run(tmp_path):
     "Trained, averaged and base weights of one run draw different pictures; a LoRA's too."
     for lora in (0, 4):
         out = tmp_path / f"run{lora}"
-        Trainer(TrainConfig(steps=4, splits=(0,), prompts_per_iteration=1, iterations=2, evaluate_every=0, tracker="none", learning_rate=1e-2, ema_decay=0.5, lora_rank=lora, output=str(out))).fit()
-        drawn = [Evaluator(Evaluation(backbone=str(out), weights=w, prompts="world", limit=2, steps=3), tmp_path / f"{w}{lora}") for w in ("trained", "ema", "base")]
+        Trainer(
+            TrainConfig(
+                steps=4,
+                splits=(0,),
+                prompts_per_iteration=1,
+                iterations=2,
+                evaluate_every=0,
+                tracker="none",
+                learning_rate=1e-2,
+                ema_decay=0.5,
+                lora_rank=lora,
+                output=str(out),
+            )
+        ).fit()
+        drawn = [
+            Evaluator(
+                Evaluation(backbone=str(out), weights=w, prompts="digits", limit=2, steps=3), tmp_path / f"{w}{lora}"
+            )
+            for w in ("trained", "ema", "base")
+        ]
         x = torch.randn(2, *drawn[0].policy.latent_shape, generator=torch.Generator().manual_seed(0))
-        with torch.no_grad(): trained, ema, base = (e.policy.predict(x, torch.tensor(0.5), e.policy.encode(["a red 3", "two blue 5s"])) for e in drawn)
-        assert not torch.allclose(trained, base, atol=1e-4) and not torch.allclose(ema, base, atol=1e-4) and not torch.allclose(trained, ema, atol=1e-5)
+        with torch.no_grad():
+            trained, ema, base = (
+                e.policy.predict(x, torch.tensor(0.5), e.policy.encode(["a red 3", "two blue 5s"])) for e in drawn
+            )
+        assert (
+            not torch.allclose(trained, base, atol=1e-4)
+            and not torch.allclose(ema, base, atol=1e-4)
+            and not torch.allclose(trained, ema, atol=1e-5)
+        )
         plain = open_policy("tiny-flux", guidance_scale=1.0)
-        with torch.no_grad(): torch.testing.assert_close(base, plain.predict(x, torch.tensor(0.5), plain.encode(["a red 3", "two blue 5s"])), rtol=0, atol=1e-5)
+        with torch.no_grad():
+            torch.testing.assert_close(
+                base, plain.predict(x, torch.tensor(0.5), plain.encode(["a red 3", "two blue 5s"])), rtol=0, atol=1e-5
+            )

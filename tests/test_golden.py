@@ -1,4 +1,5 @@
 """Agreement with values computed once from published implementations."""
+
 import pytest
 import torch
 
@@ -8,7 +9,9 @@ from branchgrpo.schedule import alpha_bars, ddim_timesteps, flow_sigmas
 from branchgrpo.transition import dance_noise, ddim_step, flow_grpo_noise, flow_step
 from branchgrpo.tree import Tree
 
-close = lambda a, b: torch.testing.assert_close(torch.as_tensor(a, dtype=torch.float32), torch.as_tensor(b, dtype=torch.float32), rtol=1e-5, atol=1e-6)
+close = lambda a, b: torch.testing.assert_close(
+    torch.as_tensor(a, dtype=torch.float32), torch.as_tensor(b, dtype=torch.float32), rtol=1e-5, atol=1e-6
+)
 
 
 def tensor(case, key):
@@ -21,9 +24,11 @@ def test_dance_flow_sde(golden):
     close(sigmas, data["sigmas"])
     for case in data["cases"]:
         i = case["step"]
-        law = flow_step(tensor(case, "x"), tensor(case, "velocity"), sigmas[i], sigmas[i + 1], dance_noise(sigmas, case["eta"])[i])
-        close(law.mean, tensor(case, "mean")), close(law.clean, tensor(case, "x0")), close(law.std, case["std"])
-        close(law.log_prob(tensor(case, "next")), case["log_prob"])
+        dist = flow_step(
+            tensor(case, "x"), tensor(case, "velocity"), sigmas[i], sigmas[i + 1], dance_noise(sigmas, case["eta"])[i]
+        )
+        close(dist.mean, tensor(case, "mean")), close(dist.x0_hat, tensor(case, "x0")), close(dist.std, case["std"])
+        close(dist.log_prob(tensor(case, "next")), case["log_prob"])
 
 
 def test_flow_sde(golden):
@@ -31,9 +36,15 @@ def test_flow_sde(golden):
     sigmas = torch.tensor(data["sigmas"])
     for case in data["cases"]:
         i = case["step"]
-        law = flow_step(tensor(case, "x"), tensor(case, "velocity"), sigmas[i], sigmas[i + 1], flow_grpo_noise(sigmas, case["noise_level"])[i])
-        close(law.mean, tensor(case, "mean")), close(law.std, case["std"])
-        close(law.log_prob(tensor(case, "next")), case["log_prob"])
+        dist = flow_step(
+            tensor(case, "x"),
+            tensor(case, "velocity"),
+            sigmas[i],
+            sigmas[i + 1],
+            flow_grpo_noise(sigmas, case["noise_level"])[i],
+        )
+        close(dist.mean, tensor(case, "mean")), close(dist.std, case["std"])
+        close(dist.log_prob(tensor(case, "next")), case["log_prob"])
 
 
 def test_ddim(golden):
@@ -53,8 +64,11 @@ def test_ddim(golden):
 def test_tree_credit(golden, n):
     case = golden("tree_credit")["cases"][n]
     tree = Tree.from_plan(RolloutPlan.tree(case["steps"], case["splits"], case["branch_factor"]))
-    for d, row in enumerate(case["log_prob"], 1): tree.log_probs[d] = torch.tensor([row])
+    for d, row in enumerate(case["log_prob"], 1):
+        tree.log_probs[d] = torch.tensor([row])
     beta = 1.0 if case["path_weighted"] else 0.0
     values = fuse_rewards(tree, torch.tensor([case["leaf_rewards"]]), beta, weights="edge")
-    for ours, theirs in zip(values, case["value"], strict=True): close(ours[0], theirs)
-    for ours, theirs in zip(depthwise_advantages(values, clip=None), case["advantage"], strict=True): close(ours[0], theirs)
+    for ours, theirs in zip(values, case["value"], strict=True):
+        close(ours[0], theirs)
+    for ours, theirs in zip(depthwise_advantages(values, clip=None), case["advantage"], strict=True):
+        close(ours[0], theirs)

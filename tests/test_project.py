@@ -1,4 +1,5 @@
 """The project's shape: metadata agree, dependencies are what was tried, nothing refers to the outside."""
+
 import os
 import pkgutil
 import re
@@ -14,8 +15,17 @@ from packaging.requirements import Requirement
 import branchgrpo
 
 ROOT = Path(__file__).parents[1]
-PINS = {"torch": "2.13.0", "diffusers": "0.42.1", "transformers": "5.23.0", "accelerate": "1.15.0", "peft": "0.21.2", "torchmetrics": "1.9.0",
-        "nbdev": "3.3.26", "papermill": "2.7.0", "jupyterlab": "4.6.6"}
+PINS = {
+    "torch": "2.13.0",
+    "diffusers": "0.42.1",
+    "transformers": "5.23.0",
+    "accelerate": "1.15.0",
+    "peft": "0.21.2",
+    "torchmetrics": "1.9.0",
+    "nbdev": "3.3.26",
+    "papermill": "2.7.0",
+    "jupyterlab": "4.6.6",
+}
 
 
 def settings():
@@ -45,7 +55,8 @@ def test_dependencies():
     assert not {r.name for r in wanted} & {"torchvision", "torch-fidelity", "hpsv2"}
     assert PINS.items() <= pins.items()
     for requirement in wanted:
-        if requirement.name in pins: assert requirement.specifier.contains(pins[requirement.name]), requirement
+        if requirement.name in pins:
+            assert requirement.specifier.contains(pins[requirement.name]), requirement
 
 
 def tracked():
@@ -56,33 +67,39 @@ def tracked():
 def test_stands_alone():
     outside = ["../" + "shared", "/wo" + "rk/"]
     for path in tracked():
-        if path.suffix in (".safetensors", ".png") or not path.is_file(): continue
+        if path.suffix in (".safetensors", ".png") or not path.is_file():
+            continue
         text = path.read_text(encoding="utf-8", errors="ignore")
         assert not [word for word in outside if word in text], path.name
 
 
 def test_weights_are_small():
-    sizes = [p.lstat().st_size for p in (ROOT / "branchgrpo/testbed/weights").rglob("*") if p.is_file()]  # a link to a shared autoencoder weighs nothing
+    sizes = [
+        p.lstat().st_size for p in (ROOT / "branchgrpo/testbed/weights").rglob("*") if p.is_file()
+    ]  # a link to a shared autoencoder weighs nothing
     assert 1e6 < sum(sizes) < 25e6
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_every_module_imports_alone():
     names = [m.name for m in pkgutil.walk_packages(branchgrpo.__path__, "branchgrpo.") if "weights" not in m.name]
-    code = ("import os, sys, torch\nbad = []\n"
-            "for name in sys.argv[1:]:\n"
-            "    pid = os.fork()\n"
-            "    if not pid:\n"
-            "        try: __import__(name); os._exit(0)\n"
-            "        except BaseException as e: print(name, repr(e)); sys.stdout.flush(); os._exit(1)\n"
-            "    bad += [name] if os.waitpid(pid, 0)[1] else []\n"
-            "sys.exit(len(bad))\n")
+    code = (
+        "import os, sys, torch\nbad = []\n"
+        "for name in sys.argv[1:]:\n"
+        "    pid = os.fork()\n"
+        "    if not pid:\n"
+        "        try: __import__(name); os._exit(0)\n"
+        "        except BaseException as e: print(name, repr(e)); sys.stdout.flush(); os._exit(1)\n"
+        "    bad += [name] if os.waitpid(pid, 0)[1] else []\n"
+        "sys.exit(len(bad))\n"
+    )
     done = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True, cwd=ROOT)
     assert len(names) > 15 and done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_engine_knows_no_method_by_name():
     from branchgrpo import recipes
+
     words = "|".join(re.escape(name) for name in recipes.names())
     for module in ("plan", "tree", "rollout", "credit", "objective", "policy", "transition", "trainer"):
         code = (ROOT / "branchgrpo" / f"{module}.py").read_text()

@@ -1,14 +1,24 @@
 """Every recipe trains tiny-flux, with exactly the denoiser calls its plan promises."""
+
 import pytest
 import torch
 
 from branchgrpo import recipes
-from branchgrpo.trainer import TrainConfig, Trainer
+from branchgrpo.training.trainer import TrainConfig, Trainer
 
 
 @pytest.mark.parametrize("name", recipes.names())
 def test_recipe_trains(name, tmp_path):
-    trainer = Trainer(TrainConfig(recipe=name, iterations=3, output=str(tmp_path / "run"), prompts_per_iteration=1, evaluate_every=0, tracker="none"))
+    trainer = Trainer(
+        TrainConfig(
+            recipe=name,
+            iterations=3,
+            output=str(tmp_path / "run"),
+            prompts_per_iteration=1,
+            evaluate_every=0,
+            tracker="none",
+        )
+    )
     before = {n: p.detach().clone() for n, p in trainer.named.items()}
     calls, predict = [0], trainer.policy.predict
 
@@ -28,17 +38,44 @@ def test_recipe_trains(name, tmp_path):
     for iteration in range(3):
         plan, spent = trainer.plan, calls[0]
         row = trainer.step()
-        if not trainer.settings["adaptive"]: assert calls[0] - spent == plan.denoiser_calls
+        if not trainer.settings["adaptive"]:
+            assert calls[0] - spent == plan.denoiser_calls
         assert calls[0] == row["denoiser_calls"] and row["edges"] > 0 and row["ratio_error"] < 1e-5
         assert all(v == v for v in row.values() if isinstance(v, float))
     assert any(not torch.equal(p, before[n]) for n, p in trainer.named.items())
 
 
-@pytest.mark.parametrize("setting", [{"advantage": "joint"}, {"advantage": "leave-one-out"}, {"advantage": "leaf-backup"}, {"advantage": "broadcast"}, {"ratio": "guard", "updates_per_rollout": 2},
-                                     {"kl": 0.1}, {"kl": 0.1, "lora_rank": 2}, {"split_noise": "scaled"}, {"transition": "cps", "eta": 0.5}, {"min_nodes": 4}, {"pool_std": True}, {"max_batch": 5}], ids=str)
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"advantage": "joint"},
+        {"advantage": "leave-one-out"},
+        {"advantage": "leaf-backup"},
+        {"advantage": "broadcast"},
+        {"ratio": "guard", "updates_per_rollout": 2},
+        {"kl": 0.1},
+        {"kl": 0.1, "lora_rank": 2},
+        {"split_noise": "scaled"},
+        {"transition": "cps", "eta": 0.5},
+        {"min_nodes": 4},
+        {"pool_std": True},
+        {"max_batch": 5},
+    ],
+    ids=str,
+)
 def test_option_trains(setting, tmp_path):
-    config = TrainConfig(iterations=2, output=str(tmp_path / "run"), prompts_per_iteration=2, steps=6, splits=(0, 2), evaluate_every=0, tracker="none", **setting)
+    config = TrainConfig(
+        iterations=2,
+        output=str(tmp_path / "run"),
+        prompts_per_iteration=2,
+        steps=6,
+        splits=(0, 2),
+        evaluate_every=0,
+        tracker="none",
+        **setting,
+    )
     trainer = Trainer(config)
     first, second = trainer.step(), trainer.step()
     assert first["ratio_error"] < 1e-5 and second["grad_norm"] > 0
-    if setting.get("kl"): assert first["kl"] < 1e-12 < second["kl"]
+    if setting.get("kl"):
+        assert first["kl"] < 1e-12 < second["kl"]

@@ -1,4 +1,5 @@
 """Training on tiny-flux: shared siblings, exact ratios, kills, processes."""
+
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ import torch
 
 from branchgrpo.objective import edge_loss
 from branchgrpo.rollout import edge_log_probs
-from branchgrpo.trainer import TrainConfig, Trainer
+from branchgrpo.training.trainer import TrainConfig, Trainer
 
 SMALL = dict(steps=6, splits=(0, 2), prompts_per_iteration=2, evaluate_every=0, tracker="none", checkpoint_every=2)
 TIMES = ("seconds", "seconds_rollout", "seconds_update")
@@ -38,14 +39,20 @@ def test_shared_siblings_give_the_edge_by_edge_gradient(tmp_path):
     for i in sorted(trainer.plan.trained):
         for p in range(tree.prompts):
             for child, parent in enumerate(tree.parents[i + 1][p].tolist()):
-                x, row = tree.latents[i][p, parent][None], {k: v[p:p + 1] for k, v in cond.items()}
-                law = trainer.process.step(i, x, trainer.policy.predict(x, trainer.process.times[i], row))
-                log_prob = edge_log_probs(law, tree.latents[i + 1][p, child][None, None])
-                loss = edge_loss(log_prob, tree.log_probs[i + 1][p, child].view(1, 1), advantages[i + 1][p, child].view(1, 1), trainer.settings["clip_range"])
+                x, row = tree.latents[i][p, parent][None], {k: v[p : p + 1] for k, v in cond.items()}
+                dist = trainer.process.step(i, x, trainer.policy.predict(x, trainer.process.times[i], row))
+                log_prob = edge_log_probs(dist, tree.latents[i + 1][p, child][None, None])
+                loss = edge_loss(
+                    log_prob,
+                    tree.log_probs[i + 1][p, child].view(1, 1),
+                    advantages[i + 1][p, child].view(1, 1),
+                    trainer.settings["clip_range"],
+                )
                 (loss.sum() / edges).backward()
     alone = gradient(trainer)
     size = torch.cat([g.flatten() for g in alone.values()]).abs().max()
-    for name in shared: torch.testing.assert_close(shared[name], alone[name], rtol=1e-3, atol=1e-5 * max(1.0, size.item()))
+    for name in shared:
+        torch.testing.assert_close(shared[name], alone[name], rtol=1e-3, atol=1e-5 * max(1.0, size.item()))
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
@@ -57,31 +64,50 @@ def test_ratio_is_exactly_one_before_the_first_update(tmp_path, precision):
     assert row["grad_norm"] > 0
 
 
-START = "import sys, json; from branchgrpo.trainer import *; Trainer(TrainConfig.from_dict(json.loads(sys.argv[1]))).fit()"
+START = "import sys, json; from branchgrpo.training.trainer import *; Trainer(TrainConfig.from_dict(json.loads(sys.argv[1]))).fit()"
 
 
 def start(folder, iterations=6, **changes):
     table = SMALL | {"output": str(folder), "iterations": iterations, "splits": [0, 2]} | changes
-    return subprocess.Popen([sys.executable, "-c", START, json.dumps(table)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    return subprocess.Popen(
+        [sys.executable, "-c", START, json.dumps(table)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
 
 
 def rows(folder):
-    return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {k: v for k, v in json.loads(line).items() if k not in TIMES}
+        for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
-MOVING = {"recipe": "mixgrpo", "splits": "window-start", "branch_factor": 4, "window": "random", "window_size": 2, "window_stop": 3, "tail_ratio": 0.5}
+MOVING = {
+    "recipe": "mixgrpo",
+    "splits": "window-start",
+    "branch_factor": 4,
+    "window": "random",
+    "window_size": 2,
+    "window_stop": 3,
+    "tail_ratio": 0.5,
+}
 
 
 @pytest.mark.parametrize("changes", [{}, MOVING], ids=["tree", "moving window"])
 def test_a_killed_run_ends_as_one_that_was_not(tmp_path, changes):
     whole, killed = start(tmp_path / "whole", **changes), start(tmp_path / "killed", **changes)
     file, deadline = tmp_path / "killed/metrics.jsonl", time.time() + 120
-    while not (file.exists() and file.read_text().count("\n") >= 3): assert time.time() < deadline and killed.poll() is None; time.sleep(0.005)
+    while not (file.exists() and file.read_text().count("\n") >= 3):
+        assert time.time() < deadline and killed.poll() is None
+        time.sleep(0.005)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     assert not (tmp_path / "killed/model").exists()
     again = start(tmp_path / "killed", **changes)
-    for process in (whole, again): assert process.wait(timeout=200) == 0, process.stderr.read().decode()[-2000:]
+    for process in (whole, again):
+        assert process.wait(timeout=200) == 0, process.stderr.read().decode()[-2000:]
     assert rows(tmp_path / "whole") == rows(tmp_path / "killed") and len(rows(tmp_path / "whole")) == 6
     a, b = (torch.load(tmp_path / n / "checkpoint.pt", weights_only=True)["weights"] for n in ("whole", "killed"))
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
@@ -89,7 +115,7 @@ def test_a_killed_run_ends_as_one_that_was_not(tmp_path, changes):
 
 PROCESSES = """
 import sys, json, torch
-from branchgrpo.trainer import *
+from branchgrpo.training.trainer import *
 t = Trainer(TrainConfig.from_dict(json.loads(sys.argv[1])))
 tree, cond, rewards, *_ = t.collect(3)
 t.rolled, leaves = 3, t.counted(rewards, 3)
@@ -99,7 +125,15 @@ torch.save({"leaves": t.accelerator.gather(tree.latents[-1].contiguous()), "rewa
 """
 
 
-FUNNEL = {"roots": 8, "splits": [], "checkpoints": {"2": 6}, "group_selection": "ovf", "group_keep": 3, "pool_std": True, "kl": 0.1}
+FUNNEL = {
+    "roots": 8,
+    "splits": [],
+    "prune_at": {"2": 6},
+    "group_selection": "ovf",
+    "group_keep": 3,
+    "pool_std": True,
+    "kl": 0.1,
+}
 PRUNED = {"prune": "extreme", "prune_keep": 1, "train_fraction": 0.6, "advantage": "leave-one-out", "min_nodes": 3}
 
 
@@ -111,17 +145,24 @@ def test_two_processes_do_what_one_does(tmp_path, changes):
     env = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     for n in (1, 2):
-        done = subprocess.run([*launch, str(n), str(script), table, str(tmp_path / f"out{n}")], env=env, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(
+            [*launch, str(n), str(script), table, str(tmp_path / f"out{n}")],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
         assert done.returncode == 0, done.stderr[-3000:]
     one, two = torch.load(tmp_path / "out1.0"), torch.load(tmp_path / "out2.0")
     torch.testing.assert_close(one["leaves"], two["leaves"], rtol=0, atol=2e-4)
     torch.testing.assert_close(one["rewards"], two["rewards"], rtol=0, atol=1e-4)
-    for name in one["grads"]: torch.testing.assert_close(one["grads"][name], two["grads"][name], rtol=0, atol=1e-5)
+    for name in one["grads"]:
+        torch.testing.assert_close(one["grads"][name], two["grads"][name], rtol=0, atol=1e-5)
 
 
 LOSING = """
 import sys, json, torch
-from branchgrpo.trainer import *
+from branchgrpo.training.trainer import *
 t = Trainer(TrainConfig.from_dict(json.loads(sys.argv[1])))
 real, first = t.scorer.reward, t.accelerator.process_index == 0
 def reward(images, prompts, metadata=None):
@@ -129,8 +170,8 @@ def reward(images, prompts, metadata=None):
     return real(images, prompts)
 t.scorer.reward, t.scorer.wait = reward, 0.0
 row = t.step()
-assert row["lost_prompts"] == 1 and row["grad_norm"] > 0 and row["reward"] == row["reward"], row
-t.settings["max_lost"] = 0.0
+assert row["unscored_prompts"] == 1 and row["grad_norm"] > 0 and row["reward"] == row["reward"], row
+t.settings["max_unscored"] = 0.0
 try: t.step(); raise AssertionError
 except TooManyLost as e: print(e)
 """
@@ -141,7 +182,13 @@ def test_a_process_that_loses_all_its_prompts_does_not_stop_the_others(tmp_path)
     script.write_text(LOSING)
     table = json.dumps(SMALL | {"output": str(tmp_path / "run"), "splits": [0, 2], "reward_retries": 1})
     env = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), table], env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), table],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("1 of 2 prompts could not be scored") == 2
 
@@ -149,17 +196,27 @@ def test_a_process_that_loses_all_its_prompts_does_not_stop_the_others(tmp_path)
 @pytest.mark.parametrize("lora", [0, 4])
 def test_the_result_loads_in_plain_diffusers(tmp_path, lora):
     from diffusers import FluxPipeline
-    trainer = Trainer(config(tmp_path / "run", iterations=2, lora_rank=lora, lora_alpha=16, learning_rate=1e-2 if lora else 1e-4))
+
+    trainer = Trainer(
+        config(tmp_path / "run", iterations=2, lora_rank=lora, lora_alpha=16, learning_rate=1e-2 if lora else 1e-4)
+    )
     run = trainer.fit()
-    x, cond = torch.randn(2, *trainer.policy.latent_shape, generator=torch.Generator().manual_seed(0)), trainer.conditioning(["a red 3", "two blue 5s"])
-    with torch.no_grad(): ours = trainer.policy.predict(x, torch.tensor(0.5), cond)
+    x, cond = (
+        torch.randn(2, *trainer.policy.latent_shape, generator=torch.Generator().manual_seed(0)),
+        trainer.conditioning(["a red 3", "two blue 5s"]),
+    )
+    with torch.no_grad():
+        ours = trainer.policy.predict(x, torch.tensor(0.5), cond)
     if lora:
         from branchgrpo.backbones.base import resolve
+
         pipe = FluxPipeline.from_pretrained(resolve("tiny-flux"), dtype=torch.float32)
         pipe.load_lora_weights(run.path / "lora")
-    else: pipe = FluxPipeline.from_pretrained(run.path / "model", dtype=torch.float32)
+    else:
+        pipe = FluxPipeline.from_pretrained(run.path / "model", dtype=torch.float32)
     trainer.policy.call = pipe.transformer.eval()
-    with torch.no_grad(): theirs = trainer.policy.predict(x, torch.tensor(0.5), cond)
+    with torch.no_grad():
+        theirs = trainer.policy.predict(x, torch.tensor(0.5), cond)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
     assert run.finished and len(Trainer(trainer.config).fit().metrics) == 2  # a finished run is returned as it is
 
@@ -174,10 +231,21 @@ def test_another_run_in_the_folder_is_refused(tmp_path):
 
 @pytest.mark.parametrize("reward", ["0.7*tiny-clip+0.3*tiny-hps", "norm(tiny-clip+2*tiny-pickscore)"])
 def test_sums_of_rewards_are_logged_one_by_one(tmp_path, reward):
-    trainer = Trainer(config(tmp_path / "run", reward=reward, held_out="tiny-aesthetic", evaluate_every=1, evaluation_prompts=4, iterations=1))
+    trainer = Trainer(
+        config(
+            tmp_path / "run",
+            reward=reward,
+            held_out="tiny-aesthetic",
+            evaluate_every=1,
+            evaluation_prompts=4,
+            iterations=1,
+        )
+    )
     run = trainer.fit()
     row, evaluation = run.metrics[0], run.evaluations[-1]
     names = [n for n in row if n.startswith("reward/")]
     assert len(names) == 2 and {f"eval_{n}" for n in names} | {"eval_reward/tiny-aesthetic"} <= evaluation.keys()
-    if reward.startswith("norm"): assert abs(row["reward"]) < 1e-4 and row["reward_std"] > 0.5  # centred within each prompt
-    else: assert abs(0.7 * row["reward/tiny-clip"] + 0.3 * row["reward/tiny-hps"] - row["reward"]) < 1e-5
+    if reward.startswith("norm"):
+        assert abs(row["reward"]) < 1e-4 and row["reward_std"] > 0.5  # centred within each prompt
+    else:
+        assert abs(0.7 * row["reward/tiny-clip"] + 0.3 * row["reward/tiny-hps"] - row["reward"]) < 1e-5

@@ -17,18 +17,41 @@ import torch
 # %% ../../nbs/backbones/00_base.ipynb #b9491571
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 
+
 class PipelinePolicy:
     """A diffusers pipeline behind the policy contract; the families add `encode`, `predict`, `decode` and `latent_shape`.
 
     `height`, `width` in pixels, multiples of `step` (else `ValueError`); `guidance_scale` as in the pipeline; `guidance_grad`: whether the unconditional branch gets a gradient too."""
-    kind, component, default_size, lora_targets, patch, guidance, takes = "flow", "transformer", 1024, ATTENTION, 2, 1.0, ()
-    pictures = None  # prompts -> pictures (P, 3, H, W) in [0, 1] that belong to them, for the families that start from one
+
+    kind, component, default_size, lora_targets, patch, guidance, takes = (
+        "flow",
+        "transformer",
+        1024,
+        ATTENTION,
+        2,
+        1.0,
+        (),
+    )
+    first_frames = (
+        None  # prompts -> pictures (P, 3, H, W) in [0, 1] that belong to them, for the families that start from one
+    )
 
     def __init__(self, pipeline, height: int, width: int, guidance_scale: float = 1.0, guidance_grad: bool = False):
-        self.step = pipeline.vae_scale_factor * self.patch if hasattr(pipeline, "vae_scale_factor") else pipeline.vae_scale_factor_spatial * self.patch
+        self.step = (
+            pipeline.vae_scale_factor * self.patch
+            if hasattr(pipeline, "vae_scale_factor")
+            else pipeline.vae_scale_factor_spatial * self.patch
+        )
         for name, value in (("height", height), ("width", width)):
-            if value < self.step or value % self.step: raise ValueError(f"{name}: {value} is not a multiple of {self.step}")
-        self.pipeline, self.height, self.width, self.guidance_scale, self.guidance_grad = pipeline, height, width, guidance_scale, guidance_grad
+            if value < self.step or value % self.step:
+                raise ValueError(f"{name}: {value} is not a multiple of {self.step}")
+        self.pipeline, self.height, self.width, self.guidance_scale, self.guidance_grad = (
+            pipeline,
+            height,
+            width,
+            guidance_scale,
+            guidance_grad,
+        )
         self.call = self.denoiser  # what predict calls: a trainer puts its wrapped module here
 
     denoiser = property(lambda self: getattr(self.pipeline, self.component))
@@ -46,75 +69,147 @@ class PipelinePolicy:
 # %% ../../nbs/backbones/00_base.ipynb #2508889d
 def guided(policy, run, latents, positive: dict, negative: dict, finish=lambda out, told: out):
     "The guided output of `run(latents, conditioning) -> (B, …)`; `finish(out, told)` may still change it."
-    if policy.guidance_scale <= 1: return run(latents, positive)
+    if policy.guidance_scale <= 1:
+        return run(latents, positive)
     if policy.guidance_grad:
-        free, told = run(latents.repeat(2, *[1] * (latents.ndim - 1)), {k: torch.cat([negative[k], positive[k]]) for k in positive}).float().chunk(2)
+        free, told = (
+            run(
+                latents.repeat(2, *[1] * (latents.ndim - 1)),
+                {k: torch.cat([negative[k], positive[k]]) for k in positive},
+            )
+            .float()
+            .chunk(2)
+        )
     else:
-        with torch.no_grad(): free = run(latents, negative).float()
+        with torch.no_grad():
+            free = run(latents, negative).float()
         told = run(latents, positive).float()
     return finish(free + policy.guidance_scale * (told - free), told)
 
+
 def decode_images(vae, z, max_batch: int = 64):
     "Images `(B, 3, H, W)` float32 in [0, 1] of the VAE's own latents."
-    return torch.cat([vae.decode(part.to(vae.device, vae.dtype), return_dict=False)[0] for part in z.split(max_batch)]).float().div(2).add(0.5).clamp(0, 1)
+    return (
+        torch.cat([vae.decode(part.to(vae.device, vae.dtype), return_dict=False)[0] for part in z.split(max_batch)])
+        .float()
+        .div(2)
+        .add(0.5)
+        .clamp(0, 1)
+    )
 
 # %% ../../nbs/backbones/00_base.ipynb #3abdd6ee
-FAMILIES = {"FluxPipeline": "branchgrpo.backbones.flux:FluxPolicy", "StableDiffusion3Pipeline": "branchgrpo.backbones.sd3:SD3Policy", "StableDiffusionPipeline": "branchgrpo.backbones.sd:SDPolicy",
-            "WanPipeline": "branchgrpo.backbones.wan:WanPolicy", "WanImageToVideoPipeline": "branchgrpo.backbones.wan_i2v:WanImagePolicy", "QwenImagePipeline": "branchgrpo.backbones.qwen_image:QwenImagePolicy"}
+FAMILIES = {
+    "FluxPipeline": "branchgrpo.backbones.flux:FluxPolicy",
+    "StableDiffusion3Pipeline": "branchgrpo.backbones.sd3:SD3Policy",
+    "StableDiffusionPipeline": "branchgrpo.backbones.sd:SDPolicy",
+    "WanPipeline": "branchgrpo.backbones.wan:WanPolicy",
+    "WanImageToVideoPipeline": "branchgrpo.backbones.wan_i2v:WanImagePolicy",
+    "QwenImagePipeline": "branchgrpo.backbones.qwen_image:QwenImagePolicy",
+}
 TINY = {name: f"testbed/weights/{name}" for name in ("tiny-flux", "tiny-sd3", "tiny-sd", "tiny-wan", "tiny-wan-i2v")}
 SMALL = {"height": 32, "width": 32, "frames": 9}  # what the small world's models draw
 
-PAPERS = {"black-forest-labs/FLUX.1-dev": ("FluxPipeline", "branchgrpo.backbones.flux:meta_flux"),
-          "stabilityai/stable-diffusion-3.5-medium": ("StableDiffusion3Pipeline", "branchgrpo.backbones.sd3:meta_sd3"), "stable-diffusion-v1-5/stable-diffusion-v1-5": ("StableDiffusionPipeline", "branchgrpo.backbones.sd:meta_sd"),
-          "CompVis/stable-diffusion-v1-4": ("StableDiffusionPipeline", "branchgrpo.backbones.sd:meta_sd"), "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": ("WanPipeline", "branchgrpo.backbones.wan:meta_wan"), "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": ("WanImageToVideoPipeline", "branchgrpo.backbones.wan_i2v:meta_wan_i2v"), "Qwen/Qwen-Image": ("QwenImagePipeline", "branchgrpo.backbones.qwen_image:meta_qwen_image")}  # the papers' models: family, and the architecture without weights
+PAPERS = {
+    "black-forest-labs/FLUX.1-dev": ("FluxPipeline", "branchgrpo.backbones.flux:meta_flux"),
+    "stabilityai/stable-diffusion-3.5-medium": ("StableDiffusion3Pipeline", "branchgrpo.backbones.sd3:meta_sd3"),
+    "stable-diffusion-v1-5/stable-diffusion-v1-5": ("StableDiffusionPipeline", "branchgrpo.backbones.sd:meta_sd"),
+    "CompVis/stable-diffusion-v1-4": ("StableDiffusionPipeline", "branchgrpo.backbones.sd:meta_sd"),
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": ("WanPipeline", "branchgrpo.backbones.wan:meta_wan"),
+    "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": ("WanImageToVideoPipeline", "branchgrpo.backbones.wan_i2v:meta_wan_i2v"),
+    "Qwen/Qwen-Image": ("QwenImagePipeline", "branchgrpo.backbones.qwen_image:meta_qwen_image"),
+}  # the papers' models: family, and the architecture without weights
+
 
 def imported(target: str):
     "The object behind `module:name`."
     module, _, name = target.partition(":")
     return getattr(import_module(module), name)
 
+
 def resolve(name: str) -> str:
     "The folder or hub name behind a backbone's name. Raises `ValueError` on one that is neither a testbed name, a pipeline's folder, nor `owner/name`."
-    if name in TINY: return str(files("branchgrpo") / TINY[name])
-    if (Path(name) / "model_index.json").is_file(): return name
+    if name in TINY:
+        return str(files("branchgrpo") / TINY[name])
+    if (Path(name) / "model_index.json").is_file():
+        return name
     if Path(name).exists() or name.count("/") != 1 or name.startswith((".", "/")):
-        raise ValueError(f"backbone: {name!r} is not one of {', '.join(TINY)}, a folder with a model_index.json, or a hub name owner/model")
+        raise ValueError(
+            f"backbone: {name!r} is not one of {', '.join(TINY)}, a folder with a model_index.json, or a hub name owner/model"
+        )
     return name
 
+
 def _absent(name: str, error) -> ValueError:
-    return ValueError(f"backbone: {name!r} is not on this machine and could not be fetched ({' '.join(str(error).split())[:80]}…)")
+    return ValueError(
+        f"backbone: {name!r} is not on this machine and could not be fetched ({' '.join(str(error).split())[:80]}…)"
+    )
+
 
 def family(name: str) -> type:
     "The policy class of a backbone's name. Raises `ValueError` where the pipeline is of no known family, or cannot be found."
-    if name in PAPERS: return imported(FAMILIES[PAPERS[name][0]])
+    if name in PAPERS:
+        return imported(FAMILIES[PAPERS[name][0]])
     from diffusers import DiffusionPipeline
-    try: kind = DiffusionPipeline.load_config(resolve(name)).get("_class_name")
-    except OSError as e: raise _absent(name, e) from None
-    if kind not in FAMILIES: raise ValueError(f"backbone: {name!r} is a {kind}; known are {', '.join(FAMILIES)}")
+
+    try:
+        kind = DiffusionPipeline.load_config(resolve(name)).get("_class_name")
+    except OSError as e:
+        raise _absent(name, e) from None
+    if kind not in FAMILIES:
+        raise ValueError(f"backbone: {name!r} is a {kind}; known are {', '.join(FAMILIES)}")
     return imported(FAMILIES[kind])
 
 # %% ../../nbs/backbones/00_base.ipynb #9ebf9713
-def load(name: str, height: int | None = None, width: int | None = None, guidance_scale: float | None = None, dtype=torch.float32, device="cpu", guidance_grad: bool = False, **options):
+def load(
+    name: str,
+    height: int | None = None,
+    width: int | None = None,
+    guidance_scale: float | None = None,
+    dtype=torch.float32,
+    device="cpu",
+    guidance_grad: bool = False,
+    **options,
+):
     "The policy of a pipeline, frozen; `options` go to the families that take them (`frames`); guidance and sizes that are not given are the family's (for the small world's, its own). Raises `ValueError` as `family` does, and on sizes that do not fit."
     import diffusers.utils.logging
     import transformers.utils.logging
+
     cls = family(name)
-    for library in (diffusers, transformers): library.utils.logging.disable_progress_bar()
-    try: pipeline = diffusers.DiffusionPipeline.from_pretrained(resolve(name), dtype=dtype).to(device)
-    except OSError as e: raise _absent(name, e) from None
+    for library in (diffusers, transformers):
+        library.utils.logging.disable_progress_bar()
+    try:
+        pipeline = diffusers.DiffusionPipeline.from_pretrained(resolve(name), dtype=dtype).to(device)
+    except OSError as e:
+        raise _absent(name, e) from None
     for part in pipeline.components.values():
-        if isinstance(part, torch.nn.Module): part.requires_grad_(False).eval()
+        if isinstance(part, torch.nn.Module):
+            part.requires_grad_(False).eval()
     sizes = {"height": height, "width": width, **options}
-    sizes = (SMALL if name in TINY else {"height": cls.default_size, "width": cls.default_size}) | {k: v for k, v in sizes.items() if v is not None}
-    return cls(pipeline, sizes["height"], sizes["width"], cls.guidance if guidance_scale is None else guidance_scale, guidance_grad, **{k: sizes[k] for k in cls.takes if k in sizes})
+    sizes = (SMALL if name in TINY else {"height": cls.default_size, "width": cls.default_size}) | {
+        k: v for k, v in sizes.items() if v is not None
+    }
+    return cls(
+        pipeline,
+        sizes["height"],
+        sizes["width"],
+        cls.guidance if guidance_scale is None else guidance_scale,
+        guidance_grad,
+        **{k: sizes[k] for k in cls.takes if k in sizes},
+    )
 
 # %% ../../nbs/backbones/00_base.ipynb #c55a748a
 def save_memory(pipeline, slicing: bool = False, tiling: bool = False, offload: bool = False, device="cpu"):
     "Switches on the VAE's slicing and tiling, and group offload (leaf by leaf) of the parts that are not trained: VAE and encoders."
-    if slicing: pipeline.vae.enable_slicing()
-    if tiling: pipeline.vae.enable_tiling()
-    if not offload: return
+    if slicing:
+        pipeline.vae.enable_slicing()
+    if tiling:
+        pipeline.vae.enable_tiling()
+    if not offload:
+        return
     from diffusers.hooks import apply_group_offloading
+
     for name, part in pipeline.components.items():
         if isinstance(part, torch.nn.Module) and name.startswith(("vae", "text_encoder", "image_encoder")):
-            apply_group_offloading(part, onload_device=torch.device(device), offload_device=torch.device("cpu"), offload_type="leaf_level")
+            apply_group_offloading(
+                part, onload_device=torch.device(device), offload_device=torch.device("cpu"), offload_type="leaf_level"
+            )

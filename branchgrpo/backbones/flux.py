@@ -15,6 +15,7 @@ class FluxPolicy(PipelinePolicy):
     """A `FluxPipeline` behind the policy contract.
 
     `height`, `width` in pixels (a multiple of twice the VAE's factor; else `ValueError`); `guidance_scale` as in the pipeline (FLUX.1-dev: 3.5), told to the model, not applied by two calls."""
+
     guidance, lora_targets = 3.5, (*ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 
     def __init__(self, pipeline, height: int, width: int, guidance_scale: float = 3.5, guidance_grad: bool = False):
@@ -27,12 +28,15 @@ def _add(f):
     "Adds a method to `FluxPolicy`, so that the class can grow over several cells."
     setattr(FluxPolicy, f.__name__, f)
 
+
 @_add
 @torch.no_grad()
 def encode(self, prompts: list) -> dict:
     "Embeddings of P prompts as the pipeline makes them: T5 sequence `(P, L, D)` and CLIP pooled `(P, E)`."
     length = min(512, self.pipeline.tokenizer_2.model_max_length)
-    embeds, pooled, _ = self.pipeline.encode_prompt(list(prompts), None, device=self.pipeline.text_encoder.device, max_sequence_length=length)
+    embeds, pooled, _ = self.pipeline.encode_prompt(
+        list(prompts), None, device=self.pipeline.text_encoder.device, max_sequence_length=length
+    )
     return {"prompt_embeds": embeds.to(self.device, self.dtype), "pooled": pooled.to(self.device, self.dtype)}
 
 # %% ../../nbs/backbones/01_flux.ipynb #a926064f
@@ -43,6 +47,7 @@ def _ids(grid, length, device, dtype):
     image[..., 2] += torch.arange(grid[1])[None, :]
     return image.flatten(0, 1).to(device, dtype), torch.zeros(length, 3, device=device, dtype=dtype)
 
+
 @_add
 def predict(self, latents, time, conditioning: dict):
     "Velocity `(B, N, C)` of packed `latents` at noise level `time`."
@@ -50,8 +55,16 @@ def predict(self, latents, time, conditioning: dict):
     image_ids, text_ids = _ids(self.grid, embeds.shape[1], latents.device, self.dtype)
     row = latents.new_ones(len(latents), dtype=torch.float32)
     guidance = row * self.guidance_scale if self.denoiser.config.guidance_embeds else None
-    return self.call(hidden_states=latents.to(self.dtype), timestep=(row * time).to(self.dtype), guidance=guidance, pooled_projections=pooled,
-                         encoder_hidden_states=embeds, img_ids=image_ids, txt_ids=text_ids, return_dict=False)[0]
+    return self.call(
+        hidden_states=latents.to(self.dtype),
+        timestep=(row * time).to(self.dtype),
+        guidance=guidance,
+        pooled_projections=pooled,
+        encoder_hidden_states=embeds,
+        img_ids=image_ids,
+        txt_ids=text_ids,
+        return_dict=False,
+    )[0]
 
 # %% ../../nbs/backbones/01_flux.ipynb #49b2ff2f
 @_add
@@ -59,23 +72,41 @@ def predict(self, latents, time, conditioning: dict):
 def decode(self, latents, max_batch: int = 64):
     "Images `(B, 3, H, W)` float32 in [0, 1] of clean packed latents."
     vae, config = self.pipeline.vae, self.pipeline.vae.config
-    z = self.pipeline._unpack_latents(latents.to(vae.device, vae.dtype), self.height, self.width, self.pipeline.vae_scale_factor)
+    z = self.pipeline._unpack_latents(
+        latents.to(vae.device, vae.dtype), self.height, self.width, self.pipeline.vae_scale_factor
+    )
     return decode_images(vae, z / config.scaling_factor + config.shift_factor, max_batch)
 
 # %% ../../nbs/backbones/01_flux.ipynb #c4b325b6
 @_add
 def blank(self, batch: int = 1) -> dict:
     "Conditioning of the right shapes and no content, on the denoiser's device."
-    config, zeros = self.denoiser.config, lambda *shape: torch.zeros(batch, *shape, device=self.device, dtype=self.dtype)
+    config, zeros = (
+        self.denoiser.config,
+        lambda *shape: torch.zeros(batch, *shape, device=self.device, dtype=self.dtype),
+    )
     return {"prompt_embeds": zeros(512, config.joint_attention_dim), "pooled": zeros(config.pooled_projection_dim)}
 
 # %% ../../nbs/backbones/01_flux.ipynb #41ef1902
-FLUX_DEV = dict(patch_size=1, in_channels=64, num_layers=19, num_single_layers=38, attention_head_dim=128, num_attention_heads=24,
-                joint_attention_dim=4096, pooled_projection_dim=768, guidance_embeds=True, axes_dims_rope=(16, 56, 56))
+FLUX_DEV = dict(
+    patch_size=1,
+    in_channels=64,
+    num_layers=19,
+    num_single_layers=38,
+    attention_head_dim=128,
+    num_attention_heads=24,
+    joint_attention_dim=4096,
+    pooled_projection_dim=768,
+    guidance_embeds=True,
+    axes_dims_rope=(16, 56, 56),
+)
+
 
 def meta_flux(height: int = 1024, width: int = 1024, **config) -> FluxPolicy:
     "A policy with FLUX.1-dev's transformer (or another `config`) on the meta device: for shapes, costs and tests."
     from types import SimpleNamespace
     from diffusers import FluxTransformer2DModel
-    with torch.device("meta"): transformer = FluxTransformer2DModel(**(config or FLUX_DEV)).bfloat16()
+
+    with torch.device("meta"):
+        transformer = FluxTransformer2DModel(**(config or FLUX_DEV)).bfloat16()
     return FluxPolicy(SimpleNamespace(transformer=transformer, vae_scale_factor=8), height, width)

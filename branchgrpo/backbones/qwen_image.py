@@ -14,6 +14,7 @@ from .base import ATTENTION, PipelinePolicy, guided
 # %% ../../nbs/backbones/05_qwen_image.ipynb #49cc7274
 class QwenImagePolicy(PipelinePolicy):
     "A `QwenImagePipeline` behind the policy contract; packed latents `(N, C)`. `guidance_scale` is the pipeline's `true_cfg_scale`."
+
     guidance, text_length, lora_targets = 4.0, 256, (*ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 
     def __init__(self, pipeline, height: int, width: int, guidance_scale: float = 4.0, guidance_grad: bool = False):
@@ -24,11 +25,17 @@ class QwenImagePolicy(PipelinePolicy):
     @torch.no_grad()
     def encode(self, prompts: list) -> dict:
         "Embeddings `(P, L, D)` and masks `(P, L)` of P prompts and of an empty one, padded to `text_length`."
+
         def padded(texts):
-            embeds, mask = self.pipeline.encode_prompt(texts, device=self.pipeline.text_encoder.device, max_sequence_length=self.text_length)
+            embeds, mask = self.pipeline.encode_prompt(
+                texts, device=self.pipeline.text_encoder.device, max_sequence_length=self.text_length
+            )
             mask = torch.ones(embeds.shape[:2], device=embeds.device) if mask is None else mask
             room = self.text_length - embeds.shape[1]
-            return F.pad(embeds, (0, 0, 0, room)).to(self.device, self.dtype), F.pad(mask, (0, room)).to(self.device).bool()
+            return F.pad(embeds, (0, 0, 0, room)).to(self.device, self.dtype), F.pad(mask, (0, room)).to(
+                self.device
+            ).bool()
+
         told, free = padded(list(prompts)), padded([" "] * len(prompts))
         return {"prompt_embeds": told[0], "mask": told[1], "negative_embeds": free[0], "negative_mask": free[1]}
 
@@ -37,38 +44,87 @@ def _add(f):
     "Adds a method to `QwenImagePolicy`, so that the class can grow over several cells."
     setattr(QwenImagePolicy, f.__name__, f)
 
+
 @_add
 def predict(self, latents, time, conditioning: dict):
     "Guided velocity `(B, N, C)` of packed `latents` at noise level `time`."
+
     def run(x, c):
         at = x.new_full((len(x),), float(time), dtype=torch.float32).to(self.dtype)
-        return self.call(hidden_states=x.to(self.dtype), timestep=at, guidance=None, encoder_hidden_states=c["embeds"], encoder_hidden_states_mask=c["mask"], img_shapes=[[(1, *self.grid)]] * len(x), return_dict=False)[0]
+        return self.call(
+            hidden_states=x.to(self.dtype),
+            timestep=at,
+            guidance=None,
+            encoder_hidden_states=c["embeds"],
+            encoder_hidden_states_mask=c["mask"],
+            img_shapes=[[(1, *self.grid)]] * len(x),
+            return_dict=False,
+        )[0]
+
     positive = {"embeds": conditioning["prompt_embeds"], "mask": conditioning["mask"]}
     length = lambda v: v.norm(dim=-1, keepdim=True)
-    return guided(self, run, latents, positive, {"embeds": conditioning["negative_embeds"], "mask": conditioning["negative_mask"]}, lambda out, told: out * (length(told) / length(out)))
+    return guided(
+        self,
+        run,
+        latents,
+        positive,
+        {"embeds": conditioning["negative_embeds"], "mask": conditioning["negative_mask"]},
+        lambda out, told: out * (length(told) / length(out)),
+    )
+
 
 @_add
 @torch.no_grad()
 def decode(self, latents, max_batch: int = 16):
     "Images `(B, 3, H, W)` float32 in [0, 1] of clean packed latents."
     vae = self.pipeline.vae
-    mean, std = (torch.tensor(v, device=vae.device, dtype=vae.dtype).view(1, -1, 1, 1, 1) for v in (vae.config.latents_mean, vae.config.latents_std))
-    z = self.pipeline._unpack_latents(latents.to(vae.device, vae.dtype), self.height, self.width, self.pipeline.vae_scale_factor) * std + mean
-    return torch.cat([vae.decode(part, return_dict=False)[0][:, :, 0] for part in z.split(max_batch)]).float().div(2).add(0.5).clamp(0, 1)
+    mean, std = (
+        torch.tensor(v, device=vae.device, dtype=vae.dtype).view(1, -1, 1, 1, 1)
+        for v in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    z = (
+        self.pipeline._unpack_latents(
+            latents.to(vae.device, vae.dtype), self.height, self.width, self.pipeline.vae_scale_factor
+        )
+        * std
+        + mean
+    )
+    return (
+        torch.cat([vae.decode(part, return_dict=False)[0][:, :, 0] for part in z.split(max_batch)])
+        .float()
+        .div(2)
+        .add(0.5)
+        .clamp(0, 1)
+    )
+
 
 @_add
 def blank(self, batch: int = 1) -> dict:
     "Conditioning of the right shapes and no content, on the denoiser's device."
-    text = torch.zeros(batch, self.text_length, self.denoiser.config.joint_attention_dim, device=self.device, dtype=self.dtype)
+    text = torch.zeros(
+        batch, self.text_length, self.denoiser.config.joint_attention_dim, device=self.device, dtype=self.dtype
+    )
     mask = torch.ones(batch, self.text_length, device=self.device, dtype=torch.bool)
     return {"prompt_embeds": text, "negative_embeds": text, "mask": mask, "negative_mask": mask}
 
 # %% ../../nbs/backbones/05_qwen_image.ipynb #6432fac3
-QWEN_IMAGE = dict(patch_size=2, in_channels=64, out_channels=16, num_layers=60, attention_head_dim=128, num_attention_heads=24, joint_attention_dim=3584, axes_dims_rope=(16, 56, 56))
+QWEN_IMAGE = dict(
+    patch_size=2,
+    in_channels=64,
+    out_channels=16,
+    num_layers=60,
+    attention_head_dim=128,
+    num_attention_heads=24,
+    joint_attention_dim=3584,
+    axes_dims_rope=(16, 56, 56),
+)
+
 
 def meta_qwen_image(height: int = 1024, width: int = 1024, guidance_scale: float = 4.0, **config) -> QwenImagePolicy:
     "A policy with Qwen-Image's transformer (or another `config`) on the meta device: for shapes, costs and tests."
     from types import SimpleNamespace
     from diffusers import QwenImageTransformer2DModel
-    with torch.device("meta"): transformer = QwenImageTransformer2DModel(**(config or QWEN_IMAGE)).bfloat16()
+
+    with torch.device("meta"):
+        transformer = QwenImageTransformer2DModel(**(config or QWEN_IMAGE)).bfloat16()
     return QwenImagePolicy(SimpleNamespace(transformer=transformer, vae_scale_factor=8), height, width, guidance_scale)

@@ -15,6 +15,7 @@ class SDPolicy(PipelinePolicy):
     """A `StableDiffusionPipeline` (v1.4, v1.5) behind the policy contract; latents `(C, H/8, W/8)`, time is a training step.
 
     `guidance_scale` above 1 asks the model twice a call (Pro-GRPO Table 8: 5); `guidance_grad`: with gradient through the unconditional branch."""
+
     kind, component, default_size, patch, guidance = "diffusion", "unet", 512, 1, 5.0
 
     def __init__(self, pipeline, height: int, width: int, guidance_scale: float = 5.0, guidance_grad: bool = False):
@@ -39,12 +40,17 @@ class SDPolicy(PipelinePolicy):
 
     def predict(self, latents, time, conditioning: dict):
         "Guided noise estimate `(B, C, H, W)` of `latents` at training step `time`."
-        run = lambda x, c: self.call(x.to(self.dtype), torch.as_tensor(time).to(x.device), c["embeds"], return_dict=False)[0]
-        return guided(self, run, latents, {"embeds": conditioning["prompt_embeds"]}, {"embeds": conditioning["negative_embeds"]})
+        run = lambda x, c: self.call(
+            x.to(self.dtype), torch.as_tensor(time).to(x.device), c["embeds"], return_dict=False
+        )[0]
+        return guided(
+            self, run, latents, {"embeds": conditioning["prompt_embeds"]}, {"embeds": conditioning["negative_embeds"]}
+        )
 
     def decode(self, latents, max_batch: int = 64):
         "Images `(B, 3, H, W)` float32 in [0, 1] of clean latents."
-        with torch.no_grad(): return decode_images(self.pipeline.vae, latents / self.pipeline.vae.config.scaling_factor, max_batch)
+        with torch.no_grad():
+            return decode_images(self.pipeline.vae, latents / self.pipeline.vae.config.scaling_factor, max_batch)
 
     def blank(self, batch: int = 1) -> dict:
         "Conditioning of the right shapes and no content, on the denoiser's device."
@@ -52,12 +58,24 @@ class SDPolicy(PipelinePolicy):
         return {"prompt_embeds": text, "negative_embeds": text}
 
 # %% ../../nbs/backbones/03_sd.ipynb #b2f1acb7
-SD15 = dict(sample_size=64, in_channels=4, out_channels=4, block_out_channels=(320, 640, 1280, 1280), layers_per_block=2, cross_attention_dim=768, attention_head_dim=8,
-            down_block_types=("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",), up_block_types=("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3)
+SD15 = dict(
+    sample_size=64,
+    in_channels=4,
+    out_channels=4,
+    block_out_channels=(320, 640, 1280, 1280),
+    layers_per_block=2,
+    cross_attention_dim=768,
+    attention_head_dim=8,
+    down_block_types=("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
+    up_block_types=("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
+)
+
 
 def meta_sd(height: int = 512, width: int = 512, guidance_scale: float = 5.0, **config) -> SDPolicy:
     "A policy with SD-v1.5's U-Net (or another `config`) on the meta device: for shapes, costs and tests."
     from types import SimpleNamespace
     from diffusers import UNet2DConditionModel
-    with torch.device("meta"): unet = UNet2DConditionModel(**(config or SD15)).bfloat16()
+
+    with torch.device("meta"):
+        unet = UNet2DConditionModel(**(config or SD15)).bfloat16()
     return SDPolicy(SimpleNamespace(unet=unet, vae_scale_factor=8), height, width, guidance_scale)

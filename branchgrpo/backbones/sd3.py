@@ -15,6 +15,7 @@ class SD3Policy(PipelinePolicy):
     """A `StableDiffusion3Pipeline` behind the policy contract; latents `(C, H/8, W/8)`.
 
     `guidance_scale` above 1 asks the model twice a call (SD3.5-M: 4.5); `guidance_grad`: with gradient through the unconditional branch. Source: Pro-GRPO Table 7."""
+
     guidance, lora_targets = 4.5, (*ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 
     def __init__(self, pipeline, height: int, width: int, guidance_scale: float = 4.5, guidance_grad: bool = False):
@@ -26,35 +27,76 @@ class SD3Policy(PipelinePolicy):
     def encode(self, prompts: list) -> dict:
         "Embeddings of P prompts and of the empty prompt, as the pipeline makes them: sequences `(P, L, D)` and pooled `(P, E)`."
         length = min(256, getattr(self.pipeline.tokenizer_3, "model_max_length", 256))
-        made = self.pipeline.encode_prompt(list(prompts), None, None, device=self.pipeline.text_encoder.device, max_sequence_length=length, do_classifier_free_guidance=True)
+        made = self.pipeline.encode_prompt(
+            list(prompts),
+            None,
+            None,
+            device=self.pipeline.text_encoder.device,
+            max_sequence_length=length,
+            do_classifier_free_guidance=True,
+        )
         return self.on_device(**dict(zip(("prompt_embeds", "negative_embeds", "pooled", "negative_pooled"), made)))
 
     def predict(self, latents, time, conditioning: dict):
         "Guided velocity `(B, C, H, W)` of `latents` at noise level `time`."
+
         def run(x, c):
             at = x.new_full((len(x),), float(time) * 1000, dtype=torch.float32)
-            return self.call(hidden_states=x.to(self.dtype), timestep=at, encoder_hidden_states=c["embeds"], pooled_projections=c["pooled"], return_dict=False)[0]
+            return self.call(
+                hidden_states=x.to(self.dtype),
+                timestep=at,
+                encoder_hidden_states=c["embeds"],
+                pooled_projections=c["pooled"],
+                return_dict=False,
+            )[0]
+
         positive = {"embeds": conditioning["prompt_embeds"], "pooled": conditioning["pooled"]}
-        return guided(self, run, latents, positive, {"embeds": conditioning["negative_embeds"], "pooled": conditioning["negative_pooled"]})
+        return guided(
+            self,
+            run,
+            latents,
+            positive,
+            {"embeds": conditioning["negative_embeds"], "pooled": conditioning["negative_pooled"]},
+        )
 
     def decode(self, latents, max_batch: int = 64):
         "Images `(B, 3, H, W)` float32 in [0, 1] of clean latents."
         config = self.pipeline.vae.config
-        with torch.no_grad(): return decode_images(self.pipeline.vae, latents / config.scaling_factor + config.shift_factor, max_batch)
+        with torch.no_grad():
+            return decode_images(self.pipeline.vae, latents / config.scaling_factor + config.shift_factor, max_batch)
 
     def blank(self, batch: int = 1) -> dict:
         "Conditioning of the right shapes and no content, on the denoiser's device."
-        config, zeros = self.denoiser.config, lambda *shape: torch.zeros(batch, *shape, device=self.device, dtype=self.dtype)
+        config, zeros = (
+            self.denoiser.config,
+            lambda *shape: torch.zeros(batch, *shape, device=self.device, dtype=self.dtype),
+        )
         text, pooled = zeros(77 + 256, config.joint_attention_dim), zeros(config.pooled_projection_dim)
         return {"prompt_embeds": text, "negative_embeds": text, "pooled": pooled, "negative_pooled": pooled}
 
 # %% ../../nbs/backbones/02_sd3.ipynb #4ef93efd
-SD35_MEDIUM = dict(sample_size=128, patch_size=2, in_channels=16, num_layers=24, attention_head_dim=64, num_attention_heads=24, joint_attention_dim=4096, caption_projection_dim=1536, pooled_projection_dim=2048,
-                   out_channels=16, pos_embed_max_size=384, dual_attention_layers=tuple(range(13)), qk_norm="rms_norm")
+SD35_MEDIUM = dict(
+    sample_size=128,
+    patch_size=2,
+    in_channels=16,
+    num_layers=24,
+    attention_head_dim=64,
+    num_attention_heads=24,
+    joint_attention_dim=4096,
+    caption_projection_dim=1536,
+    pooled_projection_dim=2048,
+    out_channels=16,
+    pos_embed_max_size=384,
+    dual_attention_layers=tuple(range(13)),
+    qk_norm="rms_norm",
+)
+
 
 def meta_sd3(height: int = 512, width: int = 512, guidance_scale: float = 4.5, **config) -> SD3Policy:
     "A policy with SD3.5-Medium's transformer (or another `config`) on the meta device: for shapes, costs and tests."
     from types import SimpleNamespace
     from diffusers import SD3Transformer2DModel
-    with torch.device("meta"): transformer = SD3Transformer2DModel(**(config or SD35_MEDIUM)).bfloat16()
+
+    with torch.device("meta"):
+        transformer = SD3Transformer2DModel(**(config or SD35_MEDIUM)).bfloat16()
     return SD3Policy(SimpleNamespace(transformer=transformer, vae_scale_factor=8), height, width, guidance_scale)

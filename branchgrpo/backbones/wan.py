@@ -15,32 +15,72 @@ class WanPolicy(PipelinePolicy):
     """A `WanPipeline` (text to video) behind the policy contract; latents `(C, (F−1)/4 + 1, H/8, W/8)`.
 
     `frames` of a clip: one more than a multiple of the autoencoder's factor, 4 (else `ValueError`); `guidance_scale` above 1 asks the model twice a call (Wan2.1: 5). Source: BranchGRPO Sec. 4.6."""
+
     default_size, guidance, takes = 480, 5.0, ("frames",)
 
-    def __init__(self, pipeline, height: int, width: int, guidance_scale: float = 5.0, guidance_grad: bool = False, frames: int = 33):
+    def __init__(
+        self,
+        pipeline,
+        height: int,
+        width: int,
+        guidance_scale: float = 5.0,
+        guidance_grad: bool = False,
+        frames: int = 33,
+    ):
         super().__init__(pipeline, height, width, guidance_scale, guidance_grad)
         fold, factor = pipeline.vae_scale_factor_temporal, pipeline.vae_scale_factor_spatial
-        if frames < 1 or (frames - 1) % fold: raise ValueError(f"frames: {frames} is not one more than a multiple of {fold}")
-        self.frames, self.latent_shape = frames, (self.denoiser.config.out_channels, (frames - 1) // fold + 1, height // factor, width // factor)
+        if frames < 1 or (frames - 1) % fold:
+            raise ValueError(f"frames: {frames} is not one more than a multiple of {fold}")
+        self.frames, self.latent_shape = (
+            frames,
+            (self.denoiser.config.out_channels, (frames - 1) // fold + 1, height // factor, width // factor),
+        )
 
     @torch.no_grad()
     def encode(self, prompts: list) -> dict:
         "Embeddings `(P, L, D)` of P prompts and of the empty prompt, as the pipeline makes them."
         length = min(512, self.pipeline.tokenizer.model_max_length)
-        told, free = self.pipeline.encode_prompt(list(prompts), negative_prompt="", do_classifier_free_guidance=True, max_sequence_length=length, device=self.pipeline.text_encoder.device)
+        told, free = self.pipeline.encode_prompt(
+            list(prompts),
+            negative_prompt="",
+            do_classifier_free_guidance=True,
+            max_sequence_length=length,
+            device=self.pipeline.text_encoder.device,
+        )
         return self.on_device(prompt_embeds=told, negative_embeds=free)
 
     def predict(self, latents, time, conditioning: dict):
         "Guided velocity `(B, C, F, H, W)` of `latents` at noise level `time`."
-        run = lambda x, c: self.call(hidden_states=x.to(self.dtype), timestep=x.new_full((len(x),), float(time) * 1000, dtype=torch.float32), encoder_hidden_states=c["embeds"], return_dict=False)[0]
-        return guided(self, run, latents, {"embeds": conditioning["prompt_embeds"]}, {"embeds": conditioning["negative_embeds"]})
+        run = lambda x, c: self.call(
+            hidden_states=x.to(self.dtype),
+            timestep=x.new_full((len(x),), float(time) * 1000, dtype=torch.float32),
+            encoder_hidden_states=c["embeds"],
+            return_dict=False,
+        )[0]
+        return guided(
+            self, run, latents, {"embeds": conditioning["prompt_embeds"]}, {"embeds": conditioning["negative_embeds"]}
+        )
 
     @torch.no_grad()
     def decode(self, latents, max_batch: int = 8):
         "Clips `(B, 3, F, H, W)` float32 in [0, 1] of clean latents."
         vae = self.pipeline.vae
-        mean, std = (torch.tensor(v, device=vae.device, dtype=vae.dtype).view(1, -1, 1, 1, 1) for v in (vae.config.latents_mean, vae.config.latents_std))
-        return torch.cat([vae.decode(z.to(vae.device, vae.dtype) * std + mean, return_dict=False)[0] for z in latents.split(max_batch)]).float().div(2).add(0.5).clamp(0, 1)
+        mean, std = (
+            torch.tensor(v, device=vae.device, dtype=vae.dtype).view(1, -1, 1, 1, 1)
+            for v in (vae.config.latents_mean, vae.config.latents_std)
+        )
+        return (
+            torch.cat(
+                [
+                    vae.decode(z.to(vae.device, vae.dtype) * std + mean, return_dict=False)[0]
+                    for z in latents.split(max_batch)
+                ]
+            )
+            .float()
+            .div(2)
+            .add(0.5)
+            .clamp(0, 1)
+        )
 
     def blank(self, batch: int = 1) -> dict:
         "Conditioning of the right shapes and no content, on the denoiser's device."
@@ -48,12 +88,33 @@ class WanPolicy(PipelinePolicy):
         return {"prompt_embeds": text, "negative_embeds": text}
 
 # %% ../../nbs/backbones/04_wan.ipynb #f2cfec54
-WAN_13B = dict(patch_size=(1, 2, 2), num_attention_heads=12, attention_head_dim=128, in_channels=16, out_channels=16, text_dim=4096, freq_dim=256, ffn_dim=8960, num_layers=30, cross_attn_norm=True,
-               qk_norm="rms_norm_across_heads", rope_max_seq_len=1024)
+WAN_13B = dict(
+    patch_size=(1, 2, 2),
+    num_attention_heads=12,
+    attention_head_dim=128,
+    in_channels=16,
+    out_channels=16,
+    text_dim=4096,
+    freq_dim=256,
+    ffn_dim=8960,
+    num_layers=30,
+    cross_attn_norm=True,
+    qk_norm="rms_norm_across_heads",
+    rope_max_seq_len=1024,
+)
+
 
 def meta_wan(height: int = 480, width: int = 832, guidance_scale: float = 5.0, frames: int = 81, **config) -> WanPolicy:
     "A policy with Wan2.1-1.3B's transformer (or another `config`) on the meta device: for shapes, costs and tests."
     from types import SimpleNamespace
     from diffusers import WanTransformer3DModel
-    with torch.device("meta"): transformer = WanTransformer3DModel(**(config or WAN_13B)).bfloat16()
-    return WanPolicy(SimpleNamespace(transformer=transformer, vae_scale_factor_spatial=8, vae_scale_factor_temporal=4), height, width, guidance_scale, frames=frames)
+
+    with torch.device("meta"):
+        transformer = WanTransformer3DModel(**(config or WAN_13B)).bfloat16()
+    return WanPolicy(
+        SimpleNamespace(transformer=transformer, vae_scale_factor_spatial=8, vae_scale_factor_temporal=4),
+        height,
+        width,
+        guidance_scale,
+        frames=frames,
+    )

@@ -18,51 +18,110 @@ class WanImagePolicy(WanPolicy):
     """A `WanImageToVideoPipeline` behind the policy contract; latents as `WanPolicy`, the first frame beside them.
 
     Raises `ValueError` for Wan2.2's 5B, which tells time by frame, and where the prompts have no pictures. Source: BranchGRPO Table 4."""
+
     def __init__(self, pipeline, *args, **options):
         super().__init__(pipeline, *args, **options)
-        if pipeline.config.get("expand_timesteps"): raise ValueError("backbone: a pipeline with expand_timesteps (Wan2.2 5B) is not supported")
+        if pipeline.config.get("expand_timesteps"):
+            raise ValueError("backbone: a pipeline with expand_timesteps (Wan2.2 5B) is not supported")
 
     def content(self, prompt: str) -> str:
         "The prompt and its picture, by content."
-        return f"{prompt}\n{self.height}x{self.width}x{self.frames}\n{hashlib.blake2b(self.first_frames([prompt]).numpy().tobytes(), digest_size=16).hexdigest()}"
+        return f"{prompt}\n{self.height}x{self.width}x{self.frames}\n{hashlib.blake2b(self.frames_of([prompt]).numpy().tobytes(), digest_size=16).hexdigest()}"
 
-    def first_frames(self, prompts: list) -> torch.Tensor:
+    def frames_of(self, prompts: list) -> torch.Tensor:
         "The pictures `(P, 3, H, W)` in [0, 1] that the clips begin with."
-        if self.pictures is None: raise ValueError("prompts: image-to-video needs a picture for every prompt (lines of a .jsonl file with 'prompt' and 'image')")
-        return self.pictures(list(prompts)).float().cpu()
+        if self.first_frames is None:
+            raise ValueError(
+                "prompts: image-to-video needs a picture for every prompt (lines of a .jsonl file with 'prompt' and 'image')"
+            )
+        return self.first_frames(list(prompts)).float().cpu()
 
     @torch.no_grad()
     def encode(self, prompts: list) -> dict:
         "Embeddings as `WanPolicy.encode`, with `condition (P, 4 + C, F', H', W')` and, where the model has them, `image_embeds`."
-        pipe, pictures, channels = self.pipeline, self.first_frames(prompts), self.latent_shape[0]
-        frames = [pipe.video_processor.preprocess(p[None], height=self.height, width=self.width).to(self.device) for p in pictures]
-        made = [pipe.prepare_latents(f, 1, channels, self.height, self.width, self.frames, torch.float32, self.device)[1] for f in frames]
+        pipe, pictures, channels = self.pipeline, self.frames_of(prompts), self.latent_shape[0]
+        frames = [
+            pipe.video_processor.preprocess(p[None], height=self.height, width=self.width).to(self.device)
+            for p in pictures
+        ]
+        made = [
+            pipe.prepare_latents(f, 1, channels, self.height, self.width, self.frames, torch.float32, self.device)[1]
+            for f in frames
+        ]
         out = super().encode(prompts) | self.on_device(condition=torch.cat(made))
-        if self.denoiser.config.image_dim is None: return out
+        if self.denoiser.config.image_dim is None:
+            return out
         pil = pipe.video_processor.numpy_to_pil(pictures.permute(0, 2, 3, 1).numpy())
         return out | self.on_device(image_embeds=torch.cat([pipe.encode_image(p, self.device) for p in pil]))
 
     def predict(self, latents, time, conditioning: dict):
         "Guided velocity `(B, C, F, H, W)` of `latents` at noise level `time`."
-        def run(x, c): return self.call(hidden_states=torch.cat([x.to(self.dtype), c["condition"]], 1), timestep=x.new_full((len(x),), float(time) * 1000, dtype=torch.float32),
-                                        encoder_hidden_states=c["embeds"], encoder_hidden_states_image=c.get("image_embeds"), return_dict=False)[0]
+
+        def run(x, c):
+            return self.call(
+                hidden_states=torch.cat([x.to(self.dtype), c["condition"]], 1),
+                timestep=x.new_full((len(x),), float(time) * 1000, dtype=torch.float32),
+                encoder_hidden_states=c["embeds"],
+                encoder_hidden_states_image=c.get("image_embeds"),
+                return_dict=False,
+            )[0]
+
         shared = {k: v for k, v in conditioning.items() if k in ("condition", "image_embeds")}
-        return guided(self, run, latents, shared | {"embeds": conditioning["prompt_embeds"]}, shared | {"embeds": conditioning["negative_embeds"]})
+        return guided(
+            self,
+            run,
+            latents,
+            shared | {"embeds": conditioning["prompt_embeds"]},
+            shared | {"embeds": conditioning["negative_embeds"]},
+        )
 
     def blank(self, batch: int = 1) -> dict:
         "Conditioning of the right shapes and no content, on the denoiser's device."
         c, f, h, w = self.latent_shape
-        out = super().blank(batch) | {"condition": torch.zeros(batch, self.denoiser.config.in_channels - c, f, h, w, device=self.device, dtype=self.dtype)}
+        out = super().blank(batch) | {
+            "condition": torch.zeros(
+                batch, self.denoiser.config.in_channels - c, f, h, w, device=self.device, dtype=self.dtype
+            )
+        }
         dim = self.denoiser.config.image_dim
-        return out if dim is None else out | {"image_embeds": torch.zeros(batch, 257, dim, device=self.device, dtype=self.dtype)}
+        return (
+            out
+            if dim is None
+            else out | {"image_embeds": torch.zeros(batch, 257, dim, device=self.device, dtype=self.dtype)}
+        )
 
 # %% ../../nbs/backbones/06_wan_i2v.ipynb #7ef9724f
-WAN_I2V_14B = dict(patch_size=(1, 2, 2), num_attention_heads=40, attention_head_dim=128, in_channels=36, out_channels=16, text_dim=4096, freq_dim=256, ffn_dim=13824, num_layers=40, cross_attn_norm=True,
-                   qk_norm="rms_norm_across_heads", rope_max_seq_len=1024, image_dim=1280, added_kv_proj_dim=5120)
+WAN_I2V_14B = dict(
+    patch_size=(1, 2, 2),
+    num_attention_heads=40,
+    attention_head_dim=128,
+    in_channels=36,
+    out_channels=16,
+    text_dim=4096,
+    freq_dim=256,
+    ffn_dim=13824,
+    num_layers=40,
+    cross_attn_norm=True,
+    qk_norm="rms_norm_across_heads",
+    rope_max_seq_len=1024,
+    image_dim=1280,
+    added_kv_proj_dim=5120,
+)
 
-def meta_wan_i2v(height: int = 480, width: int = 832, guidance_scale: float = 5.0, frames: int = 81, **config) -> WanImagePolicy:
+
+def meta_wan_i2v(
+    height: int = 480, width: int = 832, guidance_scale: float = 5.0, frames: int = 81, **config
+) -> WanImagePolicy:
     "A policy with Wan2.1-I2V-14B's transformer (or another `config`) on the meta device: for shapes, costs and tests."
     from types import SimpleNamespace
     from diffusers import WanTransformer3DModel
-    with torch.device("meta"): transformer = WanTransformer3DModel(**(config or WAN_I2V_14B)).bfloat16()
-    return WanImagePolicy(SimpleNamespace(transformer=transformer, vae_scale_factor_spatial=8, vae_scale_factor_temporal=4, config={}), height, width, guidance_scale, frames=frames)
+
+    with torch.device("meta"):
+        transformer = WanTransformer3DModel(**(config or WAN_I2V_14B)).bfloat16()
+    return WanImagePolicy(
+        SimpleNamespace(transformer=transformer, vae_scale_factor_spatial=8, vae_scale_factor_temporal=4, config={}),
+        height,
+        width,
+        guidance_scale,
+        frames=frames,
+    )

@@ -18,27 +18,35 @@ from .clip import ClipReward
 # %% ../../nbs/rewards/04_aesthetic.ipynb #e0040437
 WEIGHTS = "sac+logos+ava1-l14-linearMSE.pth"
 
+
 class AestheticHead(nn.Module):
     "LAION's head on embeddings `(B, E)` of length 1: `(B,)`; `sizes` are its layers."
+
     def __init__(self, width: int = 768, sizes: tuple = (1024, 128, 64, 16)):
         super().__init__()
         steps, layers = (width, *sizes), []
-        for n, (a, b) in enumerate(zip(steps, steps[1:])): layers += [nn.Linear(a, b), *([nn.Dropout(0.2)] if n < 2 else [nn.Dropout(0.1)] if n == 2 else [])]
+        for n, (a, b) in enumerate(zip(steps, steps[1:])):
+            layers += [nn.Linear(a, b), *([nn.Dropout(0.2)] if n < 2 else [nn.Dropout(0.1)] if n == 2 else [])]
         self.layers = nn.Sequential(*layers, nn.Linear(steps[-1], 1))
 
     def forward(self, embeddings):
         return self.layers(embeddings)[:, 0]
 
+
 class AestheticReward(ClipReward):
     """LAION's aesthetic score, about 4 to 7; prompts play no part. `folder`: the head's file, or a folder with it and, if CLIP is not OpenAI's ViT-L/14, a `clip.json` that says which.
 
     Raises `FileNotFoundError` saying where the head is to be had. Source: christophschuhmann/improved-aesthetic-predictor."""
+
     clip = "openai/clip-vit-large-patch14"
 
     def open(self, folder: str):
         "CLIP and its processor; the head is read too."
         path = Path(folder) / WEIGHTS if Path(folder).is_dir() else Path(folder)
-        if not path.is_file(): raise FileNotFoundError(f"put {WEIGHTS} of github.com/christophschuhmann/improved-aesthetic-predictor there, or name its place: aesthetic:PATH")
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"put {WEIGHTS} of github.com/christophschuhmann/improved-aesthetic-predictor there, or name its place: aesthetic:PATH"
+            )
         state, told = torch.load(path, map_location="cpu", weights_only=True), path.with_name("clip.json")
         sizes = [v.shape[0] for k, v in state.items() if k.endswith("weight")]
         self.head = AestheticHead(state["layers.0.weight"].shape[1], tuple(sizes[:-1]))

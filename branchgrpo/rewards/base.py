@@ -19,29 +19,62 @@ import torch
 # %% ../../nbs/rewards/00_base.ipynb #27a6cb25
 class Reward(Protocol):
     "Scores pictures against prompts."
+
     def __call__(self, images: torch.Tensor, prompts: list, metadata=None) -> torch.Tensor:
         "`(B,)` float32 for `images (B, 3, H, W)` or `(B, 3, F, H, W)` in [0, 1]; NaN where a picture could not be scored."
 
+
 class Entry(NamedTuple):
     "Where a reward is defined (`module:Class`), where its weights are by default, and what its number is."
+
     target: str
     where: str | None
     about: str
 
+
 _HERE = "testbed/weights"
 REWARDS = {
     "hps-v2.1": Entry("branchgrpo.rewards.hps:HPSReward", "xswu/HPSv2", "HPS-v2.1: cosine, about 0.2 to 0.4"),
-    "pickscore": Entry("branchgrpo.rewards.pickscore:PickScoreReward", "yuvalkirstain/PickScore_v1", "PickScore: 100 × cosine, about 18 to 26"),
-    "imagereward": Entry("branchgrpo.rewards.imagereward:ImageReward", "zai-org/ImageReward", "ImageReward: a normal score, about −2 to 2"),
+    "pickscore": Entry(
+        "branchgrpo.rewards.pickscore:PickScoreReward",
+        "yuvalkirstain/PickScore_v1",
+        "PickScore: 100 × cosine, about 18 to 26",
+    ),
+    "imagereward": Entry(
+        "branchgrpo.rewards.imagereward:ImageReward",
+        "zai-org/ImageReward",
+        "ImageReward: a normal score, about −2 to 2",
+    ),
     "clip": Entry("branchgrpo.rewards.clip:ClipReward", "openai/clip-vit-base-patch32", "CLIP score: cosine"),
-    "aesthetic": Entry("branchgrpo.rewards.aesthetic:AestheticReward", "sac+logos+ava1-l14-linearMSE.pth", "LAION's aesthetic predictor: about 4 to 7"),
-    "unified-reward": Entry("branchgrpo.rewards.unified:UnifiedReward", "http://localhost:8080/v1", "UnifiedReward on a server: 1 to 5"),
-    "videoalign": Entry("branchgrpo.rewards.videoalign:VideoAlignReward", "KwaiVGI/VideoReward", "VideoAlign: motion quality, a z-score"),
-    "motion": Entry("branchgrpo.testbed.clips:MotionReward", None, "exact motion check of the small world's clips, 0 to 1"),
-    "tiny-clip": Entry("branchgrpo.rewards.clip:ClipReward", f"{_HERE}/tiny-clip", "CLIP score of the small world: cosine"),
-    "tiny-pickscore": Entry("branchgrpo.rewards.pickscore:PickScoreReward", f"{_HERE}/tiny-pickscore", "PickScore of the small world: 100 × cosine"),
+    "aesthetic": Entry(
+        "branchgrpo.rewards.aesthetic:AestheticReward",
+        "sac+logos+ava1-l14-linearMSE.pth",
+        "LAION's aesthetic predictor: about 4 to 7",
+    ),
+    "unified-reward": Entry(
+        "branchgrpo.rewards.unified:UnifiedReward", "http://localhost:8080/v1", "UnifiedReward on a server: 1 to 5"
+    ),
+    "videoalign": Entry(
+        "branchgrpo.rewards.videoalign:VideoAlignReward", "KwaiVGI/VideoReward", "VideoAlign: motion quality, a z-score"
+    ),
+    "motion": Entry(
+        "branchgrpo.testbed.clips:MotionReward", None, "exact motion check of the small world's clips, 0 to 1"
+    ),
+    "tiny-clip": Entry(
+        "branchgrpo.rewards.clip:ClipReward", f"{_HERE}/tiny-clip", "CLIP score of the small world: cosine"
+    ),
+    "tiny-pickscore": Entry(
+        "branchgrpo.rewards.pickscore:PickScoreReward",
+        f"{_HERE}/tiny-pickscore",
+        "PickScore of the small world: 100 × cosine",
+    ),
     "tiny-hps": Entry("branchgrpo.rewards.hps:HPSReward", f"{_HERE}/tiny-hps", "HPS of the small world: cosine"),
-    "tiny-aesthetic": Entry("branchgrpo.rewards.aesthetic:AestheticReward", f"{_HERE}/tiny-aesthetic", "aesthetic score of the small world: 1 to 10")}
+    "tiny-aesthetic": Entry(
+        "branchgrpo.rewards.aesthetic:AestheticReward",
+        f"{_HERE}/tiny-aesthetic",
+        "aesthetic score of the small world: 1 to 10",
+    ),
+}
 
 # %% ../../nbs/rewards/00_base.ipynb #84cae5df
 def split_name(name: str) -> tuple:
@@ -51,35 +84,51 @@ def split_name(name: str) -> tuple:
         entry = REWARDS[key]
         place = where or entry.where
         return entry, str(files("branchgrpo") / place) if (place or "").startswith(_HERE) else place
-    if (Path(name) / "config.json").is_file(): return REWARDS["clip"], name
-    raise ValueError(f"reward: {name!r} is not one of {', '.join(REWARDS)}, a folder with a CLIPModel, nor a sum of those")
+    if (Path(name) / "config.json").is_file():
+        return REWARDS["clip"], name
+    raise ValueError(
+        f"reward: {name!r} is not one of {', '.join(REWARDS)}, a folder with a CLIPModel, nor a sum of those"
+    )
+
 
 def load_one(name: str, device="cpu"):
     "One reward. Raises `ValueError` on an unknown name, and where its weights are not on this machine and cannot be fetched."
     entry, where = split_name(name)
     module, _, cls = entry.target.partition(":")
-    try: return getattr(import_module(module), cls)(where, device=device)
-    except OSError as e: raise ValueError(f"reward: the weights of {name!r} are not at {where!r} ({' '.join(str(e).split())[:140]})") from None
+    try:
+        return getattr(import_module(module), cls)(where, device=device)
+    except OSError as e:
+        raise ValueError(
+            f"reward: the weights of {name!r} are not at {where!r} ({' '.join(str(e).split())[:140]})"
+        ) from None
 
 # %% ../../nbs/rewards/00_base.ipynb #e8b220d6
 _TERM = re.compile(r"\s*(?:([0-9.eE-]+)\s*\*\s*)?([^\s+*()]+)\s*$")
+
 
 def terms(name: str) -> tuple:
     "`([(weight, name), …], normalised)` of a reward's name. Raises `ValueError` on one that does not parse."
     inner = re.fullmatch(r"\s*norm\((.+)\)\s*", name)
     found = [_TERM.match(part) for part in (inner[1] if inner else name).split("+")]
-    if not all(found): raise ValueError(f"reward: {name!r} is not NAME, WEIGHT*NAME+…, or norm(…)")
-    try: return [(float(m[1] or 1), m[2]) for m in found], bool(inner)
-    except ValueError: raise ValueError(f"reward: {name!r} has a weight that is not a number") from None
+    if not all(found):
+        raise ValueError(f"reward: {name!r} is not NAME, WEIGHT*NAME+…, or norm(…)")
+    try:
+        return [(float(m[1] or 1), m[2]) for m in found], bool(inner)
+    except ValueError:
+        raise ValueError(f"reward: {name!r} has a weight that is not a number") from None
+
 
 def check_name(name: str):
     "Raises `ValueError` where a reward's name is wrong; loads nothing."
-    for _, part in terms(name)[0]: split_name(part)
+    for _, part in terms(name)[0]:
+        split_name(part)
+
 
 def load(name: str, device="cpu") -> Reward:
     "The reward `name`. Raises `ValueError` as `load_one` and `terms` do."
     parts, normalised = terms(name)
-    if len(parts) == 1 and parts[0][0] == 1 and not normalised: return load_one(parts[0][1], device)
+    if len(parts) == 1 and parts[0][0] == 1 and not normalised:
+        return load_one(parts[0][1], device)
     return RewardSum({part: (weight, load_one(part, device)) for weight, part in parts}, normalised)
 
 # %% ../../nbs/rewards/00_base.ipynb #87245832
@@ -87,13 +136,17 @@ def within_prompts(scores: torch.Tensor, prompts: list, eps: float = 1e-6) -> to
     "Scores `(B,)` less the mean of their prompt's, over its standard deviation; 0 for a prompt with one picture. NaN stay NaN and count nowhere."
     place = {p: n for n, p in enumerate(dict.fromkeys(prompts))}
     group, known = torch.tensor([place[p] for p in prompts], device=scores.device), scores.isfinite()
-    add = lambda x: torch.zeros(len(place), device=scores.device).scatter_add(0, group, torch.where(known, x, 0.0))[group]
+    add = lambda x: torch.zeros(len(place), device=scores.device).scatter_add(0, group, torch.where(known, x, 0.0))[
+        group
+    ]
     n = add(torch.ones_like(scores)).clamp(min=1)
     centred = scores - add(scores) / n
     return centred / ((add(centred.square()) / n).sqrt() + eps)
 
+
 class RewardSum:
     "A weighted sum of rewards `{name: (weight, reward)}`; `normalised`: each is normalised within its prompt first. `parts` gives them one by one."
+
     def __init__(self, members: dict, normalised: bool = False):
         self.members, self.normalised = members, normalised
 
@@ -103,7 +156,10 @@ class RewardSum:
 
     def together(self, parts: dict, prompts: list) -> torch.Tensor:
         "The sum `(B,)` of `parts`."
-        return sum(w * (within_prompts(parts[name], prompts) if self.normalised else parts[name]) for name, (w, _) in self.members.items())
+        return sum(
+            w * (within_prompts(parts[name], prompts) if self.normalised else parts[name])
+            for name, (w, _) in self.members.items()
+        )
 
     def __call__(self, images, prompts, metadata=None):
         return self.together(self.parts(images, prompts, metadata), prompts)
@@ -111,6 +167,7 @@ class RewardSum:
 # %% ../../nbs/rewards/00_base.ipynb #eb1355c6
 class Scorer:
     "A reward that is asked up to `1 + retries` times, `wait` seconds apart and doubling: `scorer(images, prompts, metadata) -> (scores (B,), parts {name: (B,)})`, NaN where it kept failing. `failures` counts failed calls, `last_error` says why."
+
     def __init__(self, reward: Reward, retries: int = 2, wait: float = 1.0):
         self.reward, self.retries, self.wait, self.failures, self.last_error = reward, retries, wait, 0, ""
 
@@ -118,9 +175,14 @@ class Scorer:
         "The parts of one call; NaN for all where it fails."
         names = list(getattr(self.reward, "members", {"": None}))
         try:
-            parts = self.reward.parts(images, prompts, metadata) if hasattr(self.reward, "parts") else {"": self.reward(images, prompts, metadata)}
+            parts = (
+                self.reward.parts(images, prompts, metadata)
+                if hasattr(self.reward, "parts")
+                else {"": self.reward(images, prompts, metadata)}
+            )
             return {name: scores.float().to(images.device) for name, scores in parts.items()}
-        except (ValueError, TypeError): raise
+        except (ValueError, TypeError):
+            raise
         except Exception as e:
             self.failures, self.last_error = self.failures + 1, f"{type(e).__name__}: {' '.join(str(e).split())[:120]}"
             return {name: torch.full((len(images),), torch.nan, device=images.device) for name in names}
@@ -128,20 +190,27 @@ class Scorer:
     def _again(self, parts: dict, images, prompts, metadata, each: bool):
         "Asks once more for what is missing, all together or prompt by prompt; fills it in."
         bad = torch.stack([p.isfinite() for p in parts.values()]).all(0).logical_not().nonzero()[:, 0].tolist()
-        groups = [[i for i in bad if prompts[i] == p] for p in dict.fromkeys(prompts[i] for i in bad)] if each else [bad]
+        groups = (
+            [[i for i in bad if prompts[i] == p] for p in dict.fromkeys(prompts[i] for i in bad)] if each else [bad]
+        )
         for rows in filter(None, groups):
-            new = self._asked(images[rows], [prompts[i] for i in rows], None if metadata is None else [metadata[i] for i in rows])
-            for name, scores in new.items(): parts[name][rows] = scores
+            new = self._asked(
+                images[rows], [prompts[i] for i in rows], None if metadata is None else [metadata[i] for i in rows]
+            )
+            for name, scores in new.items():
+                parts[name][rows] = scores
         return bool(bad)
 
 # %% ../../nbs/rewards/00_base.ipynb #82bdb98f
 def _score(self, images, prompts, metadata=None):
     parts, wait = self._asked(images, prompts, metadata), self.wait
     for attempt in range(self.retries):
-        if all(p.isfinite().all() for p in parts.values()): break
+        if all(p.isfinite().all() for p in parts.values()):
+            break
         time.sleep(wait)
         wait *= 2
         self._again(parts, images, prompts, metadata, each=attempt == self.retries - 1)
     return self.reward.together(parts, prompts) if hasattr(self.reward, "together") else parts[""], parts
+
 
 Scorer.__call__ = _score

@@ -15,10 +15,13 @@ def preprocess(images: torch.Tensor, processor) -> torch.Tensor:
     short, crop = processor.size["shortest_edge"], processor.crop_size
     h, w = images.shape[-2:]
     scale = short / min(h, w)
-    if scale != 1: images = F.interpolate(images, (round(h * scale), round(w * scale)), mode="bicubic", antialias=True).clamp(0, 1)
+    if scale != 1:
+        images = F.interpolate(images, (round(h * scale), round(w * scale)), mode="bicubic", antialias=True).clamp(0, 1)
     top, left = (images.shape[-2] - crop["height"]) // 2, (images.shape[-1] - crop["width"]) // 2
-    images = images[..., top:top + crop["height"], left:left + crop["width"]]
-    mean, std = (torch.tensor(v, device=images.device)[:, None, None] for v in (processor.image_mean, processor.image_std))
+    images = images[..., top : top + crop["height"], left : left + crop["width"]]
+    mean, std = (
+        torch.tensor(v, device=images.device)[:, None, None] for v in (processor.image_mean, processor.image_std)
+    )
     return (images - mean) / std
 
 # %% ../../nbs/rewards/01_clip.ipynb #39270b78
@@ -26,19 +29,28 @@ class ClipReward:
     """Cosine of CLIP embeddings, in [−1, 1], of a `CLIPModel` (a local folder or a hub name); a clip's score is the mean over its frames.
 
     `scale`: what the cosine is multiplied by. Raises `ValueError` on pictures without prompts. Source: CLIP score, without a scale; BranchGRPO's 0.36–0.38 are this, most likely of DFN5B ViT-H-14-384."""
+
     scale, processor_name = 1.0, None  # processor_name: where the processor is, if not with the weights
 
     def __init__(self, folder: str, device="cpu", max_batch: int = 256):
         self.model, self.processor = self.open(folder)
-        self.model, self.device, self.max_batch, self.texts = self.model.to(device).eval().requires_grad_(False), device, max_batch, {}
+        self.model, self.device, self.max_batch, self.texts = (
+            self.model.to(device).eval().requires_grad_(False),
+            device,
+            max_batch,
+            {},
+        )
 
     def open(self, folder: str):
         "The model, in float32, and its processor."
         from transformers import CLIPModel, CLIPProcessor
+
         model = CLIPModel.from_pretrained(folder, dtype=torch.float32)
-        try: return model, CLIPProcessor.from_pretrained(folder)
+        try:
+            return model, CLIPProcessor.from_pretrained(folder)
         except OSError:
-            if self.processor_name is None: raise
+            if self.processor_name is None:
+                raise
             return model, CLIPProcessor.from_pretrained(self.processor_name)
 
     def pixels(self, images: torch.Tensor) -> torch.Tensor:
@@ -50,23 +62,31 @@ class ClipReward:
 def features(self, images: torch.Tensor) -> torch.Tensor:
     "Projected picture embeddings `(B, E)`, not normalised, of `images (B, 3, H, W)` in [0, 1]."
     pixels = self.pixels(images.to(self.device).float())
-    return torch.cat([self.model.visual_projection(self.model.vision_model(p).pooler_output) for p in pixels.split(self.max_batch)])
+    return torch.cat(
+        [self.model.visual_projection(self.model.vision_model(p).pooler_output) for p in pixels.split(self.max_batch)]
+    )
+
 
 @torch.no_grad()
 def text(self, prompts: list) -> torch.Tensor:
     "Text embeddings `(B, E)`, each prompt computed once."
     new = [p for p in dict.fromkeys(prompts) if p not in self.texts]
     if new:
-        tokens = self.processor.tokenizer(new, padding="max_length", truncation=True, return_tensors="pt").to(self.device)
+        tokens = self.processor.tokenizer(new, padding="max_length", truncation=True, return_tensors="pt").to(
+            self.device
+        )
         pooled = self.model.text_model(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask).pooler_output
         self.texts |= dict(zip(new, self.model.text_projection(pooled)))
     return torch.stack([self.texts[p] for p in prompts])
 
+
 def score(self, images, prompts, metadata=None):
-    if len(images) != len(prompts): raise ValueError(f"prompts: {len(prompts)} for {len(images)} images")
+    if len(images) != len(prompts):
+        raise ValueError(f"prompts: {len(prompts)} for {len(images)} images")
     frames = images.shape[2] if images.ndim == 5 else 1
     flat = images.transpose(1, 2).flatten(0, 1) if images.ndim == 5 else images
     cosine = F.cosine_similarity(self.features(flat), self.text(prompts).repeat_interleave(frames, 0))
     return self.scale * cosine.float().unflatten(0, (len(images), frames)).mean(1)
+
 
 ClipReward.features, ClipReward.text, ClipReward.__call__ = features, text, score

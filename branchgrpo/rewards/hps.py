@@ -18,64 +18,133 @@ def pad_square(images: torch.Tensor, size: int) -> torch.Tensor:
     "Pictures `(B, 3, H, W)` in [0, 1] with their longest side resized to `size` (bicubic, antialiased, not clamped) and padded with zeros to a square. Source: hpsv2's ResizeMaxSize."
     h, w = images.shape[-2:]
     high, wide = round(h * size / max(h, w)), round(w * size / max(h, w))
-    if (high, wide) != (h, w): images = F.interpolate(images, (high, wide), mode="bicubic", align_corners=False, antialias=True)
+    if (high, wide) != (h, w):
+        images = F.interpolate(images, (high, wide), mode="bicubic", align_corners=False, antialias=True)
     top, left = (size - high) // 2, (size - wide) // 2
     return F.pad(images, (left, size - wide - left, top, size - high - top))
 
 # %% ../../nbs/rewards/02_hps.ipynb #3804ad23
-_LAYER = {"ln_1": "layer_norm1", "ln_2": "layer_norm2", "attn.out_proj": "self_attn.out_proj", "mlp.c_fc": "mlp.fc1", "mlp.c_proj": "mlp.fc2"}
-_OUTER = {"visual.conv1.weight": "vision_model.embeddings.patch_embedding.weight", "visual.class_embedding": "vision_model.embeddings.class_embedding",
-          "visual.positional_embedding": "vision_model.embeddings.position_embedding.weight", "positional_embedding": "text_model.embeddings.position_embedding.weight",
-          "token_embedding.weight": "text_model.embeddings.token_embedding.weight", "logit_scale": "logit_scale",
-          **{f"{a}.{kind}": f"{b}.{kind}" for a, b in (("visual.ln_pre", "vision_model.pre_layrnorm"), ("visual.ln_post", "vision_model.post_layernorm"), ("ln_final", "text_model.final_layer_norm")) for kind in ("weight", "bias")}}
+_LAYER = {
+    "ln_1": "layer_norm1",
+    "ln_2": "layer_norm2",
+    "attn.out_proj": "self_attn.out_proj",
+    "mlp.c_fc": "mlp.fc1",
+    "mlp.c_proj": "mlp.fc2",
+}
+_OUTER = {
+    "visual.conv1.weight": "vision_model.embeddings.patch_embedding.weight",
+    "visual.class_embedding": "vision_model.embeddings.class_embedding",
+    "visual.positional_embedding": "vision_model.embeddings.position_embedding.weight",
+    "positional_embedding": "text_model.embeddings.position_embedding.weight",
+    "token_embedding.weight": "text_model.embeddings.token_embedding.weight",
+    "logit_scale": "logit_scale",
+    **{
+        f"{a}.{kind}": f"{b}.{kind}"
+        for a, b in (
+            ("visual.ln_pre", "vision_model.pre_layrnorm"),
+            ("visual.ln_post", "vision_model.post_layernorm"),
+            ("ln_final", "text_model.final_layer_norm"),
+        )
+        for kind in ("weight", "bias")
+    },
+}
 _TRANSPOSED = {"visual.proj": "visual_projection.weight", "text_projection": "text_projection.weight"}
+
 
 def from_open_clip(state: dict) -> dict:
     "The weights of an open_clip ViT under `transformers.CLIPModel`'s names. Raises `ValueError` on a name it does not know."
     out = {}
     for key, value in state.items():
         tower, found, rest = key.partition("transformer.resblocks.")
-        if key in _OUTER: out[_OUTER[key]] = value
-        elif key in _TRANSPOSED: out[_TRANSPOSED[key]] = value.T.contiguous()
-        elif key == "attn_mask": continue
+        if key in _OUTER:
+            out[_OUTER[key]] = value
+        elif key in _TRANSPOSED:
+            out[_TRANSPOSED[key]] = value.T.contiguous()
+        elif key == "attn_mask":
+            continue
         elif found:
             number, _, name = rest.partition(".")
-            layer, (stem, _, kind) = f"{'vision' if tower else 'text'}_model.encoder.layers.{number}", name.rpartition(".")
-            if name.startswith("attn.in_proj_"): out |= {f"{layer}.self_attn.{x}_proj.{name.rpartition('_')[2]}": part for x, part in zip("qkv", value.chunk(3))}
-            elif stem in _LAYER: out[f"{layer}.{_LAYER[stem]}.{kind}"] = value
-            else: raise ValueError(f"checkpoint: unknown weight {key!r}")
-        else: raise ValueError(f"checkpoint: unknown weight {key!r}")
+            layer, (stem, _, kind) = (
+                f"{'vision' if tower else 'text'}_model.encoder.layers.{number}",
+                name.rpartition("."),
+            )
+            if name.startswith("attn.in_proj_"):
+                out |= {
+                    f"{layer}.self_attn.{x}_proj.{name.rpartition('_')[2]}": part
+                    for x, part in zip("qkv", value.chunk(3))
+                }
+            elif stem in _LAYER:
+                out[f"{layer}.{_LAYER[stem]}.{kind}"] = value
+            else:
+                raise ValueError(f"checkpoint: unknown weight {key!r}")
+        else:
+            raise ValueError(f"checkpoint: unknown weight {key!r}")
     return out
 
 # %% ../../nbs/rewards/02_hps.ipynb #80a8b6ef
-VIT_H14 = dict(text_config=dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16, projection_dim=1024, hidden_act="gelu", vocab_size=49408, max_position_embeddings=77,
-                                bos_token_id=49406, eos_token_id=49407, pad_token_id=0),
-               vision_config=dict(hidden_size=1280, intermediate_size=5120, num_hidden_layers=32, num_attention_heads=16, projection_dim=1024, hidden_act="gelu", image_size=224, patch_size=14), projection_dim=1024)
+VIT_H14 = dict(
+    text_config=dict(
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        projection_dim=1024,
+        hidden_act="gelu",
+        vocab_size=49408,
+        max_position_embeddings=77,
+        bos_token_id=49406,
+        eos_token_id=49407,
+        pad_token_id=0,
+    ),
+    vision_config=dict(
+        hidden_size=1280,
+        intermediate_size=5120,
+        num_hidden_layers=32,
+        num_attention_heads=16,
+        projection_dim=1024,
+        hidden_act="gelu",
+        image_size=224,
+        patch_size=14,
+    ),
+    projection_dim=1024,
+)
+
 
 class HPSReward(ClipReward):
     """HPS-v2.1: cosine, about 0.2 to 0.4. `folder`: the hub name xswu/HPSv2, the checkpoint file, or a folder with a CLIPModel of that layout.
 
     Source: HPSv2 (Wu et al.), version 2.1; the tokeniser is CLIP's own."""
+
     checkpoint, processor_name = "HPS_v2.1_compressed.pt", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 
     def open(self, folder: str):
         "The model, in float32, and its processor."
-        if (Path(folder) / "config.json").is_file(): return super().open(folder)
+        if (Path(folder) / "config.json").is_file():
+            return super().open(folder)
         from transformers import CLIPConfig, CLIPModel, CLIPProcessor
+
         if not Path(folder).is_file():
             from huggingface_hub import hf_hub_download
+
             folder = hf_hub_download(folder, self.checkpoint)
         saved = torch.load(folder, map_location="cpu", weights_only=True)
-        with torch.device("meta"): model = CLIPModel(CLIPConfig(**VIT_H14))
-        missing = model.load_state_dict({k: v.float() for k, v in from_open_clip(saved.get("state_dict", saved)).items()}, strict=False, assign=True).missing_keys
-        for tower in (model.text_model, model.vision_model): tower.embeddings.position_ids = torch.arange(tower.embeddings.position_ids.shape[-1])[None]
-        if missing: raise ValueError(f"checkpoint: {folder!r} lacks {', '.join(missing[:3])}")
+        with torch.device("meta"):
+            model = CLIPModel(CLIPConfig(**VIT_H14))
+        missing = model.load_state_dict(
+            {k: v.float() for k, v in from_open_clip(saved.get("state_dict", saved)).items()}, strict=False, assign=True
+        ).missing_keys
+        for tower in (model.text_model, model.vision_model):
+            tower.embeddings.position_ids = torch.arange(tower.embeddings.position_ids.shape[-1])[None]
+        if missing:
+            raise ValueError(f"checkpoint: {folder!r} lacks {', '.join(missing[:3])}")
         return model, CLIPProcessor.from_pretrained(self.processor_name)
 
     def pixels(self, images):
         "The longest side resized, padded, normalised."
         processor = self.processor.image_processor
-        mean, std = (torch.tensor(v, device=images.device)[:, None, None] for v in (processor.image_mean, processor.image_std))
+        mean, std = (
+            torch.tensor(v, device=images.device)[:, None, None] for v in (processor.image_mean, processor.image_std)
+        )
         return (pad_square(images, processor.crop_size["height"]) - mean) / std
 
 # %% ../../nbs/rewards/02_hps.ipynb #4393a388
@@ -85,6 +154,7 @@ asked = json.load(open(sys.argv[1]))
 json.dump([float(hpsv2.score([a["picture"]], a["prompt"], hps_version="v2.1")[0]) for a in asked], open(sys.argv[2], "w"))
 """
 
+
 def check_hps(rows: list, python: str, reward=None) -> list:
     """Scores of `rows` `[{"picture": path, "prompt": text}]` both ways: `[(ours, hpsv2's), …]`. `python` is the one of an environment with hpsv2.
 
@@ -92,12 +162,19 @@ def check_hps(rows: list, python: str, reward=None) -> list:
     import json, subprocess, tempfile
     import numpy as np
     from PIL import Image
+
     reward = reward or HPSReward("xswu/HPSv2")
     with tempfile.TemporaryDirectory() as folder:
         asked, answer, script = (Path(folder) / name for name in ("asked.json", "answer.json", "referee.py"))
-        asked.write_text(json.dumps([{"picture": str(Path(r["picture"]).resolve()), "prompt": r["prompt"]} for r in rows])); script.write_text(_REFEREE)
+        asked.write_text(
+            json.dumps([{"picture": str(Path(r["picture"]).resolve()), "prompt": r["prompt"]} for r in rows])
+        )
+        script.write_text(_REFEREE)
         done = subprocess.run([python, str(script), str(asked), str(answer)], capture_output=True, text=True)
-        if done.returncode: raise ValueError(f"check-hps: {python!r} with hpsv2 failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
+        if done.returncode:
+            raise ValueError(
+                f"check-hps: {python!r} with hpsv2 failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}"
+            )
         theirs = json.loads(answer.read_text())
     ours = []
     for r in rows:

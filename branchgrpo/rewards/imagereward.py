@@ -15,38 +15,85 @@ from .aesthetic import AestheticHead
 from .clip import preprocess
 
 # %% ../../nbs/rewards/05_imagereward.ipynb #f0680336
-_VISION = {"cls_token": "embeddings.class_embedding", "pos_embed": "embeddings.position_embedding", "patch_embed.proj": "embeddings.patch_embedding", "blocks": "encoder.layers",
-           "norm1": "layer_norm1", "norm2": "layer_norm2", "attn.qkv": "self_attn.qkv", "attn.proj": "self_attn.projection"}
+_VISION = {
+    "cls_token": "embeddings.class_embedding",
+    "pos_embed": "embeddings.position_embedding",
+    "patch_embed.proj": "embeddings.patch_embedding",
+    "blocks": "encoder.layers",
+    "norm1": "layer_norm1",
+    "norm2": "layer_norm2",
+    "attn.qkv": "self_attn.qkv",
+    "attn.proj": "self_attn.projection",
+}
+
 
 def from_timm(key: str) -> str:
     "A weight's name in transformers' `BlipVisionModel`, from BLIP's own vision transformer."
-    if key.startswith("norm."): return key.replace("norm.", "post_layernorm.")
-    for old, new in _VISION.items(): key = key.replace(old, new)
+    if key.startswith("norm."):
+        return key.replace("norm.", "post_layernorm.")
+    for old, new in _VISION.items():
+        key = key.replace(old, new)
     return key
+
 
 def split_checkpoint(state: dict) -> dict:
     "The vision, text and head weights of ImageReward.pt, each under the names of the class it goes to."
     part = lambda prefix: {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-    return {"vision": {from_timm(k): v for k, v in part("blip.visual_encoder.").items()}, "text": {k: v for k, v in part("blip.text_encoder.").items() if not k.endswith("position_ids")}, "head": part("mlp.")}
+    return {
+        "vision": {from_timm(k): v for k, v in part("blip.visual_encoder.").items()},
+        "text": {k: v for k, v in part("blip.text_encoder.").items() if not k.endswith("position_ids")},
+        "head": part("mlp."),
+    }
 
 # %% ../../nbs/rewards/05_imagereward.ipynb #1f455cc4
-BLIP_LARGE = dict(vision=dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16, image_size=224, patch_size=16, layer_norm_eps=1e-6),
-                  text=dict(vocab_size=30524, hidden_size=768, encoder_hidden_size=1024, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12, max_position_embeddings=512, is_decoder=True))
+BLIP_LARGE = dict(
+    vision=dict(
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        image_size=224,
+        patch_size=16,
+        layer_norm_eps=1e-6,
+    ),
+    text=dict(
+        vocab_size=30524,
+        hidden_size=768,
+        encoder_hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        max_position_embeddings=512,
+        is_decoder=True,
+    ),
+)
 MEAN, STD, TOKENS = 0.16717362830052426, 1.0333394966054072, 35
+
 
 class ImageRewardModel(nn.Module):
     "BLIP's two towers and the head: `(pixels (B, 3, 224, 224), ids (B, L), mask (B, L)) -> (B,)`, normalised."
+
     def __init__(self, vision: dict, text: dict):
         super().__init__()
         from transformers import BlipTextConfig, BlipVisionConfig
         from transformers.models.blip.modeling_blip import BlipVisionModel
         from transformers.models.blip.modeling_blip_text import BlipTextModel
-        self.vision, self.text = BlipVisionModel(BlipVisionConfig(**vision)), BlipTextModel(BlipTextConfig(**text), add_pooling_layer=False)
+
+        self.vision, self.text = (
+            BlipVisionModel(BlipVisionConfig(**vision)),
+            BlipTextModel(BlipTextConfig(**text), add_pooling_layer=False),
+        )
         self.head = AestheticHead(text["hidden_size"])
 
     def forward(self, pixels, ids, mask):
         seen = self.vision(pixels).last_hidden_state
-        read = self.text(input_ids=ids, attention_mask=mask, encoder_hidden_states=seen, encoder_attention_mask=torch.ones(seen.shape[:2], device=seen.device), is_decoder=False).last_hidden_state
+        read = self.text(
+            input_ids=ids,
+            attention_mask=mask,
+            encoder_hidden_states=seen,
+            encoder_attention_mask=torch.ones(seen.shape[:2], device=seen.device),
+            is_decoder=False,
+        ).last_hidden_state
         return (self.head(read[:, 0]) - MEAN) / STD
 
 # %% ../../nbs/rewards/05_imagereward.ipynb #f7236a9d
@@ -54,34 +101,54 @@ class ImageReward:
     """ImageReward-v1.0: about −2 to 2. `folder`: the hub name zai-org/ImageReward, or a folder with ImageReward.pt (and, if not BERT's own, its tokeniser).
 
     A clip's score is the mean over its frames. Source: ImageReward (Xu et al.)."""
+
     checkpoint, tokenizer_name = "ImageReward.pt", "bert-base-uncased"
 
     def __init__(self, folder: str, device="cpu", max_batch: int = 64, config: dict = BLIP_LARGE):
         from transformers import BertTokenizer
         from types import SimpleNamespace
+
         path = Path(folder) / self.checkpoint
         if not path.is_file():
             from huggingface_hub import hf_hub_download
+
             path = hf_hub_download(folder, self.checkpoint)
-        self.tokenizer = BertTokenizer.from_pretrained(folder if (Path(folder) / "tokenizer_config.json").is_file() else self.tokenizer_name)
+        self.tokenizer = BertTokenizer.from_pretrained(
+            folder if (Path(folder) / "tokenizer_config.json").is_file() else self.tokenizer_name
+        )
         self.tokenizer.add_special_tokens({"bos_token": "[DEC]", "additional_special_tokens": ["[ENC]"]})
         self.model, self.device, self.max_batch = ImageRewardModel(**config), device, max_batch
         parts = split_checkpoint(torch.load(path, map_location="cpu", weights_only=True))
-        for name, state in parts.items(): getattr(self.model, name).load_state_dict({k: v.float() for k, v in state.items()})
+        for name, state in parts.items():
+            getattr(self.model, name).load_state_dict({k: v.float() for k, v in state.items()})
         self.model.to(device).eval().requires_grad_(False)
         side = config["vision"]["image_size"]
-        self.processor = SimpleNamespace(size={"shortest_edge": side}, crop_size={"height": side, "width": side}, image_mean=(0.48145466, 0.4578275, 0.40821073), image_std=(0.26862954, 0.26130258, 0.27577711))
+        self.processor = SimpleNamespace(
+            size={"shortest_edge": side},
+            crop_size={"height": side, "width": side},
+            image_mean=(0.48145466, 0.4578275, 0.40821073),
+            image_std=(0.26862954, 0.26130258, 0.27577711),
+        )
 
 # %% ../../nbs/rewards/05_imagereward.ipynb #b8364cfc
 @torch.no_grad()
 def _scores(self, images, prompts, metadata=None):
-    if len(images) != len(prompts): raise ValueError(f"prompts: {len(prompts)} for {len(images)} images")
+    if len(images) != len(prompts):
+        raise ValueError(f"prompts: {len(prompts)} for {len(images)} images")
     frames = images.shape[2] if images.ndim == 5 else 1
     flat = images.transpose(1, 2).flatten(0, 1) if images.ndim == 5 else images
     pixels = preprocess(flat.to(self.device).float(), self.processor)
-    tokens = self.tokenizer(list(prompts), padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt").to(self.device)
+    tokens = self.tokenizer(
+        list(prompts), padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt"
+    ).to(self.device)
     ids, mask = (t.repeat_interleave(frames, 0) for t in (tokens.input_ids, tokens.attention_mask))
-    out = torch.cat([self.model(*batch) for batch in zip(pixels.split(self.max_batch), ids.split(self.max_batch), mask.split(self.max_batch))])
+    out = torch.cat(
+        [
+            self.model(*batch)
+            for batch in zip(pixels.split(self.max_batch), ids.split(self.max_batch), mask.split(self.max_batch))
+        ]
+    )
     return out.float().unflatten(0, (len(images), frames)).mean(1)
+
 
 ImageReward.__call__ = _scores

@@ -11,4 +11,5 @@ from .clip import ClipReward
 # %% ../../nbs/rewards/03_pickscore.ipynb #5e0d3aea
 class PickScoreReward(ClipReward):
     "PickScore: 100 × cosine, about 18 to 26, of `yuvalkirstain/PickScore_v1` with the processor of LAION's ViT-H-14. Source: Pick-a-Pic (Kirstain et al.); scale as Pro-GRPO prints it."
+
     scale, processor_name = 100.0, "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"

@@ -15,12 +15,15 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 # %% ../../nbs/rewards/06_unified.ipynb #80973708
-QUESTION = ("You are given a text caption and a generated image based on that caption. Your task is to evaluate this image based on two key criteria:\n"
-            "1. Alignment with the Caption: Assess how well this image aligns with the provided caption. Consider the accuracy of depicted objects, their relationships, and attributes as described in the caption.\n"
-            "2. Overall Image Quality: Examine the visual quality of this image, including clarity, detail preservation, color accuracy, and overall aesthetic appeal.\n"
-            "Based on the above criteria, assign a score from 1 to 5 after 'Final Score:'.\n"
-            "Your task is provided as follows:\nText Caption: [{prompt}]")
+QUESTION = (
+    "You are given a text caption and a generated image based on that caption. Your task is to evaluate this image based on two key criteria:\n"
+    "1. Alignment with the Caption: Assess how well this image aligns with the provided caption. Consider the accuracy of depicted objects, their relationships, and attributes as described in the caption.\n"
+    "2. Overall Image Quality: Examine the visual quality of this image, including clarity, detail preservation, color accuracy, and overall aesthetic appeal.\n"
+    "Based on the above criteria, assign a score from 1 to 5 after 'Final Score:'.\n"
+    "Your task is provided as follows:\nText Caption: [{prompt}]"
+)
 _SCORE = re.compile(r"Final Score:\s*\**\s*([1-5](?:\.\d+)?)\b(?![.\d])")
+
 
 def parse_score(answer: str) -> float:
     "The number after the last `Final Score:`, 1 to 5; NaN where there is none."
@@ -31,6 +34,7 @@ def parse_score(answer: str) -> float:
 def picture_url(image: torch.Tensor, side: int) -> str:
     "A picture `(3, H, W)` in [0, 1], its longest side at most `side` pixels, as a PNG data URL."
     from PIL import Image
+
     picture = Image.fromarray(image.detach().float().clamp(0, 1).mul(255).round().byte().permute(1, 2, 0).cpu().numpy())
     picture.thumbnail((side, side))
     buffer = io.BytesIO()
@@ -43,37 +47,77 @@ class UnifiedReward:
 
     `timeout` of one request in seconds; `retries`, the first after `wait` seconds, then doubling; `in_flight` requests at once; `model`: the served name. Raises `ValueError` where the server refuses the request (4xx).
     Source: UnifiedReward (Wang et al.); the template is Flow-GRPO's."""
-    def __init__(self, where: str = "http://localhost:8080/v1", device="cpu", model: str = "UnifiedReward", timeout: float = 60.0, retries: int = 3, wait: float = 1.0, in_flight: int = 16, side: int = 512):
+
+    def __init__(
+        self,
+        where: str = "http://localhost:8080/v1",
+        device="cpu",
+        model: str = "UnifiedReward",
+        timeout: float = 60.0,
+        retries: int = 3,
+        wait: float = 1.0,
+        in_flight: int = 16,
+        side: int = 512,
+    ):
         import requests
-        self.url, self.model, self.timeout, self.retries, self.wait, self.in_flight, self.side = f"{where.rstrip('/')}/chat/completions", model, timeout, retries, wait, in_flight, side
+
+        self.url, self.model, self.timeout, self.retries, self.wait, self.in_flight, self.side = (
+            f"{where.rstrip('/')}/chat/completions",
+            model,
+            timeout,
+            retries,
+            wait,
+            in_flight,
+            side,
+        )
         self.session = requests.Session()
         self.session.mount("http", requests.adapters.HTTPAdapter(pool_connections=in_flight, pool_maxsize=in_flight))
 
     def _body(self, image, prompt: str) -> dict:
-        content = [{"type": "image_url", "image_url": {"url": picture_url(image, self.side)}}, {"type": "text", "text": QUESTION.format(prompt=prompt)}]
-        return {"model": self.model, "temperature": 0, "max_tokens": 512, "messages": [{"role": "user", "content": content}]}
+        content = [
+            {"type": "image_url", "image_url": {"url": picture_url(image, self.side)}},
+            {"type": "text", "text": QUESTION.format(prompt=prompt)},
+        ]
+        return {
+            "model": self.model,
+            "temperature": 0,
+            "max_tokens": 512,
+            "messages": [{"role": "user", "content": content}],
+        }
 
     def _ask(self, body: dict) -> float:
         "One request: the score, or NaN where it should be asked again."
         import requests
-        try: answer = self.session.post(self.url, json=body, timeout=self.timeout)
-        except requests.RequestException: return float("nan")
-        if 400 <= answer.status_code < 500 and answer.status_code not in (408, 425, 429): raise ValueError(f"reward: the server at {self.url} refused a request ({answer.status_code}: {answer.text[:80]!r})")
-        try: return parse_score(answer.json()["choices"][0]["message"]["content"])
-        except (ValueError, KeyError, IndexError, TypeError): return float("nan")
+
+        try:
+            answer = self.session.post(self.url, json=body, timeout=self.timeout)
+        except requests.RequestException:
+            return float("nan")
+        if 400 <= answer.status_code < 500 and answer.status_code not in (408, 425, 429):
+            raise ValueError(
+                f"reward: the server at {self.url} refused a request ({answer.status_code}: {answer.text[:80]!r})"
+            )
+        try:
+            return parse_score(answer.json()["choices"][0]["message"]["content"])
+        except (ValueError, KeyError, IndexError, TypeError):
+            return float("nan")
 
     def one(self, image, prompt: str) -> float:
         "The score of one picture, asked again where it fails."
         body, wait = self._body(image, prompt), self.wait
         for attempt in range(1 + self.retries):
             score = self._ask(body)
-            if score == score: return score
-            if attempt < self.retries: time.sleep(wait)
+            if score == score:
+                return score
+            if attempt < self.retries:
+                time.sleep(wait)
             wait *= 2
         return float("nan")
 
     def __call__(self, images, prompts, metadata=None):
-        if len(images) != len(prompts): raise ValueError(f"prompts: {len(prompts)} for {len(images)} images")
+        if len(images) != len(prompts):
+            raise ValueError(f"prompts: {len(prompts)} for {len(images)} images")
         stills = images[:, :, images.shape[2] // 2] if images.ndim == 5 else images
-        with ThreadPoolExecutor(self.in_flight) as pool: scores = list(pool.map(self.one, stills.cpu(), prompts))
+        with ThreadPoolExecutor(self.in_flight) as pool:
+            scores = list(pool.map(self.one, stills.cpu(), prompts))
         return torch.tensor(scores, dtype=torch.float32)

@@ -15,18 +15,23 @@ from torch import nn
 # %% ../../nbs/rewards/07_videoalign.ipynb #d2f0c8d4
 ASPECTS = ("VQ", "MQ", "TA")
 TOKENS = tuple(f"<|{a}_reward|>" for a in ASPECTS)
-QUESTION = ("\nSuppose you are an expert in judging and evaluating the quality of AI-generated videos, please watch the above frames and give scores about their visual quality, motion quality and text alignment. "
-            "\nTextual prompt - {prompt}\nPlease provide the ratings for the three aspects: " + "".join(TOKENS) + ".\n")
+QUESTION = (
+    "\nSuppose you are an expert in judging and evaluating the quality of AI-generated videos, please watch the above frames and give scores about their visual quality, motion quality and text alignment. "
+    "\nTextual prompt - {prompt}\nPlease provide the ratings for the three aspects: " + "".join(TOKENS) + ".\n"
+)
+
 
 def read_heads(hidden: torch.Tensor, ids: torch.Tensor, special: list, head: nn.Module) -> torch.Tensor:
     "What `head` says at each special token: `(B, 3)`, from hidden states `(B, L, D)` and ids `(B, L)`. Raises `ValueError` where a token is missing."
     found = torch.stack([ids == s for s in special], 1)
-    if not (found.sum(-1) == 1).all(): raise ValueError("videoalign: every prompt needs each of the three reward tokens once")
+    if not (found.sum(-1) == 1).all():
+        raise ValueError("videoalign: every prompt needs each of the three reward tokens once")
     picked = torch.einsum("bkl,bld->bkd", found.to(hidden.dtype), hidden)
     return torch.diagonal(head(picked), dim1=1, dim2=2)
 
 # %% ../../nbs/rewards/07_videoalign.ipynb #ada3f8fe
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
 
 def video_patches(clips: torch.Tensor, patch: int = 14, pair: int = 2, merge: int = 2, side: int = 448) -> tuple:
     "Qwen2-VL's patches `(B·n, 3·pair·patch²)` and grids `(B, 3)` of clips `(B, 3, F, H, W)` in [0, 1]; the longer side at most `side` pixels."
@@ -34,22 +39,39 @@ def video_patches(clips: torch.Tensor, patch: int = 14, pair: int = 2, merge: in
     scale = min(1.0, side / max(h, w))
     high, wide = (max(unit, round(x * scale / unit) * unit) for x in (h, w))
     frames = clips.transpose(1, 2)
-    if frames.shape[1] % pair: frames = torch.cat([frames, frames[:, -1:]], 1)
-    flat = nn.functional.interpolate(frames.flatten(0, 1).float(), (high, wide), mode="bicubic", antialias=True).clamp(0, 1) if (high, wide) != (h, w) else frames.flatten(0, 1).float()
+    if frames.shape[1] % pair:
+        frames = torch.cat([frames, frames[:, -1:]], 1)
+    flat = (
+        nn.functional.interpolate(frames.flatten(0, 1).float(), (high, wide), mode="bicubic", antialias=True).clamp(
+            0, 1
+        )
+        if (high, wide) != (h, w)
+        else frames.flatten(0, 1).float()
+    )
     mean, std = (torch.tensor(v, device=clips.device)[:, None, None] for v in (MEAN, STD))
-    x, t, gh, gw = ((flat - mean) / std).unflatten(0, frames.shape[:2]), frames.shape[1] // pair, high // patch, wide // patch
-    x = x.reshape(len(x), t, pair, 3, gh // merge, merge, patch, gw // merge, merge, patch).permute(0, 1, 4, 7, 5, 8, 3, 2, 6, 9)
+    x, t, gh, gw = (
+        ((flat - mean) / std).unflatten(0, frames.shape[:2]),
+        frames.shape[1] // pair,
+        high // patch,
+        wide // patch,
+    )
+    x = x.reshape(len(x), t, pair, 3, gh // merge, merge, patch, gw // merge, merge, patch).permute(
+        0, 1, 4, 7, 5, 8, 3, 2, 6, 9
+    )
     return x.reshape(len(x) * t * gh * gw, -1), torch.tensor([[t, gh, gw]] * len(x), device=clips.device)
 
 # %% ../../nbs/rewards/07_videoalign.ipynb #3cb00ed3
 CHAT = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n<|vision_start|>{video}<|vision_end|>{question}<|im_end|>\n"
 
+
 class VideoAlignReward:
     """VideoAlign of a clip, a z-score: motion quality, or another of VQ, MQ, TA, or their sum (`Overall`). `folder`: merged Qwen2-VL weights, `rm_head.pt`, `model_config.json`; or the `parts` (model, tokenizer, head, norm).
 
     Raises `ValueError` on pictures that are no clips. Source: VideoAlign (Liu et al.); BranchGRPO's motion quality."""
+
     def __init__(self, folder: str, device="cpu", aspect: str = "MQ", frames: int = 16, max_batch: int = 4, parts=None):
-        if aspect not in (*ASPECTS, "Overall"): raise ValueError(f"aspect: {aspect!r} is not one of {', '.join(ASPECTS)}, Overall")
+        if aspect not in (*ASPECTS, "Overall"):
+            raise ValueError(f"aspect: {aspect!r} is not one of {', '.join(ASPECTS)}, Overall")
         self.aspect, self.frames, self.max_batch, self.device = aspect, frames, max_batch, device
         model, self.tokenizer, head, self.norm = parts or self.open(folder)
         self.model, self.head = model.to(device).eval().requires_grad_(False), head.to(device).requires_grad_(False)
@@ -59,29 +81,57 @@ class VideoAlignReward:
         "Model, tokeniser, head and the normalisation `{VQ_mean: …}` of a folder or hub name."
         from transformers import AutoTokenizer, Qwen2VLModel
         from transformers.utils import cached_file
-        model, tokenizer = Qwen2VLModel.from_pretrained(folder, dtype=torch.bfloat16), AutoTokenizer.from_pretrained(folder)
+
+        model, tokenizer = (
+            Qwen2VLModel.from_pretrained(folder, dtype=torch.bfloat16),
+            AutoTokenizer.from_pretrained(folder),
+        )
         state = torch.load(cached_file(folder, "rm_head.pt"), map_location="cpu", weights_only=True)
         head = nn.Linear(state["weight"].shape[1], 3, bias=False)
         head.load_state_dict(state)
-        return model, tokenizer, head.float(), json.loads(Path(cached_file(folder, "model_config.json")).read_text())["inference_config"]
+        return (
+            model,
+            tokenizer,
+            head.float(),
+            json.loads(Path(cached_file(folder, "model_config.json")).read_text())["inference_config"],
+        )
 
 # %% ../../nbs/rewards/07_videoalign.ipynb #5e78884c
 @torch.no_grad()
 def _all(self, clips, prompts) -> torch.Tensor:
     "The three z-scores `(B, 3)` of clips `(B, 3, F, H, W)` in [0, 1]."
-    pick, vision = torch.linspace(0, clips.shape[2] - 1, min(self.frames, clips.shape[2])).round().long(), self.model.config.vision_config
-    patches, grid = video_patches(clips[:, :, pick].to(self.device), vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size)
-    places = "<|video_pad|>" * (grid[0].prod().item() // vision.spatial_merge_size ** 2)
+    pick, vision = (
+        torch.linspace(0, clips.shape[2] - 1, min(self.frames, clips.shape[2])).round().long(),
+        self.model.config.vision_config,
+    )
+    patches, grid = video_patches(
+        clips[:, :, pick].to(self.device), vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size
+    )
+    places = "<|video_pad|>" * (grid[0].prod().item() // vision.spatial_merge_size**2)
     texts = [CHAT.format(video=places, question=QUESTION.format(prompt=p)) for p in prompts]
     tokens = self.tokenizer(texts, padding=True, return_tensors="pt").to(self.device)
     kinds = 2 * (tokens.input_ids == self.model.config.video_token_id).int()
-    hidden = self.model(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask, pixel_values_videos=patches.to(self.model.dtype), video_grid_thw=grid, mm_token_type_ids=kinds).last_hidden_state
+    hidden = self.model(
+        input_ids=tokens.input_ids,
+        attention_mask=tokens.attention_mask,
+        pixel_values_videos=patches.to(self.model.dtype),
+        video_grid_thw=grid,
+        mm_token_type_ids=kinds,
+    ).last_hidden_state
     mean, std = (torch.tensor([self.norm[f"{a}_{k}"] for a in ASPECTS], device=hidden.device) for k in ("mean", "std"))
     return (read_heads(hidden.float(), tokens.input_ids, self.special, self.head) - mean) / std
 
+
 def _scores(self, images, prompts, metadata=None):
-    if images.ndim != 5: raise ValueError(f"reward: videoalign scores clips (B, 3, F, H, W), not {tuple(images.shape)}")
-    scores = torch.cat([self.all(c, prompts[i:i + len(c)]) for i, c in zip(range(0, len(images), self.max_batch), images.split(self.max_batch))]).float()
+    if images.ndim != 5:
+        raise ValueError(f"reward: videoalign scores clips (B, 3, F, H, W), not {tuple(images.shape)}")
+    scores = torch.cat(
+        [
+            self.all(c, prompts[i : i + len(c)])
+            for i, c in zip(range(0, len(images), self.max_batch), images.split(self.max_batch))
+        ]
+    ).float()
     return scores.sum(1) if self.aspect == "Overall" else scores[:, ASPECTS.index(self.aspect)]
+
 
 VideoAlignReward.all, VideoAlignReward.__call__ = _all, _scores

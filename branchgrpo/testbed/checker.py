@@ -15,16 +15,17 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from .training import curve, fit, round_to_half, write_record
-from .world import CELL, CELLS, COLOURS, TEXTURES, parse, render, scenes
+from .digits import CELL, CELLS, COLOURS, TEXTURES, parse, render, scenes
 
 # %% ../../nbs/testbed/02_checker.ipynb #a8124d28
 MARGIN, NOTHING = 2, 10
+
 
 def cut_cells(images: torch.Tensor) -> torch.Tensor:
     "The nine cells of pictures `(B, 3, 32, 32)`, with a margin: `(B, 9, 3, 20, 20)`."
     padded = F.pad(images, (MARGIN,) * 4, mode="replicate")
     side = CELL + 2 * MARGIN
-    return torch.stack([padded[:, :, y:y + side, x:x + side] for y, x in CELLS.values()], 1)
+    return torch.stack([padded[:, :, y : y + side, x : x + side] for y, x in CELLS.values()], 1)
 
 # %% ../../nbs/testbed/02_checker.ipynb #c253f4fa
 def labels(drawn: list) -> torch.Tensor:
@@ -39,11 +40,22 @@ def labels(drawn: list) -> torch.Tensor:
 # %% ../../nbs/testbed/02_checker.ipynb #a7b94d8e
 class CellNet(nn.Module):
     "What one cell `(N, 3, 20, 20)` shows: logits of digit (11), colour (5) and texture (3)."
+
     def __init__(self, width: int = 32):
         super().__init__()
         block = lambda i, o: [nn.Conv2d(i, o, 3, padding=1), nn.BatchNorm2d(o), nn.ReLU()]
-        self.body = nn.Sequential(*block(3, width), *block(width, width), nn.MaxPool2d(2), *block(width, 2 * width), nn.MaxPool2d(2),
-                                  *block(2 * width, 2 * width), nn.Flatten(), nn.Dropout(0.3), nn.Linear(2 * width * 25, 128), nn.ReLU())
+        self.body = nn.Sequential(
+            *block(3, width),
+            *block(width, width),
+            nn.MaxPool2d(2),
+            *block(width, 2 * width),
+            nn.MaxPool2d(2),
+            *block(2 * width, 2 * width),
+            nn.Flatten(),
+            nn.Dropout(0.3),
+            nn.Linear(2 * width * 25, 128),
+            nn.ReLU(),
+        )
         self.heads = nn.ModuleList(nn.Linear(128, n) for n in (NOTHING + 1, len(COLOURS), len(TEXTURES)))
 
     def forward(self, cells):
@@ -69,7 +81,8 @@ def read_cells(images: torch.Tensor) -> torch.Tensor:
 # %% ../../nbs/testbed/02_checker.ipynb #88be5685
 def check(images: torch.Tensor, captions: list) -> dict:
     "Compares pictures `(B, 3, 32, 32)` in [0, 1] with their captions: a dict of `(B,)` scores in [0, 1] for `ASPECTS`."
-    if len(images) != len(captions): raise ValueError(f"captions: {len(captions)} for {len(images)} images")
+    if len(images) != len(captions):
+        raise ValueError(f"captions: {len(captions)} for {len(images)} images")
     wanted, seen = labels([parse(c) for c in captions]), read_cells(images)
     asked, found = wanted[..., 0] != NOTHING, seen[..., 0] != NOTHING
     share = lambda hit: (hit & asked).sum(1) / asked.sum(1)
@@ -79,6 +92,7 @@ def check(images: torch.Tensor, captions: list) -> dict:
     out["position"] = ((found == asked).all(1) & ~swapped(wanted, seen, asked)).float()
     out["all"] = ((found == asked).all(1) & (right.all(-1) | ~asked).all(1)).float()
     return out
+
 
 ASPECTS = ("digit", "colour", "texture", "count", "position", "all")
 

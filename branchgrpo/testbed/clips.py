@@ -13,33 +13,52 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .world import COLOURS, GLYPH, SIZE, TEXTURES, WORDS, Glyph, _glyph, _texture_masks, handwriting, is_test
+from branchgrpo.testbed.digits import (
+    COLOURS,
+    GLYPH,
+    SIZE,
+    TEXTURES,
+    WORDS,
+    Glyph,
+    _glyph,
+    _texture_masks,
+    handwriting,
+    is_test,
+)
 
 # %% ../../nbs/testbed/08_clips.ipynb #cd282d2c
 FRAMES, QUICK, SLOW = 9, 2, 1  # frames of a clip; pixels a frame
 MOTIONS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}  # (y, x)
 CLIP_WORDS = (*WORDS, "moving", "slowly", "up", "down", "standing", "still")
 
+
 @dataclass(frozen=True)
 class Clip:
     "A digit and its velocity `(y, x)` in pixels a frame."
+
     glyph: Glyph
     velocity: tuple
 
     @property
     def caption(self) -> str:
         "The words that describe it."
-        if self.velocity == (0, 0): return f"a {self.glyph.words()} standing still"
+        if self.velocity == (0, 0):
+            return f"a {self.glyph.words()} standing still"
         speed = max(abs(v) for v in self.velocity)
         way = next(name for name, d in MOTIONS.items() if tuple(speed * c for c in d) == self.velocity)
         return f"a {self.glyph.words()} moving {'slowly ' if speed == SLOW else ''}{way}"
 
+
 def parse_clip(caption: str) -> Clip:
     "The clip a caption describes. Raises `ValueError` on any other text."
     words, found, way = caption.removeprefix("a ").partition(" moving ")
-    if not found: words, found, way = caption.removeprefix("a ").partition(" standing ")
+    if not found:
+        words, found, way = caption.removeprefix("a ").partition(" standing ")
     slow, way = way.startswith("slowly "), way.removeprefix("slowly ")
-    if way not in (*MOTIONS, "still"): raise ValueError(f"caption: {caption!r} does not end in 'moving [slowly] {'|'.join(MOTIONS)}' or 'standing still'")
+    if way not in (*MOTIONS, "still"):
+        raise ValueError(
+            f"caption: {caption!r} does not end in 'moving [slowly] {'|'.join(MOTIONS)}' or 'standing still'"
+        )
     return Clip(_glyph(words.split()), tuple((SLOW if slow else QUICK) * v for v in MOTIONS.get(way, (0, 0))))
 
 # %% ../../nbs/testbed/08_clips.ipynb #b5fb4948
@@ -50,7 +69,8 @@ def clip_scenes(n: int, split: str = "train", seed: int = 0) -> list:
         way, speed = rng.choice(list(MOTIONS)), (QUICK, QUICK, SLOW, SLOW, 0)[rng.integers(5)]
         glyph = Glyph(int(rng.integers(10)), str(rng.choice(list(COLOURS))), str(rng.choice(TEXTURES)))
         clip = Clip(glyph, tuple(speed * v for v in MOTIONS[way]))
-        if is_test(clip.caption) == (split == "test"): found.append(clip)
+        if is_test(clip.caption) == (split == "test"):
+            found.append(clip)
     return found
 
 # %% ../../nbs/testbed/08_clips.ipynb #465e3353
@@ -62,22 +82,27 @@ def _starts(velocity: tuple, rng) -> list:
         out.append(int(rng.integers(max(0, -far), room - max(0, far) + 1)))
     return out
 
+
 def render_clips(clips: list, split: str = "train", seed: int = 0) -> torch.Tensor:
     "Clips `(B, 3, F, 32, 32)` in [0, 1], in the handwriting of `split`; the same seed draws the same clips."
     rng, masks = np.random.default_rng(seed), 0.35 + 0.65 * _texture_masks()[:, :GLYPH, :GLYPH]
-    pages = torch.tensor(rng.uniform(0.90, 0.97, len(clips)), dtype=torch.float32)[:, None, None, None, None].repeat(1, 3, FRAMES, SIZE, SIZE)
+    pages = torch.tensor(rng.uniform(0.90, 0.97, len(clips)), dtype=torch.float32)[:, None, None, None, None].repeat(
+        1, 3, FRAMES, SIZE, SIZE
+    )
     for page, clip in zip(pages, clips):
         hands = handwriting(split)[clip.glyph.digit]
         ink = hands[rng.integers(len(hands))] * masks[TEXTURES.index(clip.glyph.texture)]
         patch = page[:, 0, :GLYPH, :GLYPH].lerp(torch.tensor(COLOURS[clip.glyph.colour])[:, None, None], ink)
         y, x = _starts(clip.velocity, rng)
-        for f in range(FRAMES): page[:, f, y + f * clip.velocity[0]:, x + f * clip.velocity[1]:][:, :GLYPH, :GLYPH] = patch
+        for f in range(FRAMES):
+            page[:, f, y + f * clip.velocity[0] :, x + f * clip.velocity[1] :][:, :GLYPH, :GLYPH] = patch
     return pages
 
 # %% ../../nbs/testbed/08_clips.ipynb #5a658b44
 @dataclass(frozen=True)
 class Track:
     "What is measured in clips: `path (B, F, 2)` pixels (y, x), `mass (B, F)` of the ink, `colour (B, F, 3)` of the ink, `page (B, F, 3)`, `ink (B, F, H, W)`."
+
     path: torch.Tensor
     mass: torch.Tensor
     colour: torch.Tensor
@@ -85,7 +110,8 @@ class Track:
     ink: torch.Tensor
 
     velocity = property(lambda self: self.path.diff(dim=1).mean(1))  # (B, 2), pixels a frame
-    empty = property(lambda self: (self.mass < 6.0).any(1))          # (B,), whether some frame has (almost) no ink
+    empty = property(lambda self: (self.mass < 6.0).any(1))  # (B,), whether some frame has (almost) no ink
+
 
 def track(clips: torch.Tensor) -> Track:
     "Measures clips `(B, 3, F, H, W)` in [0, 1]."
@@ -102,48 +128,69 @@ def track(clips: torch.Tensor) -> Track:
 def _wanted(captions: list) -> torch.Tensor:
     return torch.tensor([parse_clip(c).velocity for c in captions], dtype=torch.float32)
 
+
 def motion_scores(clips: torch.Tensor, captions: list) -> dict:
     "How clips `(B, 3, F, H, W)` move: `(B,)` scores in [0, 1] for `velocity`, `smoothness`, `flicker`, `background`, `dynamic`; a clip with an empty frame scores 0."
-    if len(clips) != len(captions): raise ValueError(f"captions: {len(captions)} for {len(clips)} clips")
+    if len(clips) != len(captions):
+        raise ValueError(f"captions: {len(captions)} for {len(clips)} clips")
     seen, still = track(clips), lambda x: x.diff(dim=1).abs().flatten(1).mean(1)
     away = (seen.velocity - _wanted(captions).to(clips.device)).norm(dim=-1)
     bare = ((seen.ink[:, 1:] == 0) & (seen.ink[:, :-1] == 0))[:, None]
     moved = (clips.float().diff(dim=2).abs() * bare).flatten(1).sum(1) / (3 * bare.flatten(1).sum(1)).clamp(min=1)
-    out = {"velocity": (-away).exp(), "smoothness": (-seen.path.diff(n=2, dim=1).norm(dim=-1).mean(1)).exp(), "flicker": (-20 * (still(seen.page) + still(seen.colour))).exp(),
-           "background": (-40 * moved).exp(), "dynamic": (seen.velocity.norm(dim=-1) / QUICK).clamp(max=1)}
+    out = {
+        "velocity": (-away).exp(),
+        "smoothness": (-seen.path.diff(n=2, dim=1).norm(dim=-1).mean(1)).exp(),
+        "flicker": (-20 * (still(seen.page) + still(seen.colour))).exp(),
+        "background": (-40 * moved).exp(),
+        "dynamic": (seen.velocity.norm(dim=-1) / QUICK).clamp(max=1),
+    }
     return {k: v * ~seen.empty for k, v in out.items()}
 
 # %% ../../nbs/testbed/08_clips.ipynb #bc430367
 class MotionReward:
     "Exact motion check of the small world's clips, in [0, 1]: the mean of `velocity` and `smoothness` of `motion_scores`. Raises `ValueError` on pictures and on captions of another world."
-    def __init__(self, folder=None, device="cpu"): pass
+
+    def __init__(self, folder=None, device="cpu"):
+        pass
 
     def __call__(self, images, prompts, metadata=None) -> torch.Tensor:
-        if images.ndim != 5: raise ValueError(f"reward: motion scores clips (B, 3, F, H, W), not {tuple(images.shape)}")
+        if images.ndim != 5:
+            raise ValueError(f"reward: motion scores clips (B, 3, F, H, W), not {tuple(images.shape)}")
         scores = motion_scores(images, prompts)
         return (scores["velocity"] + scores["smoothness"]) / 2
 
 # %% ../../nbs/testbed/08_clips.ipynb #54130a67
 CLIP_ASPECTS = ("digit", "colour", "texture", "velocity", "smoothness", "flicker", "background", "dynamic", "all")
 
+
 def read_frames(clips: torch.Tensor) -> torch.Tensor:
     "What the checker sees around the ink of each frame: `(B, F, 3)` digit (10 = nothing), colour, texture."
     from branchgrpo.testbed.checker import MARGIN, load_net
-    from branchgrpo.testbed.world import CELL
+    from branchgrpo.testbed.digits import CELL
+
     side, frames = CELL + 2 * MARGIN, clips.float().transpose(1, 2).flatten(0, 1).cpu()
     frames = torch.nn.functional.pad(frames, (side // 2,) * 4, mode="replicate")
     corner = box_centre(track(clips).ink).round().long().flatten(0, 1).cpu().clamp(0, SIZE)
     rows, columns = (corner[:, i, None] + torch.arange(side) for i in (0, 1))
-    cells = frames[torch.arange(len(frames))[:, None, None, None], torch.arange(3)[:, None, None], rows[:, None, :, None], columns[:, None, None, :]]
-    with torch.no_grad(): logits = load_net()(cells)
+    cells = frames[
+        torch.arange(len(frames))[:, None, None, None],
+        torch.arange(3)[:, None, None],
+        rows[:, None, :, None],
+        columns[:, None, None, :],
+    ]
+    with torch.no_grad():
+        logits = load_net()(cells)
     return torch.stack([l.argmax(-1) for l in logits], -1).unflatten(0, clips.shape[0:3:2])
+
 
 def box_centre(ink: torch.Tensor) -> torch.Tensor:
     "Centre `(B, F, 2)` of the box around the ink: where the digit's cell was, whatever its shape."
+
     def middle(line):
         on = line > 0.15
         first, last = on.float().argmax(-1), line.shape[-1] - 1 - on.flip(-1).float().argmax(-1)
         return (first + last + 1) / 2
+
     return torch.stack([middle(ink.amax(-1)), middle(ink.amax(-2))], -1)
 
 # %% ../../nbs/testbed/08_clips.ipynb #becb9d1f

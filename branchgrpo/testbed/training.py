@@ -19,18 +19,29 @@ from tqdm.auto import tqdm
 def warmup_cosine(step: int, steps: int) -> float:
     "Learning-rate factor at `step` of `steps`: linear over the first twentieth, then a cosine down to 1 %."
     warm = max(1, steps // 20)
-    if step < warm: return (step + 1) / warm
+    if step < warm:
+        return (step + 1) / warm
     return 0.01 + 0.99 * (1 + torch.cos(torch.tensor(torch.pi * (step - warm) / max(1, steps - warm))).item()) / 2
 
 # %% ../../nbs/testbed/01_training.ipynb #8eb984df
 def save_atomic(obj, path):
     "`torch.save` to a temporary name, then rename: a reader sees the old file or the new one, never a half."
-    path = Path(path); path.parent.mkdir(parents=True, exist_ok=True)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(obj, f"{path}.tmp")
     os.replace(f"{path}.tmp", path)
 
 # %% ../../nbs/testbed/01_training.ipynb #1c69a1bd
-def fit(models: nn.Module, loss, steps: int, lr: float, checkpoint, ema: float = 0.999, weight_decay: float = 0.01, every: int = 200):
+def fit(
+    models: nn.Module,
+    loss,
+    steps: int,
+    lr: float,
+    checkpoint,
+    ema: float = 0.999,
+    weight_decay: float = 0.01,
+    every: int = 200,
+):
     "Trains `models` on `loss(models, step) -> scalar`, resuming from the file `checkpoint`; returns `(averaged module, losses)`."
     optimizer = torch.optim.AdamW(models.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=weight_decay)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: warmup_cosine(s, steps))
@@ -38,14 +49,18 @@ def fit(models: nn.Module, loss, steps: int, lr: float, checkpoint, ema: float =
     parts, losses = {"models": models, "optimizer": optimizer, "schedule": schedule, "average": average}, []
     if Path(checkpoint).exists():
         saved = torch.load(checkpoint, weights_only=True)
-        for name, part in parts.items(): part.load_state_dict(saved[name])
+        for name, part in parts.items():
+            part.load_state_dict(saved[name])
         losses = saved["losses"]
     for step in tqdm(range(len(losses), steps), initial=len(losses), total=steps, disable=None):
         torch.manual_seed(step)
         value = loss(models, step)
-        optimizer.zero_grad(); value.backward()
+        optimizer.zero_grad()
+        value.backward()
         nn.utils.clip_grad_norm_(models.parameters(), 1.0)
-        optimizer.step(); schedule.step(); average.update_parameters(models)
+        optimizer.step()
+        schedule.step()
+        average.update_parameters(models)
         losses.append(value.item())
         if (step + 1) % every == 0 or step + 1 == steps:
             save_atomic({n: p.state_dict() for n, p in parts.items()} | {"losses": losses}, checkpoint)
@@ -56,18 +71,21 @@ def round_to_half(model: nn.Module) -> nn.Module:
     "Rounds every float parameter and buffer to float16 and back, in place."
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
-            if tensor.is_floating_point(): tensor.copy_(tensor.half().float())
+            if tensor.is_floating_point():
+                tensor.copy_(tensor.half().float())
     return model.eval()
 
 # %% ../../nbs/testbed/01_training.ipynb #59bd0b1f
 def curve(losses: list, points: int = 60) -> list:
     "At most `points` block means of `losses`: enough to draw, small enough to keep beside the weights."
     size = max(1, len(losses) // points)
-    return [round(sum(losses[i:i + size]) / len(losses[i:i + size]), 5) for i in range(0, len(losses), size)]
+    return [round(sum(losses[i : i + size]) / len(losses[i : i + size]), 5) for i in range(0, len(losses), size)]
+
 
 def write_record(folder, **record):
     "Writes `training.json` beside the weights, whole or not at all."
-    path = Path(folder) / "training.json"; path.parent.mkdir(parents=True, exist_ok=True)
+    path = Path(folder) / "training.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     Path(f"{path}.tmp").write_text(json.dumps(record, indent=1))
     os.replace(f"{path}.tmp", path)
 
@@ -77,7 +95,8 @@ def share_files(folder, other) -> int:
     folder, other, n = Path(folder), Path(other), 0
     for path in folder.rglob("*.safetensors"):
         twin = other / path.relative_to(folder)
-        if path.is_symlink() or not twin.is_file() or path.read_bytes() != twin.read_bytes(): continue
+        if path.is_symlink() or not twin.is_file() or path.read_bytes() != twin.read_bytes():
+            continue
         link = Path(f"{path}.link")
         link.symlink_to(os.path.relpath(twin, path.parent))
         os.replace(link, path)
