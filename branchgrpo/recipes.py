@@ -10,9 +10,10 @@ __all__ = ['OFF', 'SHARED', 'BRANCH', 'DANCE', 'MIX', 'FLOW', 'SD', 'PROCESSES',
 # %% ../nbs/23_recipes.ipynb #df5ef5fb
 from dataclasses import dataclass, replace
 
-from .plan import RolloutPlan, Window
+from .plan import RolloutPlan
 from .schedule import ddim_timesteps, flow_sigmas
 from .transition import SolverTail, Transition, compress_tail, ddim_transition, flow_transition
+from .windows import Window
 
 # %% ../nbs/23_recipes.ipynb #ddfb5e49
 @dataclass(frozen=True)
