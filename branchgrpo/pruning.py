@@ -8,8 +8,9 @@ __all__ = ['RULES', 'descendants', 'paths', 'edges_kept', 'parent_top1', 'extrem
 # %% ../nbs/13_pruning.ipynb #f69fa9dc
 import torch
 
-from .plan import RolloutPlan, Window
+from .plan import RolloutPlan
 from .tree import Tree
+from .windows import Window
 
 # %% ../nbs/13_pruning.ipynb #7d64f61c
 def descendants(tree: Tree, depth: int, kept: torch.Tensor) -> list:
