@@ -710,6 +710,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                  'branchgrpo/testbed/digits.py'),
                                            'branchgrpo.testbed.digits.t5_tokenizer': ( 'testbed/digits.html#t5_tokenizer',
                                                                                        'branchgrpo/testbed/digits.py')},
+            'branchgrpo.testbed.quiet': {'branchgrpo.testbed.quiet.quiet': ('testbed/quiet.html#quiet', 'branchgrpo/testbed/quiet.py')},
             'branchgrpo.testbed.training': { 'branchgrpo.testbed.training.curve': ( 'testbed/training.html#curve',
                                                                                     'branchgrpo/testbed/training.py'),
                                              'branchgrpo.testbed.training.fit': ( 'testbed/training.html#fit',
