@@ -751,6 +751,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                  'branchgrpo/testbed/digits.py'),
                                            'branchgrpo.testbed.digits.t5_tokenizer': ( 'testbed/digits.html#t5_tokenizer',
                                                                                        'branchgrpo/testbed/digits.py')},
+            'branchgrpo.testbed.quiet': {'branchgrpo.testbed.quiet.quiet': ('testbed/quiet.html#quiet', 'branchgrpo/testbed/quiet.py')},
             'branchgrpo.testbed.scaling': { 'branchgrpo.testbed.scaling.at_testbed': ( 'testbed/scaling.html#at_testbed',
                                                                                        'branchgrpo/testbed/scaling.py'),
                                             'branchgrpo.testbed.scaling.scale_splits': ( 'testbed/scaling.html#scale_splits',
