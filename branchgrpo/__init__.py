@@ -1,1 +1,68 @@
+"""Tree-structured GRPO for diffusion and flow models: every method is a plan over one tree engine.
+
+The public names are loaded when they are first used, so `import branchgrpo` is fast.
+"""
+
+from importlib import import_module
+
 __version__ = "0.1.0"
+
+_PUBLIC = {
+    # the method
+    "RolloutPlan": "plan",
+    "Window": "windows",
+    "Tree": "tree",
+    "Noise": "rollout",
+    "rollout": "rollout",
+    "replay": "rollout",
+    "flow_sigmas": "schedule",
+    "flow_transition": "transition",
+    "ddim_transition": "transition",
+    "TRANSITIONS": "transition",
+    "sibling_noise": "branching",
+    "fuse_rewards": "fusion",
+    "depthwise_advantages": "credit",
+    "estimate_advantages": "credit",
+    "CreditOptions": "credit",
+    "ADVANTAGES": "credit",
+    "PRUNINGS": "pruning",
+    "keep_edges": "pruning",
+    "select_max_variance": "ovf",
+    "SELECTIONS": "ovf",
+    "edge_loss": "objective",
+    "RATIOS": "objective",
+    "Policy": "policy",
+    "GaussianFlow": "policy",
+    "plan_cost": "costs",
+    "RECIPES": "recipes",
+    "plan_of": "planning",
+    "process_of": "planning",
+    # what surrounds it
+    "PromptSet": "prompts",
+    "PROMPT_SETS": "prompts",
+    "load_prompts": "prompts",
+    "REWARDS": "rewards.base",
+    "load_reward": "rewards.base:load",
+    "FAMILIES": "backbones.base",
+    "BACKBONES": "backbones.base",
+    "load_backbone": "backbones.base:load",
+    "TrainConfig": "training.config",
+    "Trainer": "training.trainer",
+    "Callback": "training.callbacks",
+    "Run": "training.runs",
+}
+__all__ = [*_PUBLIC, "__version__"]
+
+
+def __getattr__(name):
+    "Load a public name from its module at its first use."
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, attribute = _PUBLIC[name].partition(":")
+    value = getattr(import_module(f"{__name__}.{module}"), attribute or name)
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return sorted(__all__)
