@@ -3,7 +3,9 @@
 The public names are loaded when they are first used, so `import branchgrpo` is fast.
 """
 
+import sys
 from importlib import import_module
+from types import ModuleType
 
 __version__ = "0.1.0"
 
@@ -54,14 +56,32 @@ _PUBLIC = {
 __all__ = [*_PUBLIC, "__version__"]
 
 
+class _Function(ModuleType):
+    "A module that is called as the function of its own name: `branchgrpo.rollout(plan, …)`."
+
+    def __call__(self, *args, **kwargs):
+        return getattr(self, self.__name__.rpartition(".")[2])(*args, **kwargs)
+
+
+class _Package(ModuleType):
+    "This package; a submodule with the name of a public function stays callable, whoever imports it first."
+
+    def __setattr__(self, name, value):
+        if name in _PUBLIC and isinstance(value, ModuleType):
+            value.__class__ = _Function
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
 def __getattr__(name):
     "Load a public name from its module at its first use."
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, _, attribute = _PUBLIC[name].partition(":")
-    value = getattr(import_module(f"{__name__}.{module}"), attribute or name)
-    globals()[name] = value
-    return value
+    loaded = import_module(f"{__name__}.{module}")
+    return loaded if module == name else getattr(loaded, attribute or name)
 
 
 def __dir__():
