@@ -7,12 +7,16 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import partial
 
 import torch
 
 from branchgrpo.objective import edge_loss
-from branchgrpo.rollout import edge_log_probs, rollout, Noise
-from branchgrpo.training.trainer import TrainConfig, Trainer
+from branchgrpo.rollout import edge_log_probs, rollout
+from branchgrpo.planning import plan_of, process_of, sibling_s
+from branchgrpo.training.config import TrainConfig
+from branchgrpo.training.trainer import Trainer, assign_credit
+from branchgrpo.training.update import accumulate
 
 
 def seconds(f):
@@ -21,35 +25,40 @@ def seconds(f):
     return time.perf_counter() - start
 
 
-def reference_rollout(t, cond, noise):
+def reference_rollout(t, work, noise):
     "One node at a time, one prompt at a time: what a Python object per node comes to."
+    plan, process = work.tree.plan, work.process
     with torch.no_grad():
         for p in range(len(noise.prompts)):
-            nodes, row = [torch.randn(1, *t.policy.latent_shape)], {k: v[p : p + 1] for k, v in cond.items()}
-            for i in range(t.plan.steps):
+            row = {k: v[p : p + 1] for k, v in work.conditioning.items()}
+            nodes = [torch.randn(1, *t.policy.latent_shape)]
+            for i in range(plan.steps):
                 children = []
                 for x in nodes:
-                    dist = t.process.step(i, x, t.policy.predict(x, t.process.times[i], row))
-                    children += [dist.sample(torch.randn_like(x)) for _ in range(t.plan.splits.get(i, 1))]
+                    dist = process.step(i, x, t.policy.predict(x, process.times[i], row))
+                    children += [dist.sample(torch.randn_like(x)) for _ in range(plan.splits.get(i, 1))]
                 nodes = children
 
 
-def reference_update(t, tree, cond, advantages):
+def reference_update(t, work):
     "One edge at a time, its parent's forward repeated for every child."
-    for i in sorted(t.plan.trained):
+    tree, process = work.tree, work.process
+    for i in sorted(tree.plan.trained):
         for p in range(tree.prompts):
+            row = {k: v[p : p + 1] for k, v in work.conditioning.items()}
             for child, parent in enumerate(tree.parents[i + 1][p].tolist()):
-                x, row = tree.latents[i][p, parent][None], {k: v[p : p + 1] for k, v in cond.items()}
-                dist = t.process.step(i, x, t.policy.predict(x, t.process.times[i], row))
-                lp = edge_log_probs(dist, tree.latents[i + 1][p, child][None, None])
-                edge_loss(
-                    lp, tree.log_probs[i + 1][p, child].view(1, 1), advantages[i + 1][p, child].view(1, 1), 1e-4
-                ).sum().backward()
+                x = tree.latents[i][p, parent][None]
+                dist = process.step(i, x, t.policy.predict(x, process.times[i], row))
+                log_prob = edge_log_probs(dist, tree.latents[i + 1][p, child][None, None])
+                old = tree.log_probs[i + 1][p, child].view(1, 1)
+                advantage = work.advantages[i + 1][p, child].view(1, 1)
+                edge_loss(log_prob, old, advantage, 1e-4).sum().backward()
 
 
-def per_sample(t, cond, backward: bool, batch: int):
+def per_sample(t, conditioning, backward: bool, batch: int):
     "Seconds per sample of one batched call."
-    x, row = torch.randn(batch, *t.policy.latent_shape), {k: v[:1].expand(batch, *v.shape[1:]) for k, v in cond.items()}
+    x = torch.randn(batch, *t.policy.latent_shape)
+    row = {k: v[:1].expand(batch, *v.shape[1:]) for k, v in conditioning.items()}
 
     def call():
         with torch.set_grad_enabled(backward):
@@ -62,59 +71,60 @@ def per_sample(t, cond, backward: bool, batch: int):
 
 def without_denoiser(t, job):
     "Seconds of a job when the denoiser costs nothing: the engine alone."
-    real, t.policy.predict = t.policy.predict, lambda x, *_: torch.zeros_like(x)
+    real = t.policy.predict
+    t.policy.predict = lambda x, *_: torch.zeros_like(x)
     try:
         return statistics.median(seconds(job) for _ in range(5))
     finally:
         t.policy.predict = real
 
 
-def main(recipe: str, prompts: int, rounds: int = 11):
-    t = Trainer(
-        TrainConfig(
-            recipe=recipe,
-            prompts_per_iteration=prompts,
-            output=f"{tempfile.mkdtemp()}/run",
-            evaluate_every=0,
-            tracker="none",
-        )
-    )
-    tree, cond, rewards, *_ = t.collect(0)
-    advantages, noise = t.advantages(tree, rewards), Noise(0, 0, t.positions())
-    jobs = {
-        "rollout": lambda: seconds(lambda: rollout(t.plan, t.policy, cond, t.process, noise, t.settings["s"])),
-        "update": lambda: seconds(lambda: t.accumulate(tree, cond, advantages)),
-    }
-    floors = {
-        f"{kind} {b}": (lambda back=back, b=b: per_sample(t, cond, back, b))
-        for kind, back in (("forward", False), ("backward", True))
-        for b in (16, 32, 64, 128)
-    }
-    times = {k: [] for k in [*jobs, *floors]}
+def prepare(recipe: str, prompts: int):
+    "A trainer, one rollout with its credit, and its noise."
+    changes = {"evaluate_every": 0, "tracker": "none", "output": f"{tempfile.mkdtemp()}/run"}
+    t = Trainer(TrainConfig(recipe=recipe, prompts_per_iteration=prompts, **changes))
+    noise = t.collector.noise(0)
+    work, _ = assign_credit(t.learner, t.collector(0), process_of(t.settings, t.policy, 0), noise)
+    return t, work, noise
+
+
+def measured(t, jobs: dict, rounds: int) -> dict:
+    "Median seconds of each job, interleaved, after one round that does not count."
+    times = {name: [] for name in jobs}
     for r in range(rounds + 1):
-        for name, job in {**jobs, **floors}.items():
+        for name, job in jobs.items():
             value = job()
             if r:
                 times[name].append(value)
-            t.optimizer.zero_grad()
-    alone = {"rollout": without_denoiser(t, lambda: rollout(t.plan, t.policy, cond, t.process, noise, t.settings["s"]))}
+            t.learner.optimizer.zero_grad()
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def main(recipe: str, prompts: int, rounds: int = 11):
+    t, work, noise = prepare(recipe, prompts)
+    plan = plan_of(t.settings, 0)
+
+    def roll():
+        return rollout(plan, t.policy, work.conditioning, work.process, noise, sibling_s(t.settings))
+
+    jobs = {"rollout": lambda: seconds(roll), "update": lambda: seconds(lambda: accumulate(t.learner, work))}
+    for kind, backward in (("forward", False), ("backward", True)):
+        for batch in (16, 32, 64, 128):
+            jobs[f"{kind} {batch}"] = partial(per_sample, t, work.conditioning, backward, batch)
+    took = measured(t, jobs, rounds)
+    alone = without_denoiser(t, roll)
     slow = {
-        "rollout": seconds(lambda: reference_rollout(t, cond, noise)),
-        "update": seconds(lambda: reference_update(t, tree, cond, advantages)),
+        "rollout": seconds(lambda: reference_rollout(t, work, noise)),
+        "update": seconds(lambda: reference_update(t, work)),
     }
-    best = lambda kind: min(statistics.median(times[k]) for k in times if k.startswith(kind + " "))
-    n = tree.prompts
-    print(f"{recipe}, {n} prompts × {t.plan.leaves} leaves, {t.plan.steps} steps, {torch.get_num_threads()} threads")
+    print(f"{recipe}, {prompts} prompts × {plan.leaves} leaves, {plan.steps} steps, {torch.get_num_threads()} threads")
     print(f"{'':9}{'seconds':>9}{'floor':>9}{'× floor':>9}{'one by one':>12}{'× faster':>10}{'engine alone':>14}")
-    for name, calls, kind in (
-        ("rollout", t.plan.denoiser_calls, "forward"),
-        ("update", t.plan.trained_calls, "backward"),
-    ):
-        took, floor = statistics.median(times[name]), n * calls * best(kind)
-        print(
-            f"{name:9}{took:9.3f}{floor:9.3f}{took / floor:9.2f}{slow[name]:12.2f}{slow[name] / took:10.1f}"
-            + (f"{alone[name]:11.4f} s" if name in alone else "")
-        )
+    calls = {"rollout": (plan.denoiser_calls, "forward "), "update": (plan.trained_calls, "backward ")}
+    for name, (count, kind) in calls.items():
+        floor = prompts * count * min(value for key, value in took.items() if key.startswith(kind))
+        line = f"{name:9}{took[name]:9.3f}{floor:9.3f}{took[name] / floor:9.2f}"
+        line += f"{slow[name]:12.2f}{slow[name] / took[name]:10.1f}"
+        print(line + (f"{alone:11.4f} s" if name == "rollout" else ""))
 
 
 if __name__ == "__main__":

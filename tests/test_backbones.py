@@ -8,7 +8,9 @@ import torch
 from diffusers import DiffusionPipeline
 
 from branchgrpo.backbones.base import TINY, resolve
-from branchgrpo.training.trainer import TrainConfig, Trainer
+from branchgrpo.planning import process_of
+from branchgrpo.training.config import TrainConfig
+from branchgrpo.training.trainer import Trainer
 
 SIBLINGS = [name for name in TINY if name != "tiny-flux"]  # tiny-flux: tests/test_training.py
 PROMPTS = {
@@ -61,10 +63,10 @@ def test_the_result_loads_in_plain_diffusers(tmp_path, backbone, lora):
         config(tmp_path / "run", backbone, lora_rank=lora, lora_alpha=16, learning_rate=1e-2 if lora else 1e-4)
     )
     run = trainer.fit()
-    policy, time, prompts = trainer.policy, trainer.process.times[2], PROMPTS.get(backbone, ["a red 3", "two blue 5s"])
+    policy, time, prompts = trainer.policy, process_of(trainer.settings, trainer.policy).times[2], PROMPTS.get(backbone, ["a red 3", "two blue 5s"])
     x, cond = (
         torch.randn(2, *policy.latent_shape, generator=torch.Generator().manual_seed(0)),
-        trainer.conditioning(prompts),
+        trainer.conditioner(prompts),
     )
     with torch.no_grad():
         ours = policy.predict(x, time, cond)

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from branchgrpo import recipes
-from branchgrpo.training.trainer import TrainConfig, Trainer
+from branchgrpo.planning import plan_of
+from branchgrpo.training.config import TrainConfig
+from branchgrpo.training.trainer import Trainer
 
 
 @pytest.mark.parametrize("name", recipes.names())
@@ -19,30 +21,25 @@ def test_recipe_trains(name, tmp_path):
             tracker="none",
         )
     )
-    before = {n: p.detach().clone() for n, p in trainer.named.items()}
+    parameters = trainer.learner.parameters
+    before = {n: p.detach().clone() for n, p in parameters.items()}
     calls, predict = [0], trainer.policy.predict
 
     def counted(latents, *args):
-        calls[0] += len(latents) * (not torch.is_grad_enabled() and not trainer.learning)
+        calls[0] += len(latents) * (not torch.is_grad_enabled())  # the update's calls have a gradient
         return predict(latents, *args)
 
-    trainer.policy.predict, accumulate, trainer.learning = counted, trainer.accumulate, False
-
-    def learning(*args):  # the reference of a KL term is asked without gradient too, but belongs to the update
-        trainer.learning = True
-        out = accumulate(*args)
-        trainer.learning = False
-        return out
-
-    trainer.accumulate = learning
+    trainer.policy.predict = counted
     for iteration in range(3):
-        plan, spent = trainer.plan, calls[0]
+        spent = calls[0]
         row = trainer.step()
-        if not trainer.settings["adaptive"]:
-            assert calls[0] - spent == plan.denoiser_calls
-        assert calls[0] == row["denoiser_calls"] and row["edges"] > 0 and row["ratio_error"] < 1e-5
+        if not trainer.settings.adaptive:
+            assert calls[0] - spent == plan_of(trainer.settings, iteration).denoiser_calls
+        assert calls[0] == row["denoiser_calls"]
+        assert row["edges"] > 0
+        assert row["ratio_error"] < 1e-5
         assert all(v == v for v in row.values() if isinstance(v, float))
-    assert any(not torch.equal(p, before[n]) for n, p in trainer.named.items())
+    assert any(not torch.equal(p, before[n]) for n, p in parameters.items())
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from branchgrpo.objective import edge_loss
+from branchgrpo.planning import process_of
 from branchgrpo.rollout import edge_log_probs
-from branchgrpo.training.trainer import TrainConfig, Trainer
+from branchgrpo.training.config import TrainConfig
+from branchgrpo.training.trainer import Trainer, assign_credit
+from branchgrpo.training.update import accumulate
 
 SMALL = dict(steps=6, splits=(0, 2), prompts_per_iteration=2, evaluate_every=0, tracker="none", checkpoint_every=2)
 TIMES = ("seconds", "seconds_rollout", "seconds_update")
@@ -24,30 +27,33 @@ def config(folder, **changes):
 
 
 def gradient(trainer):
-    return {n: p.grad.clone() for n, p in trainer.named.items() if p.grad is not None}
+    return {n: p.grad.clone() for n, p in trainer.learner.parameters.items() if p.grad is not None}
+
+
+def prepared(trainer, iteration=0):
+    "A rollout with credit assigned, as an update takes it."
+    process = process_of(trainer.settings, trainer.policy, iteration)
+    return assign_credit(trainer.learner, trainer.collector(iteration), process, trainer.collector.noise(iteration))[0]
 
 
 def test_shared_siblings_give_the_edge_by_edge_gradient(tmp_path):
     trainer = Trainer(config(tmp_path / "run"))
-    tree, cond, rewards, *_ = trainer.collect(0)
-    advantages = trainer.advantages(tree, rewards)
-    stats = trainer.accumulate(tree, cond, advantages)
+    rolled = prepared(trainer)
+    tree, cond, process = rolled.tree, rolled.conditioning, rolled.process
+    stats = accumulate(trainer.learner, rolled)
     assert stats["ratio_error"] == 0
     shared = gradient(trainer)
-    trainer.optimizer.zero_grad()
-    edges = tree.prompts * trainer.plan.trained_edges
-    for i in sorted(trainer.plan.trained):
+    trainer.learner.optimizer.zero_grad()
+    edges = tree.prompts * tree.plan.trained_edges
+    for i in sorted(tree.plan.trained):
         for p in range(tree.prompts):
             for child, parent in enumerate(tree.parents[i + 1][p].tolist()):
                 x, row = tree.latents[i][p, parent][None], {k: v[p : p + 1] for k, v in cond.items()}
-                dist = trainer.process.step(i, x, trainer.policy.predict(x, trainer.process.times[i], row))
+                dist = process.step(i, x, trainer.policy.predict(x, process.times[i], row))
                 log_prob = edge_log_probs(dist, tree.latents[i + 1][p, child][None, None])
-                loss = edge_loss(
-                    log_prob,
-                    tree.log_probs[i + 1][p, child].view(1, 1),
-                    advantages[i + 1][p, child].view(1, 1),
-                    trainer.settings["clip_range"],
-                )
+                old = tree.log_probs[i + 1][p, child].view(1, 1)
+                advantage = rolled.advantages[i + 1][p, child].view(1, 1)
+                loss = edge_loss(log_prob, old, advantage, trainer.settings.clip_range)
                 (loss.sum() / edges).backward()
     alone = gradient(trainer)
     size = torch.cat([g.flatten() for g in alone.values()]).abs().max()
@@ -64,7 +70,11 @@ def test_ratio_is_exactly_one_before_the_first_update(tmp_path, precision):
     assert row["grad_norm"] > 0
 
 
-START = "import sys, json; from branchgrpo.training.trainer import *; Trainer(TrainConfig.from_dict(json.loads(sys.argv[1]))).fit()"
+START = """
+import sys, json
+from branchgrpo import TrainConfig, Trainer
+Trainer(TrainConfig.from_dict(json.loads(sys.argv[1]))).fit()
+"""
 
 
 def start(folder, iterations=6, **changes):
@@ -115,13 +125,17 @@ def test_a_killed_run_ends_as_one_that_was_not(tmp_path, changes):
 
 PROCESSES = """
 import sys, json, torch
-from branchgrpo.training.trainer import *
+from branchgrpo import TrainConfig, Trainer, process_of
+from branchgrpo.training.trainer import assign_credit
+from branchgrpo.training.update import accumulate
 t = Trainer(TrainConfig.from_dict(json.loads(sys.argv[1])))
-tree, cond, rewards, *_ = t.collect(3)
-t.rolled, leaves = 3, t.counted(rewards, 3)
-t.accumulate(tree, cond, t.advantages(tree, rewards, leaves), t.keep(tree, rewards, leaves, 3))
-grads = {n: p.grad.clone() for n, p in t.named.items()}
-torch.save({"leaves": t.accelerator.gather(tree.latents[-1].contiguous()), "rewards": t.accelerator.gather(rewards.contiguous()), "grads": grads}, f"{sys.argv[2]}.{t.accelerator.process_index}")
+collected, process = t.collector(3), process_of(t.settings, t.policy, 3)
+rolled, _ = assign_credit(t.learner, collected, process, t.collector.noise(3))
+accumulate(t.learner, rolled)
+out = {"leaves": t.accelerator.gather(collected.tree.latents[-1].contiguous()),
+       "rewards": t.accelerator.gather(collected.rewards.contiguous()),
+       "grads": {n: p.grad.clone() for n, p in t.learner.parameters.items()}}
+torch.save(out, f"{sys.argv[2]}.{t.accelerator.process_index}")
 """
 
 
@@ -161,8 +175,9 @@ def test_two_processes_do_what_one_does(tmp_path, changes):
 
 
 LOSING = """
-import sys, json, torch
-from branchgrpo.training.trainer import *
+import dataclasses, sys, json, torch
+from branchgrpo import TrainConfig, Trainer
+from branchgrpo.training.collection import TooManyUnscored
 t = Trainer(TrainConfig.from_dict(json.loads(sys.argv[1])))
 real, first = t.scorer.reward, t.accelerator.process_index == 0
 def reward(images, prompts, metadata=None):
@@ -171,9 +186,9 @@ def reward(images, prompts, metadata=None):
 t.scorer.reward, t.scorer.wait = reward, 0.0
 row = t.step()
 assert row["unscored_prompts"] == 1 and row["grad_norm"] > 0 and row["reward"] == row["reward"], row
-t.settings["max_unscored"] = 0.0
+t.collector.settings = dataclasses.replace(t.settings, max_unscored=0.0)
 try: t.step(); raise AssertionError
-except TooManyLost as e: print(e)
+except TooManyUnscored as e: print(e)
 """
 
 
@@ -203,7 +218,7 @@ def test_the_result_loads_in_plain_diffusers(tmp_path, lora):
     run = trainer.fit()
     x, cond = (
         torch.randn(2, *trainer.policy.latent_shape, generator=torch.Generator().manual_seed(0)),
-        trainer.conditioning(["a red 3", "two blue 5s"]),
+        trainer.conditioner(["a red 3", "two blue 5s"]),
     )
     with torch.no_grad():
         ours = trainer.policy.predict(x, torch.tensor(0.5), cond)
