@@ -122,7 +122,15 @@ METHOD_SECTIONS = (
 
 
 @dataclass(frozen=True)
-class MethodSettings(*reversed(METHOD_SECTIONS)):
+class MethodSettings(
+    SizeSettings,
+    ObjectiveSettings,
+    SelectionSettings,
+    CreditSettings,
+    ProcessSettings,
+    WindowSettings,
+    PlanSettings,
+):
     "All settings of a method."
 
 # %% ../nbs/21_settings.ipynb #c562fa35
