@@ -126,11 +126,8 @@ def reference_policy(learner: Learner) -> Iterator[Any]:
 
 def frozen_copy(policy: Any) -> Any:
     "Return a policy that shares all but the denoiser, which is copied and frozen."
-    denoiser = copy.deepcopy(policy.denoiser).requires_grad_(False)
-    if policy.denoiser is policy:
-        return denoiser
     before = copy.copy(policy)
-    before.call = denoiser
+    before.call = copy.deepcopy(policy.denoiser).requires_grad_(False)
     return before
 
 # %% ../../nbs/training/04_model.ipynb #6a66a2a3
