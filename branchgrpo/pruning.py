@@ -26,7 +26,7 @@ def descendants(tree: Tree, depth: int, kept: Tensor) -> list[Tensor]:
         keep.append(kept)
     return keep
 
-
+# %% ../nbs/13_pruning.ipynb #c53487a2
 def paths(tree: Tree, leaf_mask: Tensor) -> list[Tensor]:
     "Return a depth mask: the nodes on the paths to the leaves of `leaf_mask (P, leaves)`."
     keep = [leaf_mask]
@@ -36,7 +36,7 @@ def paths(tree: Tree, leaf_mask: Tensor) -> list[Tensor]:
         keep.insert(0, kept_children > 0)
     return keep
 
-
+# %% ../nbs/13_pruning.ipynb #dae759ab
 def edges_kept(keep: list[Tensor]) -> Tensor:
     "Return the number of edges that a depth mask keeps in each tree, `(P,)`."
     return sum(mask.sum(1) for mask in keep[1:])
@@ -88,8 +88,7 @@ def depth_window(
 def random_steps(plan: RolloutPlan, fraction: float, generators: Sequence[torch.Generator]) -> list[Tensor]:
     """Return a depth mask that keeps ⌊fraction · trained steps⌋ (at least one) of the trained steps, drawn per prompt.
 
-    One generator per prompt. Raises `ValueError` if the fraction is not above 0 and at most 1.
-    Source: DanceGRPO's timestep fraction, BranchGRPO Table 1.
+    Raises `ValueError` if the fraction is not above 0 and at most 1. Source: DanceGRPO, BranchGRPO Table 1.
     """
     if not 0 < fraction <= 1:
         raise ValueError(f"train_fraction: {fraction} is not above 0 and at most 1")
@@ -107,17 +106,17 @@ class PruningOptions:
     "Settings of the pruning rules; a rule uses those that concern it."
 
     prune_keep: int = 4  # b of Extreme-b
-    iteration: int = 0  # where a depth window is now
-    window_size: int = 4  # steps in the window
-    window_start: int | None = None  # its first step at iteration 0; None: the last split
-    window_stop: int | None = None  # its first step at the end; None: the latest that leaves the last step out
-    window_every: int = 30  # iterations between moves
-    window_stride: int = 1  # steps per move; negative: towards the noise
+    iteration: int = 0  # moves the depth window, with the next five
+    window_size: int = 4
+    window_start: int | None = None
+    window_stop: int | None = None
+    window_every: int = 30
+    window_stride: int = 1
 
 # %% ../nbs/13_pruning.ipynb #b775b1c1
 PRUNINGS = Registry("prune", "prunings")
 
-
+# %% ../nbs/13_pruning.ipynb #2b07c0aa
 @PRUNINGS.register("none")
 def _none(tree, values, leaf_rewards, options):
     return None
@@ -127,7 +126,7 @@ def _none(tree, values, leaf_rewards, options):
 def _parent_top1(tree, values, leaf_rewards, options):
     return parent_top1(tree, values)
 
-
+# %% ../nbs/13_pruning.ipynb #34f0d77d
 @PRUNINGS.register("extreme")
 def _extreme(tree, values, leaf_rewards, options):
     return extreme(tree, leaf_rewards, options.prune_keep)
@@ -153,7 +152,7 @@ def keep_edges(
     masks = [paths(tree, leaf_mask), *([] if pruned is None else [pruned]), *more]
     return [_trained(tree, d, same_depth) for d, same_depth in enumerate(zip(*masks))]
 
-
+# %% ../nbs/13_pruning.ipynb #8cc2111c
 def _trained(tree: Tree, depth: int, masks: tuple[Tensor, ...]) -> Tensor:
     "Return the edges into `depth` that all `masks` keep, at a step that the plan trains."
     joined = torch.stack([mask.expand(tree.prompts, -1) for mask in masks]).all(0)
