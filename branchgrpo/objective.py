@@ -57,7 +57,7 @@ class RatioRule:
     function: Callable[[Tensor, Any, Tensor | None], Tensor]
     needs_means: bool = False  # the rollout must keep its means (`keep_means`)
 
-
+# %% ../nbs/16_objective.ipynb #4fa63699
 def _ppo(log_ratio, dist, old_mean):
     return log_ratio
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 class Policy(Protocol):
     "What rollout and training need of a model."
 
-    kind: str  # flow (predicts velocities) or diffusion (predicts noise)
+    kind: str  # flow (time is σ, predicts velocities) or diffusion (time is a training step, predicts noise)
     latent_shape: tuple[int, ...]  # of one latent, as the denoiser takes it
     device: torch.device
     dtype: torch.dtype  # of the denoiser
@@ -28,7 +28,7 @@ class Policy(Protocol):
         "Return the conditioning of P prompts: tensors with P rows."
 
     def predict(self, latents: Tensor, time: Tensor, conditioning: dict[str, Tensor]) -> Tensor:
-        "Return the denoiser's output for `latents (B, *latent_shape)` at `time`, 0-dim: σ or a timestep."
+        "Return the denoiser's output for `latents (B, *latent_shape)` at `time` (0-dim); `conditioning` has B rows."
 
     def decode(self, latents: Tensor) -> Tensor:
         "Return the images `(B, 3, H, W)` in [0, 1] of noise-free latents."
