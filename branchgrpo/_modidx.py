@@ -1175,6 +1175,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'branchgrpo/training/resolve.py'),
                                              'branchgrpo.training.resolve.is_finite': ( 'training/resolve.html#is_finite',
                                                                                         'branchgrpo/training/resolve.py'),
+                                             'branchgrpo.training.resolve.is_ours': ( 'training/resolve.html#is_ours',
+                                                                                      'branchgrpo/training/resolve.py'),
                                              'branchgrpo.training.resolve.listed': ( 'training/resolve.html#listed',
                                                                                      'branchgrpo/training/resolve.py'),
                                              'branchgrpo.training.resolve.names_of': ( 'training/resolve.html#names_of',

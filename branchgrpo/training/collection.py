@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..adaptive import SpreadSplits
+from ..adaptive import AdaptiveSplits
 from ..backbones.embeddings import EmbeddingCache, text_parts
 from ..objective import RATIOS
 from ..ovf import choose
@@ -112,13 +112,13 @@ class RolloutHooks:
     "The hooks of one rollout, and how many previews they scored, over all processes."
 
     select: Callable
-    decide: SpreadSplits | None
+    decide: AdaptiveSplits | None
     processes: int
     selected: int = 0
 
     @property
     def previews(self) -> int:
-        return self.selected + (self.decide.watched * self.processes if self.decide else 0)
+        return self.selected + (self.decide.previews * self.processes if self.decide else 0)
 
 # %% ../../nbs/training/05_collection.ipynb #789c4565
 def rollout_hooks(s: Settings, policy: Any, rewards_of: RolloutRewards, noise: Noise, accelerator) -> RolloutHooks:
@@ -137,7 +137,7 @@ def rollout_hooks(s: Settings, policy: Any, rewards_of: RolloutRewards, noise: N
 
     decide = None
     if s.adaptive:
-        decide = SpreadSplits(score, len(s.splits), s.branch_factor, max(s.splits), reduce=mean)
+        decide = AdaptiveSplits(score, len(s.splits), s.branch_factor, max(s.splits), reduce=mean)
     hooks = RolloutHooks(select, decide, accelerator.num_processes)
     return hooks
 

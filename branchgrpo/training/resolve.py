@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['WHOLE_FROM_ONE', 'WHOLE_FROM_ZERO', 'ABOVE_ZERO', 'FINITE_FROM_ZERO', 'OPTIONAL_FROM_ONE', 'OPEN_CHOICES',
-           'CLOSED_CHOICES', 'fitted', 'names_of', 'digests', 'resolve', 'require', 'is_finite', 'check_numbers',
-           'check_choices', 'check_together', 'check_rewards', 'listed']
+           'CLOSED_CHOICES', 'fitted', 'names_of', 'digests', 'is_ours', 'resolve', 'require', 'is_finite',
+           'check_numbers', 'check_choices', 'check_together', 'check_rewards', 'listed']
 
 # %% ../../nbs/training/03_resolve.ipynb #9f09e1f4
 import dataclasses
@@ -61,10 +61,14 @@ def digests(config: TrainConfig, reward=None, prompts=None) -> dict[str, str]:
         texts = json.dumps([list(getattr(prompts, "train", prompts)), list(getattr(prompts, "test", ()))])
         own["prompts"] = hashlib.blake2b(texts.encode(), digest_size=8).hexdigest()
     for setting, table in OPEN_CHOICES.items():
-        chosen = getattr(config, setting)
-        if chosen in table.names():
-            own[setting] = source_digest(table.get(chosen))
+        chosen = table.get(getattr(config, setting))
+        own[setting] = None if is_ours(chosen) else source_digest(chosen)
     return {name: digest for name, digest in own.items() if digest}
+
+
+def is_ours(entry: Any) -> bool:
+    "Return whether an entry of a registry belongs to this package."
+    return getattr(entry, "__module__", "").partition(".")[0] == "branchgrpo"
 
 # %% ../../nbs/training/03_resolve.ipynb #5d4d091d
 def resolve(config: TrainConfig, policy=None, reward=None, prompts=None) -> Settings:
@@ -85,8 +89,7 @@ def resolve(config: TrainConfig, policy=None, reward=None, prompts=None) -> Sett
     check_together(settings)
     check_rewards(settings, reward)
     check_process(settings, kind)
-    own = digests(dataclasses.replace(settings), reward, prompts)
-    return dataclasses.replace(settings, sources=own)
+    return dataclasses.replace(settings, sources=digests(settings, reward, prompts))
 
 # %% ../../nbs/training/03_resolve.ipynb #638cd2fe
 WHOLE_FROM_ONE = ("iterations", "prompts_per_iteration", "updates_per_rollout", "checkpoint_every", "steps") + (
