@@ -23,7 +23,7 @@ def two_lines(caption: str) -> str:
 def show_images(images: Tensor, titles: list[str], columns: int = 8, height: float = 1.5):
     "Return a display of images `(B, 3, H, W)` in [0, 1], each under its title; `height` of a row in inches."
     rows = -(-len(images) // columns)
-    fig, axes = plt.subplots(rows, columns, figsize=(1.25 * columns, height * rows), squeeze=False)
+    fig, axes = plt.subplots(rows, columns, figsize=(1.45 * columns, height * rows), squeeze=False)
     for ax in axes.flat:
         ax.axis("off")
     for ax, image, title in zip(axes.flat, images, titles):
@@ -52,6 +52,7 @@ def show_losses(record: dict, names: list[str]):
         ax.plot(record[name])
         ax.set_yscale("log")
         ax.set_title(f"{name}, {n} steps", fontsize=8)
+    fig.tight_layout()
     return small_figure(fig)
 
 # %% ../../nbs/testbed/16_show.ipynb #31640382
