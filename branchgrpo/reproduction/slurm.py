@@ -14,8 +14,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from .page_runs import missing_runs
 from .pages import Job, execute
-from .scheduling import missing_runs, train_run
+from .scheduling import train_run
 
 # %% ../../nbs/reproduction/08_slurm.ipynb #27024ba5
 @dataclass
@@ -44,7 +45,7 @@ def sbatch_options(text: str) -> dict[str, str]:
             raise ValueError(f"slurm-options: {key!r} has no value; they are written partition=a100,account=x")
     return {key: value for key, _, value in pairs}
 
-
+# %% ../../nbs/reproduction/08_slurm.ipynb #d47a2a69
 def task_lists(todo: list[Job], launch: str) -> dict[str, list[tuple]]:
     "Return the tasks of both arrays, `{runs, pages}`, as tuples of a function and its arguments."
     train = Resumed(train_run, {"BRANCHGRPO_LAUNCH": launch} if launch else {})
@@ -103,7 +104,7 @@ def executor_class(cluster: str):
         raise ValueError(f"cluster: {cluster!r} is not here (no srun); {advice}")
     return executors[cluster]
 
-
+# %% ../../nbs/reproduction/08_slurm.ipynb #c57370bf
 def prepare(executor, cluster: str, options: dict, earlier: list) -> None:
     "Give an executor its options and let it start after the `earlier` jobs; the local one waits for them here."
     if cluster == "slurm":
