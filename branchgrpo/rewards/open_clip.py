@@ -6,7 +6,6 @@
 __all__ = ['VIT_H14', 'convert_layer', 'from_open_clip']
 
 # %% ../../nbs/rewards/07_open_clip.ipynb #8636267c
-import torch
 from torch import Tensor
 
 # %% ../../nbs/rewards/07_open_clip.ipynb #762f600b
