@@ -47,7 +47,7 @@ def predict(
 # %% ../nbs/09_rollout.ipynb #3020897b
 @dataclass(frozen=True)
 class RolloutJob:
-    "What all steps of a rollout share; `rollout` describes each field."
+    "The arguments of `rollout` that all its steps share."
 
     policy: Policy
     conditioning: dict[str, Tensor]
