@@ -111,5 +111,5 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 # %% ../nbs/27_cli.ipynb #58e2376b
-if __name__ == "__main__" and "ipykernel" not in sys.modules:
+if __name__ == "__main__" and "get_ipython" not in globals():  # a notebook only defines it
     sys.exit(main())

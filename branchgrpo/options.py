@@ -25,8 +25,12 @@ def sections_of(cls: type) -> list[type]:
 
 
 def comments_of(cls: type) -> dict[str, str]:
-    "Return the comment beside each field of a dataclass."
-    return dict(re.findall(r"^ +(\w+) *:.*?  # (.+)$", inspect.getsource(cls), re.MULTILINE))
+    "Return the comment beside each field of a dataclass; none if its source is not in a file."
+    try:
+        source = inspect.getsource(cls)
+    except (OSError, TypeError):
+        return {}
+    return dict(re.findall(r"^ +(\w+) *:.*?  # (.+)$", source, re.MULTILINE))
 
 # %% ../nbs/25_options.ipynb #9d93a9da
 def steps(value: Any) -> tuple[int, ...] | str:

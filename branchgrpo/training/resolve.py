@@ -18,14 +18,14 @@ from typing import Any
 import torch
 
 from .. import recipes
-from ..backbones.base import BACKBONES, family
+from ..backbones.base import adapt_recipe, family
 from ..credit import ADVANTAGES
 from ..methods.recipe import Recipe
 from ..objective import RATIOS
 from ..ovf import SELECTIONS
 from ..planning import check_process, plan_of
 from ..pruning import PRUNINGS
-from ..registry import import_target, unknown
+from ..registry import unknown
 from ..rewards.base import check_name, reward_name, source_digest, terms
 from .config import Settings, TrainConfig
 from ..settings import check_types
@@ -37,11 +37,8 @@ def fitted(name: str, backbone: str, policy: Any = None) -> tuple[Recipe, str]:
     if policy is not None:
         kind = getattr(policy, "kind", "flow")
         return recipes.at_kind(recipe, kind), kind
-    entry = BACKBONES.get(backbone) if backbone in BACKBONES.names() else None
-    if entry is not None and entry.adapt:
-        recipe = import_target(entry.adapt)(recipe, backbone)
     kind = family(backbone).kind
-    return recipes.at_kind(recipe, kind), kind
+    return recipes.at_kind(adapt_recipe(recipe, backbone), kind), kind
 
 # %% ../../nbs/training/03_resolve.ipynb #9b7d18af
 def names_of(config: TrainConfig, policy=None, reward=None, prompts=None) -> dict[str, Any]:
