@@ -16,7 +16,7 @@ def own_mean(value: Tensor) -> Tensor:
     "Return the mean of this process alone."
     return value
 
-
+# %% ../nbs/15_adaptive.ipynb #31e0f316
 @dataclass
 class AdaptiveSplits:
     """Decides during a rollout whether a step splits: the `decide` hook of `rollout`.
@@ -41,7 +41,7 @@ class AdaptiveSplits:
     def __call__(self, step: int, x0_hat: Tensor) -> int:
         return decide(self, step, x0_hat)
 
-# %% ../nbs/15_adaptive.ipynb #31e0f316
+# %% ../nbs/15_adaptive.ipynb #265b4dd4
 def decide(splits: AdaptiveSplits, step: int, x0_hat: Tensor) -> int:
     "Return the factor of a split at `step`, or 0 for none; `x0_hat (P, W, …)`."
     if not splits.count:
@@ -53,7 +53,7 @@ def decide(splits: AdaptiveSplits, step: int, x0_hat: Tensor) -> int:
     splits.std_before = None
     return splits.factor
 
-
+# %% ../nbs/15_adaptive.ipynb #ebfcb469
 def settled(splits: AdaptiveSplits, step: int, x0_hat: Tensor) -> bool:
     "Score the previews and return whether the std of their rewards has stopped growing."
     prompts, width = x0_hat.shape[:2]

@@ -31,12 +31,12 @@ def own_process(sums: Tensor) -> Tensor:
     "Return the sums of this process alone."
     return sums
 
-
+# %% ../nbs/11_credit.ipynb #a24cf02d
 def own_std(deviation: Tensor, n: Tensor) -> Tensor:
     "Return each tree's sample standard deviation `(P, 1)`; 0 for fewer than two nodes."
     return (deviation.square().sum(1, keepdim=True) / (n - 1).clamp(min=1)).sqrt()
 
-
+# %% ../nbs/11_credit.ipynb #9d66f9c8
 def pooled_std(deviation: Tensor, n: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
     "Return one standard deviation for all trees, 0-dim; `reduce` sums over processes."
     squares = deviation.double().square().sum()
@@ -94,7 +94,7 @@ ADVANTAGES = Registry(
     },
 )
 
-
+# %% ../nbs/11_credit.ipynb #2b921ec0
 def depthwise(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> list[Tensor]:
     "Return the fused rewards normalised within each depth. Source: BranchGRPO Eq. 3 and 4."
     values = fuse_rewards(tree, leaf_rewards, options.beta, options.weights, options.leaf_mask)

@@ -28,13 +28,13 @@ def normalised_leaves(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) 
         leaf_rewards = leaf_rewards.masked_fill(~options.leaf_mask.to(leaf_rewards.device), torch.nan)
     return depthwise_advantages([leaf_rewards], clip=None, pool_std=options.pool_std, reduce=options.reduce)[0]
 
-
+# %% ../nbs/12_estimators.ipynb #00e1dd09
 def leaf_backup(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> list[Tensor]:
     "Return the normalised rewards of the leaves, fused upwards. Source: TreeGRPO (arXiv 2512.08153)."
     leaf = normalised_leaves(tree, leaf_rewards, options)
     return [v.nan_to_num() for v in fuse_rewards(tree, leaf, options.beta, options.weights, options.leaf_mask)]
 
-
+# %% ../nbs/12_estimators.ipynb #d231ba14
 def broadcast(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> list[Tensor]:
     "Return for each node the sum of the normalised rewards of the leaves below it."
     advantages = [normalised_leaves(tree, leaf_rewards, options)]

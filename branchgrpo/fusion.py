@@ -14,6 +14,8 @@ from torch import Tensor
 from .registry import unknown
 from .tree import Tree, path_log_probs
 
+WEIGHTS = ("path", "edge")
+
 # %% ../nbs/10_fusion.ipynb #928242ae
 def softmax_over_siblings(
     score: Tensor,  # (P, C): one score per child
@@ -33,9 +35,6 @@ def softmax_over_siblings(
     return weights, top + total.log()
 
 # %% ../nbs/10_fusion.ipynb #38725939
-WEIGHTS = ("path", "edge")
-
-
 def sibling_scores(
     log_p: Tensor,  # (P, C): log p(c|n), the edge into each child
     log_z: Tensor,  # (P, C): log Z(c), −∞ for a child without a counted leaf
@@ -75,9 +74,8 @@ def fuse_rewards(
 ) -> list[Tensor]:  # r̄(n): per depth (P, W_d) float32
     """Return the fused reward of every node; NaN if no counted leaf is below it.
 
-    Log-densities are means over a latent's elements, and β is meant for that scale.
+    β is meant for log-densities that are means over a latent's elements. Source: BranchGRPO Eq. 3, Eq. 9.
     Raises `ValueError` if `weights` is another one, the shape is wrong or a reward is not finite.
-    Source: BranchGRPO Eq. 3, Eq. 9.
     """
     if weights not in WEIGHTS:
         raise unknown("weights", weights, WEIGHTS)
@@ -86,9 +84,8 @@ def fuse_rewards(
     for d in range(tree.steps, 0, -1):
         parents, width = tree.parents[d].to(value.device), tree.parents[d - 1].shape[1]
         # w_c ∝ p(c|n)^β Z(c): a softmax over siblings per level instead of one over leaves per node
-        w, log_z = softmax_over_siblings(
-            sibling_scores(tree.log_probs[d].to(value), log_z, beta, weights), parents, width
-        )
+        score = sibling_scores(tree.log_probs[d].to(value), log_z, beta, weights)
+        w, log_z = softmax_over_siblings(score, parents, width)
         # r̄(n) = Σ_c w_c r̄(c)
         value = torch.zeros_like(log_z).scatter_add(1, parents, w * value.nan_to_num())
         value = value.masked_fill(log_z.isinf(), torch.nan)

@@ -18,7 +18,7 @@ from .registry import Registry
 # %% ../nbs/14_ovf.ipynb #bed7cb47
 def count_from_below(rewards: Tensor, k: int) -> Tensor:
     "Return how many of the lowest rewards the best subset of each row takes, `(P,)`; rows of `rewards (P, G)` ascend."
-    # Prefix sums of x and x², in float64, around the mean of the row; the first entry is 0.
+    # prefix sums of x and x², around the mean of the row
     x = torch.nn.functional.pad((rewards - rewards.mean(-1, keepdim=True)).double(), (1, 0))
     total, square = x.cumsum(-1), x.square().cumsum(-1)
     low = torch.arange(k + 1, device=rewards.device)  # all ways: 0…k from below
@@ -28,7 +28,7 @@ def count_from_below(rewards: Tensor, k: int) -> Tensor:
     # σ²(K) = mean of x² − (mean of x)²
     variance = sum_square / k - (sum_x / k).square()
     best = variance.max(-1, keepdim=True).values
-    # Among subsets that are equal up to rounding, the first one takes the fewest from below.
+    # equal up to rounding: the fewest from below
     tied = variance >= best - 1e-12 * x.square().mean(-1, keepdim=True)
     return tied.int().argmax(-1)
 
@@ -42,7 +42,7 @@ def check_selection(rewards: Tensor, k: int) -> None:
     if not rewards.isfinite().all():
         raise ValueError("rewards: not all finite")
 
-
+# %% ../nbs/14_ovf.ipynb #28f265de
 def select_max_variance(
     rewards: Tensor | Sequence[float],  # (P, G) or (G,)
     k: int,  # how many to keep
@@ -72,18 +72,18 @@ def ends_of_rows(rows: Tensor, k: int) -> Tensor:
 # %% ../nbs/14_ovf.ipynb #f615967f
 SELECTIONS = Registry("selection", "selections")
 
-
+# %% ../nbs/14_ovf.ipynb #c2135610
 @SELECTIONS.register("ovf")
 def _ovf(rewards, k, generators):
     return select_max_variance(rewards, k)
 
-
+# %% ../nbs/14_ovf.ipynb #6f2cdf6e
 @SELECTIONS.register("random")
 def _random(rewards, k, generators):
     draws = torch.stack([torch.rand(rewards.shape[1], generator=g) for g in generators])
     return draws.argsort(-1)[:, :k].sort(-1).values
 
-
+# %% ../nbs/14_ovf.ipynb #ab96e365
 @SELECTIONS.register("best")
 def _best(rewards, k, generators):
     return rewards.sort(dim=-1, descending=True, stable=True).indices[:, :k].sort(-1).values

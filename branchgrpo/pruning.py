@@ -7,7 +7,7 @@ __all__ = ['PRUNINGS', 'descendants', 'paths', 'edges_kept', 'parent_top1', 'ext
            'PruningOptions', 'keep_edges']
 
 # %% ../nbs/13_pruning.ipynb #f69fa9dc
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +27,7 @@ def descendants(tree: Tree, depth: int, kept: Tensor) -> list[Tensor]:
         keep.append(kept)
     return keep
 
-
+# %% ../nbs/13_pruning.ipynb #c53487a2
 def paths(tree: Tree, leaf_mask: Tensor) -> list[Tensor]:
     "Return a depth mask: the nodes on the paths to the leaves of `leaf_mask (P, leaves)`."
     keep = [leaf_mask]
@@ -37,7 +37,7 @@ def paths(tree: Tree, leaf_mask: Tensor) -> list[Tensor]:
         keep.insert(0, kept_children > 0)
     return keep
 
-
+# %% ../nbs/13_pruning.ipynb #dae759ab
 def edges_kept(keep: list[Tensor]) -> Tensor:
     "Return the number of edges that a depth mask keeps in each tree, `(P,)`."
     return sum(mask.sum(1) for mask in keep[1:])
@@ -46,7 +46,7 @@ def edges_kept(keep: list[Tensor]) -> Tensor:
 def parent_top1(tree: Tree, values: list[Tensor]) -> list[Tensor]:
     """Return a depth mask that keeps, after the last split, only the chain of each parent's best child.
 
-    `values`: the fused rewards of all nodes (or advantages), `(P, W_d)` each. Source: BranchGRPO Sec. 4.4, WidPru.
+    `values`: fused rewards or advantages, `(P, W_d)` per depth. Source: BranchGRPO Sec. 4.4, WidPru.
     """
     splits = [step for step, factor in tree.plan.splits.items() if factor > 1]
     if not splits:
@@ -71,10 +71,10 @@ def extreme(tree: Tree, leaf_rewards: Tensor, b: int) -> list[Tensor]:
 def depth_window(
     plan: RolloutPlan,
     iteration: int,
-    size: int = 4,  # steps in the window
-    start: int | None = None,  # its first step at iteration 0; None: the last split
-    stop: int | None = None,  # its first step at the end; None: the latest that leaves the last step out
-    every: int = 30,  # iterations between moves
+    size: int = 4,  # steps
+    start: int | None = None,  # first step at iteration 0; None: the last split
+    stop: int | None = None,  # first step at the end; None: the last step stays out
+    every: int = 30,  # iterations per move
     stride: int = 1,  # steps per move; negative: towards the noise
 ) -> list[Tensor]:  # (1, W_d) bool per depth
     "Return a depth mask that drops a moving window of steps. Source: BranchGRPO Sec. 4.4, DepPru."
@@ -89,8 +89,7 @@ def depth_window(
 def random_steps(plan: RolloutPlan, fraction: float, generators: Sequence[torch.Generator]) -> list[Tensor]:
     """Return a depth mask that keeps ⌊fraction · trained steps⌋ (at least one) of the trained steps, drawn per prompt.
 
-    One generator per prompt. Raises `ValueError` if the fraction is not above 0 and at most 1.
-    Source: DanceGRPO's timestep fraction, BranchGRPO Table 1.
+    Raises `ValueError` if the fraction is not above 0 and at most 1. Source: DanceGRPO, BranchGRPO Table 1.
     """
     if not 0 < fraction <= 1:
         raise ValueError(f"train_fraction: {fraction} is not above 0 and at most 1")
@@ -108,17 +107,17 @@ class PruningOptions:
     "Settings of the pruning rules; a rule uses those that concern it."
 
     prune_keep: int = 4  # b of Extreme-b
-    iteration: int = 0  # where a depth window is now
-    window_size: int = 4  # steps in the window
-    window_start: int | None = None  # its first step at iteration 0; None: the last split
-    window_stop: int | None = None  # its first step at the end; None: the latest that leaves the last step out
-    window_every: int = 30  # iterations between moves
-    window_stride: int = 1  # steps per move; negative: towards the noise
+    iteration: int = 0  # moves the depth window, with the next five
+    window_size: int = 4
+    window_start: int | None = None
+    window_stop: int | None = None
+    window_every: int = 30
+    window_stride: int = 1
 
 # %% ../nbs/13_pruning.ipynb #b775b1c1
 PRUNINGS = Registry("prune", "prunings")
 
-
+# %% ../nbs/13_pruning.ipynb #2b07c0aa
 @PRUNINGS.register("none")
 def _none(tree, values, leaf_rewards, options):
     return None
@@ -128,7 +127,7 @@ def _none(tree, values, leaf_rewards, options):
 def _parent_top1(tree, values, leaf_rewards, options):
     return parent_top1(tree, values)
 
-
+# %% ../nbs/13_pruning.ipynb #34f0d77d
 @PRUNINGS.register("extreme")
 def _extreme(tree, values, leaf_rewards, options):
     return extreme(tree, leaf_rewards, options.prune_keep)
@@ -144,18 +143,17 @@ def keep_edges(
     tree: Tree,
     leaf_mask: Tensor,  # (P, leaves) bool: leaves that count
     rule: str,  # a name in PRUNINGS
-    values: list[Tensor],  # fused rewards per depth, (P, W_d)
+    values: list[Tensor],  # fused rewards, (P, W_d) per depth
     leaf_rewards: Tensor,  # (P, leaves)
     options: PruningOptions = PruningOptions(),
-    more: Iterable[list[Tensor]] = (),  # further depth masks
+    more: Sequence[list[Tensor]] = (),  # further depth masks
 ) -> list[Tensor]:  # (P, W_d) bool per depth
     "Return which edges are trained. Raises `ValueError` if `rule` has another name."
     pruned = PRUNINGS.get(rule)(tree, values, leaf_rewards, options)
     masks = [paths(tree, leaf_mask), *([] if pruned is None else [pruned]), *more]
-    return [_trained(tree, d, same_depth) for d, same_depth in enumerate(zip(*masks))]
+    return [_trained(tree, d, of_depth) for d, of_depth in enumerate(zip(*masks))]
 
-
+# %% ../nbs/13_pruning.ipynb #8cc2111c
 def _trained(tree: Tree, depth: int, masks: tuple[Tensor, ...]) -> Tensor:
-    "Return the edges into `depth` that all `masks` keep, at a step that the plan trains."
     joined = torch.stack([mask.expand(tree.prompts, -1) for mask in masks]).all(0)
     return joined & (depth - 1 in tree.plan.trained)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from branchgrpo.credit import depthwise_advantages, fuse_rewards
+from branchgrpo.credit import depthwise_advantages
+from branchgrpo.fusion import fuse_rewards
 from branchgrpo.plan import RolloutPlan
 from branchgrpo.schedule import alpha_bars, ddim_timesteps, flow_sigmas
 from branchgrpo.transition import dance_noise, ddim_step, flow_grpo_noise, flow_step

@@ -38,7 +38,7 @@ def colour_of(recipe_or_label: str | None) -> str | None:
     "Return the colour of a recipe in every figure; None for any other label."
     return COLOURS.get((recipe_or_label or "").lower())
 
-
+# %% ../../nbs/reproduction/04_charts.ipynb #e50c653d
 def free_colour(ax: Axes) -> str | None:
     "Return the first colour of the style's cycle that no line on `ax` has; None if all are taken."
     taken = {line.get_color() for line in ax.lines}
@@ -78,7 +78,7 @@ def save_figure(fig: Figure, path: str | Path) -> None:
         fig.savefig(temporary, format=kind, bbox_inches="tight", **options)
         os.replace(temporary, path.with_suffix(f".{kind}"))
 
-
+# %% ../../nbs/reproduction/04_charts.ipynb #0f6313c7
 def small_figure(fig: Figure, dpi: int = 72, colours: int = 96):
     "Return the figure as a small palette PNG for the output of a notebook; close it."
     from IPython.display import Image as Output
@@ -98,7 +98,7 @@ def smoothed(values, window: int = 1) -> np.ndarray:
     start = np.maximum(np.arange(len(values)) + 1 - window, 0)
     return (total[1:] - total[start]) / (np.arange(len(values)) + 1 - start)
 
-
+# %% ../../nbs/reproduction/04_charts.ipynb #1c324f3a
 def column(runs: list[list[dict]], key: str, count: int) -> np.ndarray:
     "Return `key` of the first `count` rows of each run, (runs, count)."
     return np.array([[row[key] for row in run[:count]] for run in runs])

@@ -37,7 +37,7 @@ def new_page(
     nbformat.write(page, path)
     return Path(path)
 
-
+# %% ../../nbs/reproduction/05_pages.ipynb #a7f4baa7
 def templates(folder: str | Path) -> dict[str, Path]:
     "Return the pages under `folder` as `{name: path}`; a name is the path below `folder` without its ending."
     paths = [path for path in sorted(Path(folder).rglob("*.ipynb")) if ".ipynb_checkpoints" not in path.parts]
@@ -82,7 +82,7 @@ def scale_table(folder: str | Path) -> dict[str, dict[str, dict]]:
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     return yaml.safe_load(text) or {}
 
-
+# %% ../../nbs/reproduction/05_pages.ipynb #84dbf546
 def check_parameters(name: str, template: Path, parameters: dict) -> None:
     "Raise `ValueError` if the page has no parameter of a given name."
     import warnings
@@ -129,7 +129,7 @@ class Result:
     error: str = ""
     notebook: str = ""
 
-
+# %% ../../nbs/reproduction/05_pages.ipynb #1a3e1cfb
 def run_notebook(job: Job, target: Path) -> None:
     "Execute the template of `job` in a kernel of its own and write the notebook `target`. Raise what a cell raises."
     import papermill
@@ -145,14 +145,14 @@ def run_notebook(job: Job, target: Path) -> None:
         config=Config(KernelManager={"transport": "ipc", "ip": socket}),
     )
 
-# %% ../../nbs/reproduction/05_pages.ipynb #1a3e1cfb
+# %% ../../nbs/reproduction/05_pages.ipynb #cdecb142
 def mark_done(path: Path, digest: str) -> None:
     "Store the digest of a job in its executed notebook."
     page = nbformat.read(path, 4)
     page.metadata["branchgrpo"] = {"digest": digest}
     nbformat.write(page, path)
 
-
+# %% ../../nbs/reproduction/05_pages.ipynb #23bf4790
 def last_line(text: str, default: str) -> str:
     "Return the last line of `text` that is not empty, or `default`."
     lines = [line for line in text.strip().splitlines() if line.strip()]
@@ -185,7 +185,7 @@ def execute_json(text: str) -> str:
     job = Job(fields["name"], Path(fields["template"]), fields["parameters"], Path(fields["executed"]))
     return json.dumps(asdict(execute(job)))
 
-
+# %% ../../nbs/reproduction/05_pages.ipynb #455b6117
 def execute_apart(job: Job, environment: dict[str, str]) -> Result:
     "Execute a page in a process of its own with `environment` added; the death of the process is a failed page."
     code = "import sys; from branchgrpo.reproduction import pages; print('\\n' + pages.execute_json(sys.argv[1]))"

@@ -59,7 +59,7 @@ def hashed_settings(settings: dict) -> dict:
             kept[name] = plain(value)
     return kept
 
-
+# %% ../../nbs/reproduction/01_run_cache.ipynb #c99b854c
 def cache_key(settings: dict) -> str:
     "Return the folder name of a run with `settings` (`config.settings().to_dict()`, or those of a run.json)."
     text = json.dumps([NUMBERS, hashed_settings(settings)], sort_keys=True, default=str)
@@ -67,7 +67,7 @@ def cache_key(settings: dict) -> str:
     backbone = settings["backbone"].rstrip("/").split("/")[-1]
     return f"{settings['recipe']}-{backbone}-{settings['seed']}-{digest}"
 
-
+# %% ../../nbs/reproduction/01_run_cache.ipynb #82337ccd
 def run_folder(config: TrainConfig, root: str | Path) -> Path:
     "Return the folder of a config's run under `root`. Raise `ValueError` on a wrong setting."
     return Path(root) / cache_key(config.settings().to_dict())
@@ -87,7 +87,7 @@ def is_readable(run: Run, checkpoint: bool = True) -> bool:
     except Exception:  # whatever the damage is, the run is trained again
         return False
 
-
+# %% ../../nbs/reproduction/01_run_cache.ipynb #7c014d5f
 def is_finished(run: Run, iterations: int) -> bool:
     "Return whether a readable run is finished and has had at least `iterations`."
     return run.path.exists() and run.finished and len(run.metrics) >= iterations
@@ -132,14 +132,14 @@ _PLANNED: ContextVar[list | None] = ContextVar("planned", default=None)
 class ResultNeeded(Exception):
     "A page reads the result of a run that is only planned."
 
-
+# %% ../../nbs/reproduction/01_run_cache.ipynb #e5ef1ec8
 class PlannedRun:
     "A run that is only planned: it has no results yet."
 
     def __getattr__(self, name: str):
         raise ResultNeeded(name)
 
-
+# %% ../../nbs/reproduction/01_run_cache.ipynb #fdcb3e96
 @contextmanager
 def planning() -> Iterator[list]:
     "Collect requested runs as `(config, root)` in the list that is yielded; train nothing."

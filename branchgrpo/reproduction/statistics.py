@@ -30,7 +30,7 @@ def verdict(low: float, high: float) -> str:
         return "does not hold"
     return "cannot be judged at this scale"
 
-
+# %% ../../nbs/reproduction/02_statistics.ipynb #89b3e93c
 def difference(ours: list[float], theirs: list[float], level: float = 0.95) -> dict:
     """Return the mean difference of two settings, its t interval, the number of seeds and the verdict.
 

@@ -76,7 +76,7 @@ def heights_from_leaves(parents: list, leaves: int) -> list[np.ndarray]:
         heights.insert(0, np.array([below.mean() if len(below) else np.nan for below in children]))
     return heights
 
-
+# %% ../../nbs/reproduction/10_tree_figures.ipynb #71d41345
 def ancestor(parents: list, node: int, depth: int, above: int) -> int:
     "Return the ancestor at depth `above` of a node at `depth`."
     for d in range(depth, above, -1):
@@ -89,7 +89,7 @@ def thumbnail(ax: Axes, image, x: float, y: float, colour) -> None:
     box = OffsetImage(np.asarray(image).transpose(1, 2, 0), zoom=0.8, interpolation="nearest")
     ax.add_artist(AnnotationBbox(box, (x, y), pad=0.1, bboxprops={"edgecolor": colour, "linewidth": 1.8}))
 
-
+# %% ../../nbs/reproduction/10_tree_figures.ipynb #4b75a1ef
 def frame_colours(values: list, low: float, high: float) -> list:
     "Return a colour from red (`low`) to green (`high`) per value."
     return [plt.get_cmap("RdYlGn")((value - low) / max(high - low, 1e-9)) for value in values]

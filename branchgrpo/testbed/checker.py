@@ -81,8 +81,8 @@ def load_net() -> CellNet:
 
 # %% ../../nbs/testbed/03_checker.ipynb #ad5a1c37
 @torch.no_grad()
-def read_cells(images: Tensor) -> Tensor:
-    "Return what the checker sees in images `(B, 3, 32, 32)`: each cell's digit (10: empty), colour, texture `(B, 9, 3)`."
+def read_cells(images: Tensor) -> Tensor:  # (B, 9, 3)
+    "Return the checker's reading of images `(B, 3, 32, 32)`: each cell's digit (10: empty), colour, texture."
     logits = load_net()(cut_cells(images.float().cpu()).flatten(0, 1))
     return torch.stack([logit.argmax(-1) for logit in logits], -1).unflatten(0, (len(images), 9))
 

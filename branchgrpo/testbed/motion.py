@@ -126,7 +126,7 @@ def cut_windows(clips: Tensor) -> Tensor:
 # %% ../../nbs/testbed/10_motion.ipynb #57f37bb6
 @torch.no_grad()
 def read_frames(clips: Tensor) -> Tensor:
-    "Return what the checker sees around the ink of each frame: digit (10: nothing), colour, texture `(B, F, 3)`."
+    "Return the checker's reading around the ink of each frame: digit (10: nothing), colour, texture `(B, F, 3)`."
     logits = load_net()(cut_windows(clips))
     return torch.stack([logit.argmax(-1) for logit in logits], -1).unflatten(0, clips.shape[0:3:2])
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SECTIONS', 'RunSettings', 'RecordSettings', 'MemorySettings', 'TrainConfig', 'plain', 'read_yaml', 'Settings']
 
-# %% ../../nbs/training/02_config.ipynb #7949f09c
+# %% ../../nbs/training/02_config.ipynb #1d704f08
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 
 from ..settings import METHOD_SECTIONS, MethodSettings, check_types
 
-# %% ../../nbs/training/02_config.ipynb #accde92b
+# %% ../../nbs/training/02_config.ipynb #b2defd2d
 @dataclass(frozen=True)
 class RunSettings:
     "The run"
@@ -27,7 +27,7 @@ class RunSettings:
     output: str = "runs/demo"  # the run's folder; an unfinished run there goes on
     iterations: int = 50  # rollouts, each with its update
 
-# %% ../../nbs/training/02_config.ipynb #b42d7e20
+# %% ../../nbs/training/02_config.ipynb #cea84c3a
 @dataclass(frozen=True)
 class RecordSettings:
     "Evaluation, checkpoints and logs"
@@ -39,7 +39,7 @@ class RecordSettings:
     export_ema: bool = False  # the result is the averaged weights
     tracker: str = "tensorboard"  # tensorboard, wandb or none
 
-# %% ../../nbs/training/02_config.ipynb #5a1d927d
+# %% ../../nbs/training/02_config.ipynb #d701018d
 @dataclass(frozen=True)
 class MemorySettings:
     "Memory and precision"
@@ -55,7 +55,7 @@ class MemorySettings:
     offload: bool = False  # autoencoder and text encoders wait on the CPU, layer by layer
     embeddings: str | None = None  # folder of prompt embeddings; the text encoders then leave the device
 
-# %% ../../nbs/training/02_config.ipynb #fe7b475c
+# %% ../../nbs/training/02_config.ipynb #9b19d700
 SECTIONS = (RunSettings, *METHOD_SECTIONS, RecordSettings, MemorySettings)
 
 
@@ -81,7 +81,7 @@ class TrainConfig(MemorySettings, RecordSettings, MethodSettings, RunSettings):
 
         return resolve(self)
 
-# %% ../../nbs/training/02_config.ipynb #91554be1
+# %% ../../nbs/training/02_config.ipynb #6097ace9
 def plain(value: Any) -> Any:
     "Return a value of a file as a setting holds it: a list as a tuple, steps in a table as numbers."
     if isinstance(value, list):
@@ -105,7 +105,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"config: {str(path)!r} holds no table of settings")
     return table
 
-# %% ../../nbs/training/02_config.ipynb #9f68ba83
+# %% ../../nbs/training/02_config.ipynb #a61bf786
 @dataclass(frozen=True)
 class Settings(TrainConfig):
     "A `TrainConfig` with every value filled in and checked."

@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['write_atomic', 'write_text', 'save_atomic', 'read_jsonl', 'write_jsonl', 'append_jsonl']
 
-# %% ../../nbs/training/00_files.ipynb #490f1525
+# %% ../../nbs/training/00_files.ipynb #8b50dba6
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# %% ../../nbs/training/00_files.ipynb #f70aea46
+# %% ../../nbs/training/00_files.ipynb #5ed3e48b
 def write_atomic(path: str | Path, write: Callable[[Path], Any]) -> None:
     "Call `write(temporary)` for a temporary name beside `path`, then rename it to `path`."
     path = Path(path)
@@ -26,14 +26,14 @@ def write_text(path: str | Path, text: str) -> None:
     "Write a text file, whole or not at all."
     write_atomic(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
-# %% ../../nbs/training/00_files.ipynb #7b695595
+# %% ../../nbs/training/00_files.ipynb #1e85f56a
 def save_atomic(state: dict, path: str | Path) -> None:
     "Save tensors and plain values with `torch.save`, whole or not at all."
     import torch
 
     write_atomic(path, lambda temporary: torch.save(state, temporary))
 
-# %% ../../nbs/training/00_files.ipynb #51e1dc0b
+# %% ../../nbs/training/00_files.ipynb #89b87434
 def read_jsonl(path: str | Path) -> list[dict]:
     "Return the rows of a jsonl file, up to a line that a kill cut short; none if there is no file."
     path = Path(path)

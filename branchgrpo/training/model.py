@@ -6,7 +6,7 @@
 __all__ = ['DTYPES', 'make_accelerator', 'open_policy', 'check_rank', 'trainable', 'Learner', 'reference_policy', 'frozen_copy',
            'make_learner']
 
-# %% ../../nbs/training/04_model.ipynb #030bda86
+# %% ../../nbs/training/04_model.ipynb #a2675556
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..backbones.base import largest_rank, load, save_memory
 from .config import Settings
 
-# %% ../../nbs/training/04_model.ipynb #4ed61987
+# %% ../../nbs/training/04_model.ipynb #a7fc33ac
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # how latents are stored
 
 
@@ -38,7 +38,7 @@ def make_accelerator(s: Settings) -> Accelerator:
         )
     return accelerator
 
-# %% ../../nbs/training/04_model.ipynb #1f674447
+# %% ../../nbs/training/04_model.ipynb #339b6415
 def open_policy(s: Settings, device, policy: Any = None) -> Any:
     "Return the policy of the settings, or the given one."
     if policy is None:
@@ -60,7 +60,7 @@ def check_rank(policy: Any, rank: int) -> None:
     if rank > largest:
         raise ValueError(f"lora_rank: {rank} is above {largest}, the width of the smallest adapted layer")
 
-# %% ../../nbs/training/04_model.ipynb #c934307f
+# %% ../../nbs/training/04_model.ipynb #ee3ef8f9
 def trainable(policy: Any, s: Settings) -> dict[str, nn.Parameter]:
     "Make the parameters trainable, all of them or an adapter's, and return them by name."
     denoiser = policy.denoiser
@@ -82,7 +82,7 @@ def trainable(policy: Any, s: Settings) -> dict[str, nn.Parameter]:
         denoiser.enable_gradient_checkpointing()
     return {name: p for name, p in denoiser.named_parameters() if p.requires_grad}
 
-# %% ../../nbs/training/04_model.ipynb #4e8a3e94
+# %% ../../nbs/training/04_model.ipynb #40050492
 @dataclass
 class Learner:
     "A policy and all that an update changes or needs."
@@ -108,7 +108,7 @@ class Learner:
         "Return a context in which the policy before training predicts."
         return reference_policy(self)
 
-# %% ../../nbs/training/04_model.ipynb #edd693fa
+# %% ../../nbs/training/04_model.ipynb #7bedbb38
 @contextmanager
 def reference_policy(learner: Learner) -> Iterator[Any]:
     "Yield the policy as it was before training."
@@ -126,14 +126,11 @@ def reference_policy(learner: Learner) -> Iterator[Any]:
 
 def frozen_copy(policy: Any) -> Any:
     "Return a policy that shares all but the denoiser, which is copied and frozen."
-    denoiser = copy.deepcopy(policy.denoiser).requires_grad_(False)
-    if policy.denoiser is policy:
-        return denoiser
     before = copy.copy(policy)
-    before.call = denoiser
+    before.call = copy.deepcopy(policy.denoiser).requires_grad_(False)
     return before
 
-# %% ../../nbs/training/04_model.ipynb #6a66a2a3
+# %% ../../nbs/training/04_model.ipynb #1e285509
 def make_learner(policy: Any, s: Settings, accelerator: Accelerator) -> Learner:
     "Return the learner of a policy: trained parameters, optimiser, averaged weights and reference."
     parameters = trainable(policy, s)

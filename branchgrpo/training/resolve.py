@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['WHOLE_FROM_ONE', 'WHOLE_FROM_ZERO', 'ABOVE_ZERO', 'FINITE_FROM_ZERO', 'OPTIONAL_FROM_ONE', 'OPEN_CHOICES',
-           'CLOSED_CHOICES', 'fitted', 'names_of', 'digests', 'resolve', 'require', 'is_finite', 'check_numbers',
-           'check_choices', 'check_together', 'check_rewards', 'listed']
+           'CLOSED_CHOICES', 'fitted', 'names_of', 'digests', 'is_ours', 'resolve', 'require', 'is_finite',
+           'check_numbers', 'check_choices', 'check_together', 'check_rewards', 'listed']
 
-# %% ../../nbs/training/03_resolve.ipynb #9f09e1f4
+# %% ../../nbs/training/03_resolve.ipynb #449439f9
 import dataclasses
 import hashlib
 import json
@@ -30,7 +30,7 @@ from ..rewards.base import check_name, reward_name, source_digest, terms
 from .config import Settings, TrainConfig
 from ..settings import check_types
 
-# %% ../../nbs/training/03_resolve.ipynb #21017be4
+# %% ../../nbs/training/03_resolve.ipynb #93a199c3
 def fitted(name: str, backbone: str, policy: Any = None) -> tuple[Recipe, str]:
     "Return the recipe `name` fitted to a model, and the model's kind: flow or diffusion."
     recipe = recipes.get(name)
@@ -43,7 +43,7 @@ def fitted(name: str, backbone: str, policy: Any = None) -> tuple[Recipe, str]:
     kind = family(backbone).kind
     return recipes.at_kind(recipe, kind), kind
 
-# %% ../../nbs/training/03_resolve.ipynb #8753a97c
+# %% ../../nbs/training/03_resolve.ipynb #9b7d18af
 def names_of(config: TrainConfig, policy=None, reward=None, prompts=None) -> dict[str, Any]:
     "Return the names that a run records for objects, by setting."
     given = {"backbone": policy, "reward": reward, "prompts": prompts}
@@ -61,12 +61,16 @@ def digests(config: TrainConfig, reward=None, prompts=None) -> dict[str, str]:
         texts = json.dumps([list(getattr(prompts, "train", prompts)), list(getattr(prompts, "test", ()))])
         own["prompts"] = hashlib.blake2b(texts.encode(), digest_size=8).hexdigest()
     for setting, table in OPEN_CHOICES.items():
-        chosen = getattr(config, setting)
-        if chosen in table.names():
-            own[setting] = source_digest(table.get(chosen))
+        chosen = table.get(getattr(config, setting))
+        own[setting] = None if is_ours(chosen) else source_digest(chosen)
     return {name: digest for name, digest in own.items() if digest}
 
-# %% ../../nbs/training/03_resolve.ipynb #5d4d091d
+
+def is_ours(entry: Any) -> bool:
+    "Return whether an entry of a registry belongs to this package."
+    return getattr(entry, "__module__", "").partition(".")[0] == "branchgrpo"
+
+# %% ../../nbs/training/03_resolve.ipynb #6136a531
 def resolve(config: TrainConfig, policy=None, reward=None, prompts=None) -> Settings:
     """Return all settings; `policy`, `reward` and `prompts` may be objects that take the place of names.
 
@@ -85,10 +89,9 @@ def resolve(config: TrainConfig, policy=None, reward=None, prompts=None) -> Sett
     check_together(settings)
     check_rewards(settings, reward)
     check_process(settings, kind)
-    own = digests(dataclasses.replace(settings), reward, prompts)
-    return dataclasses.replace(settings, sources=own)
+    return dataclasses.replace(settings, sources=digests(settings, reward, prompts))
 
-# %% ../../nbs/training/03_resolve.ipynb #638cd2fe
+# %% ../../nbs/training/03_resolve.ipynb #4af9a7d0
 WHOLE_FROM_ONE = ("iterations", "prompts_per_iteration", "updates_per_rollout", "checkpoint_every", "steps") + (
     "branch_factor",
     "prune_keep",
@@ -100,7 +103,7 @@ ABOVE_ZERO = ("learning_rate", "clip_range", "shift")
 FINITE_FROM_ZERO = ("eta", "kl", "weight_decay", "guidance_scale", "tail_ratio")
 OPTIONAL_FROM_ONE = ("max_batch", "train_batch", "height", "width", "frames")
 
-# %% ../../nbs/training/03_resolve.ipynb #59ea115b
+# %% ../../nbs/training/03_resolve.ipynb #1f904a8c
 def require(settings: Settings, names: tuple[str, ...], rule: Callable[[Any], bool], allowed: str) -> None:
     "Raise `ValueError` for the first of `names` whose value does not follow `rule`."
     for name in names:
@@ -113,7 +116,7 @@ def is_finite(value: Any) -> bool:
     "Return whether a value is a finite number."
     return isinstance(value, (int, float)) and math.isfinite(value)
 
-# %% ../../nbs/training/03_resolve.ipynb #469bc896
+# %% ../../nbs/training/03_resolve.ipynb #85e2e1c4
 def check_numbers(s: Settings) -> None:
     "Raise `ValueError` naming the first number that cannot be meant."
     require(s, WHOLE_FROM_ONE, lambda v: isinstance(v, int) and v >= 1, "a whole number of at least 1")
@@ -128,7 +131,7 @@ def check_numbers(s: Settings) -> None:
     require(s, ("max_unscored",), lambda v: 0 <= v < 1, "within 0 and below 1")
     require(s, ("train_fraction",), lambda v: 0 < v <= 1, "above 0 and at most 1")
 
-# %% ../../nbs/training/03_resolve.ipynb #a23124c8
+# %% ../../nbs/training/03_resolve.ipynb #f15742e6
 OPEN_CHOICES = {
     "advantage": ADVANTAGES,
     "ratio": RATIOS,
@@ -151,7 +154,7 @@ def check_choices(s: Settings) -> None:
         if getattr(s, setting) not in names:
             raise unknown(setting, getattr(s, setting), names)
 
-# %% ../../nbs/training/03_resolve.ipynb #40474761
+# %% ../../nbs/training/03_resolve.ipynb #49c874df
 def check_together(s: Settings) -> None:
     "Raise `ValueError` if settings contradict each other."
     if s.base_dtype != "float32" and not s.lora_rank:

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['environment', 'Run', 'rewind', 'check_folder', 'check_same_run', 'open_run']
 
-# %% ../../nbs/training/01_runs.ipynb #13851381
+# %% ../../nbs/training/01_runs.ipynb #fd30711f
 import json
 import os
 import platform
@@ -18,7 +18,7 @@ from pathlib import Path
 import branchgrpo
 from .files import append_jsonl, read_jsonl, write_jsonl, write_text
 
-# %% ../../nbs/training/01_runs.ipynb #469835c8
+# %% ../../nbs/training/01_runs.ipynb #a302410e
 @cache
 def environment() -> dict:
     "Return the versions of the packages that matter, the commit, and the machine."
@@ -35,7 +35,7 @@ def environment() -> dict:
         "device": torch.cuda.get_device_name() if cuda else f"{os.cpu_count()} CPU cores",
     }
 
-# %% ../../nbs/training/01_runs.ipynb #6762f004
+# %% ../../nbs/training/01_runs.ipynb #d21a0f83
 @dataclass
 class Run:
     "A run's folder."
@@ -66,12 +66,12 @@ class Run:
         "Add one row to metrics.jsonl."
         append_jsonl(self.path / "metrics.jsonl", row)
 
-# %% ../../nbs/training/01_runs.ipynb #26a06d20
+# %% ../../nbs/training/01_runs.ipynb #58007da8
 def rewind(run: Run, iterations: int) -> None:
     "Keep the metrics of the first `iterations` and drop the rest."
     write_jsonl(run.path / "metrics.jsonl", run.metrics[:iterations])
 
-# %% ../../nbs/training/01_runs.ipynb #5f5ec137
+# %% ../../nbs/training/01_runs.ipynb #0c993719
 def check_folder(path: str | Path) -> None:
     "Raise `ValueError` if a run's folder cannot be made, or holds something else than a run."
     path = Path(path)
@@ -83,7 +83,7 @@ def check_folder(path: str | Path) -> None:
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise ValueError(f"output: {str(path)!r} cannot be made, since {str(parent)!r} is not a writable folder")
 
-# %% ../../nbs/training/01_runs.ipynb #cca3e255
+# %% ../../nbs/training/01_runs.ipynb #c86f1101
 def check_same_run(path: str | Path, settings: dict, free: tuple[str, ...]) -> None:
     "Raise `ValueError` if the run at `path` has other settings; those in `free` may differ."
     old = Run(Path(path)).info["settings"]
