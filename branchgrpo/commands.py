@@ -149,11 +149,11 @@ def show_recipes(given: dict[str, Any]) -> int:
 
 def show_rewards(given: dict[str, Any]) -> int:
     "List the rewards, what their numbers are, and where their weights come from."
-    from branchgrpo.rewards.base import REWARDS
+    from branchgrpo.rewards.base import REWARDS, about
 
     for name in REWARDS.names():
         entry = REWARDS.get(name)
-        print(f"{name:16} {getattr(entry, 'about', ''):52} {getattr(entry, 'where', '') or ''}")
+        print(f"{name:16} {about(entry):52} {getattr(entry, 'where', None) or ''}")
     return 0
 
 # %% ../nbs/26_commands.ipynb #751dd6bf

@@ -53,8 +53,9 @@ class CallCounts(TreeCounts):
 
     @property
     def lineage(self) -> list[int]:
-        "Return the nodes at each depth that have a leaf below them (at most, where a tree is pruned)."
-        return _lineage(self)
+        "Return W_d, or the survivors of a later pruning step if those are fewer, at each depth."
+        later = [[k for i, k in self.prune_at.items() if i >= d] for d in range(self.steps + 1)]
+        return [min([width, *survivors]) for width, survivors in zip(self.populations, later)]
 
     @property
     def trained_edges(self) -> int:
@@ -65,15 +66,6 @@ class CallCounts(TreeCounts):
     def trained_calls(self) -> int:
         "Return the denoiser calls, forward and backward, of the update: one per parent of a trained edge."
         return sum(self.lineage[i] for i in self.trained)
-
-# %% ../nbs/06_plan.ipynb #07f8292e
-def _lineage(plan: CallCounts) -> list[int]:
-    "Return, per depth, the smaller of the nodes there and the survivors of any pruning step from there on."
-    alive, bound = [], float("inf")
-    for d in range(plan.steps, -1, -1):
-        bound = min(bound, plan.prune_at.get(d, bound))
-        alive.append(min(plan.populations[d], bound))
-    return alive[::-1]
 
 # %% ../nbs/06_plan.ipynb #5b4b2388
 class PlanShapes:
@@ -93,10 +85,7 @@ class PlanShapes:
 
     @classmethod
     def funnel(cls, steps: int, group_sizes: Sequence[int], prune_at: Sequence[int], **options) -> "RolloutPlan":
-        """Return chains from `group_sizes[0]` noises, of which `group_sizes[k + 1]` survive step `prune_at[k]`.
-
-        Raises `ValueError` unless there is one size more than pruning steps. Source: Pro-GRPO Sec. 3.3.
-        """
+        "Return chains of which `group_sizes[k + 1]` survive step `prune_at[k]`. Source: Pro-GRPO Sec. 3.3."
         if len(group_sizes) != len(prune_at) + 1:
             raise ValueError(f"group_sizes: {len(group_sizes)} sizes for {len(prune_at)} pruning steps, not one more")
         return cls(steps, roots=group_sizes[0], prune_at=dict(zip(prune_at, group_sizes[1:])), **options)

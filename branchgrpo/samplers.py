@@ -37,10 +37,7 @@ def flow_grpo_noise(sigmas: Tensor, a: float) -> Tensor:
 
 # %% ../nbs/03_samplers.ipynb #588ee9fa
 def flow_step(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, g: float) -> Gaussian:
-    """Return one Euler step of the flow SDE from `sigma` to `sigma_next` with noise level `g` (0: the ODE step).
-
-    `x`, `velocity` `(B, …)`; computed in float32. Source: BranchGRPO Eq. 1.
-    """
+    "Return one Euler step of the flow SDE with noise level `g` (0: the ODE step). Source: BranchGRPO Eq. 1."
     x, v = x.float(), velocity.float()
     h = sigma - sigma_next
     # x̂₀ = x − σ·v
@@ -53,10 +50,7 @@ def flow_step(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, g:
 
 # %% ../nbs/03_samplers.ipynb #0f573e49
 def cps_step(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, eta: float) -> Gaussian:
-    """Return one coefficients-preserving step; `eta` in 0…1 is the share of the noise that is fresh.
-
-    `x`, `velocity` `(B, …)`; computed in float32. Source: arXiv 2509.05952.
-    """
+    "Return one coefficients-preserving step; `eta` in 0…1: how much noise is fresh. Source: arXiv 2509.05952."
     x, v = x.float(), velocity.float()
     # x̂₀ = x − σ·v, x̂₁ = x + (1 − σ)·v
     x0_hat, x1_hat = x - sigma * v, x + (1 - sigma) * v
@@ -68,11 +62,9 @@ def cps_step(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, eta
 
 # %% ../nbs/03_samplers.ipynb #b16c7391
 def flow_ddim_step(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, eta: float) -> Gaussian:
-    """Return one DDIM step of a flow model from `sigma` to `sigma_next`; `eta` 0 is the ODE step, 1 ancestral.
-
-    `x`, `velocity` `(B, …)`; computed in float32. Source: DDIM Eq. 12 and 16, in the coordinates of a flow.
-    """
+    "Return one DDIM step of a flow model; `eta` 0 is the ODE step, 1 ancestral. Source: DDIM Eq. 12 and 16."
     x, v = x.float(), velocity.float()
+    # x̂₀ = x − σ·v, x̂₁ = x + (1 − σ)·v
     x0_hat, x1_hat = x - sigma * v, x + (1 - sigma) * v
     sigma, sigma_next = torch.as_tensor(sigma).float(), torch.as_tensor(sigma_next).float()
     # (α/α')·σ' with α = 1 − σ

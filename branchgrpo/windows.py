@@ -65,7 +65,7 @@ def window_places(window: Window) -> list[int]:
 
 # %% ../nbs/07_windows.ipynb #5bdb5818
 def advance(places: list[int], stays: list[int], iteration: int) -> int:
-    "Return the place at `iteration` of a window that stays `stays[n]` iterations at `places[n]`; the last one is final."
+    "Return the place at `iteration` of a window that stays `stays[n]` iterations at `places[n]`, then at the last one."
     for place, stay in zip(places, stays):
         iteration -= stay
         if iteration < 0:

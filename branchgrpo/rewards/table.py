@@ -48,7 +48,7 @@ _PUBLISHED = {
 # %% ../../nbs/rewards/04_table.ipynb #e64694be
 TESTBED = "testbed/weights"
 _SMALL = {
-    "motion": Entry("branchgrpo.testbed.clips:MotionReward", None, "exact motion check of testbed clips: 0 to 1"),
+    "motion": Entry("branchgrpo.testbed.motion:MotionReward", None, "exact motion check of testbed clips: 0 to 1"),
     "tiny-clip": Entry("branchgrpo.rewards.clip:ClipReward", f"{TESTBED}/tiny-clip", "CLIP score, testbed: cosine"),
     "tiny-pickscore": Entry(
         "branchgrpo.rewards.pickscore:PickScoreReward", f"{TESTBED}/tiny-pickscore", "PickScore, testbed: 100 × cosine"

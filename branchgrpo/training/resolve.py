@@ -171,7 +171,10 @@ def check_rewards(s: Settings, reward: Any = None) -> None:
     if reward is None:
         check_name(s.reward)
     for name in listed(s.held_out):
-        check_name(name)
+        try:
+            check_name(name)
+        except ValueError as error:
+            raise ValueError(str(error).replace("reward:", "held_out:", 1)) from None
 
 
 def listed(text: str | None) -> list[str]:
