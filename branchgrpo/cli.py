@@ -58,7 +58,7 @@ class Command:
 
 
 TRAIN = "branchgrpo.training.config:TrainConfig"
-EVALUATION = "branchgrpo.evaluation.evaluate:Evaluation"
+EVALUATION = "branchgrpo.evaluation.config:Evaluation"
 
 # %% ../nbs/27_cli.ipynb #507f4f43
 COMMANDS = {
