@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
-from .warm import read_exactly, read_number
+from .warm import read_exactly
 
 # %% ../../nbs/reproduction/17_forks.ipynb #b959a509
 def take_place(request: dict, files: list[int]) -> None:
