@@ -12,7 +12,7 @@ from branchgrpo.planning import process_of
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.trainer import Trainer
 
-SIBLINGS = [name for name in TINY if name != "tiny-flux"]  # tiny-flux: tests/test_training.py
+OTHERS = [name for name in TINY if name != "tiny-flux"]  # tiny-flux: tests/test_training.py
 PROMPTS = {
     "tiny-wan": ["a red 3 moving left", "a blue 5 standing still"],
     "tiny-wan-i2v": ["a red 3 moving left", "a blue 5 standing still"],
@@ -36,7 +36,7 @@ def config(folder, backbone, **changes):
 
 
 @pytest.mark.parametrize("changes", [{}, {"guidance_grad": True}, {"mixed_precision": "bf16"}], ids=str)
-@pytest.mark.parametrize("backbone", SIBLINGS)
+@pytest.mark.parametrize("backbone", OTHERS)
 def test_ratio_is_exactly_one_with_guidance_on(tmp_path, backbone, changes):
     trainer = Trainer(config(tmp_path / "run", backbone, **changes))
     rows = [trainer.step() for _ in range(2)]
@@ -46,9 +46,9 @@ def test_ratio_is_exactly_one_with_guidance_on(tmp_path, backbone, changes):
 PLAIN = """
 import sys, torch
 from diffusers import DiffusionPipeline
-given, asked = torch.load(sys.argv[1]), sys.argv[2:]
-pipe = DiffusionPipeline.from_pretrained(asked[0], dtype=torch.float32)
-if len(asked) > 1: pipe.load_lora_weights(asked[1])
+given, places = torch.load(sys.argv[1]), sys.argv[2:]
+pipe = DiffusionPipeline.from_pretrained(places[0], dtype=torch.float32)
+if len(places) > 1: pipe.load_lora_weights(places[1])
 pipe.set_progress_bar_config(disable=True)
 out = pipe(output_type="pt", **given)
 torch.save(out.frames if hasattr(out, "frames") else out.images, sys.argv[1])
@@ -58,7 +58,7 @@ torch.save(out.frames if hasattr(out, "frames") else out.images, sys.argv[1])
 @pytest.mark.parametrize("lora", [0, 4])
 @pytest.mark.parametrize("backbone", TINY)
 def test_the_result_loads_in_plain_diffusers(tmp_path, backbone, lora):
-    "The model answers the same, and a fresh process with diffusers alone draws the same pictures."
+    "The denoiser's output is the same, and a fresh process with diffusers alone samples the same images."
     trainer = Trainer(
         config(tmp_path / "run", backbone, lora_rank=lora, lora_alpha=16, learning_rate=1e-2 if lora else 1e-4)
     )
@@ -90,24 +90,24 @@ def test_the_result_loads_in_plain_diffusers(tmp_path, backbone, lora):
             "prompt": prompts[0],
             "latents": x[:1],
             "image": trainer.prompts.first_frames(prompts[:1]),
-        }  # its pipeline takes one picture a call
+        }  # its pipeline takes one image per call
     if backbone == "tiny-flux":
         given["max_sequence_length"] = 12
-    torch.save(given, tmp_path / "pictures.pt")
+    torch.save(given, tmp_path / "images.pt")
     places = [str(resolve(backbone)), str(run.path / "lora")] if lora else [str(run.path / "model")]
     subprocess.run(
-        [sys.executable, "-c", PLAIN, str(tmp_path / "pictures.pt"), *places], check=True, capture_output=True
+        [sys.executable, "-c", PLAIN, str(tmp_path / "images.pt"), *places], check=True, capture_output=True
     )
     trained.set_progress_bar_config(disable=True)
     out = trained(output_type="pt", **given)
     torch.testing.assert_close(
-        out.frames if hasattr(out, "frames") else out.images, torch.load(tmp_path / "pictures.pt"), rtol=0, atol=1e-5
+        out.frames if hasattr(out, "frames") else out.images, torch.load(tmp_path / "images.pt"), rtol=0, atol=1e-5
     )
 
 
-@pytest.mark.parametrize("backbone", SIBLINGS)
+@pytest.mark.parametrize("backbone", OTHERS)
 def test_the_doctor_knows_it(backbone):
     from branchgrpo.training.doctor import report
 
-    said = report(config("unused", backbone).settings())
-    assert "MISSING" not in said and "TFLOP a call" in said
+    text = report(config("unused", backbone).settings())
+    assert "MISSING" not in text and "TFLOP a call" in text
