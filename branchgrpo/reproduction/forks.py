@@ -53,7 +53,7 @@ def run_words(words: list[str]) -> None:
     module.__dict__["__builtins__"] = __builtins__
     if words[0] == "-m":
         sys.argv, sys.path[0] = words[1:], os.getcwd()
-        runpy._run_module_as_main(words[1])
+        runpy._run_module_as_main(words[1])  # pyrefly: ignore[missing-attribute]
     elif words[0] == "-c":
         sys.argv, sys.path[0] = ["-c", *words[2:]], ""
         exec(compile(words[1], "<string>", "exec"), module.__dict__)
@@ -71,8 +71,8 @@ def exit_code(words: list[str]) -> int:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
         return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
         return 1
     return 0
 
@@ -83,7 +83,7 @@ def leave(code: int) -> None:
     import threading
 
     try:
-        threading._shutdown()
+        threading._shutdown()  # pyrefly: ignore[missing-attribute]
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ADDRESS', 'FIXED', 'fixed_variables', 'can_fork', 'start', 'read_exactly', 'read_number', 'last_number', 'Running',
-           'Forked', 'address', 'available', 'popen', 'run', 'provisioner', 'kernels']
+           'Forked', 'socket_for', 'popen', 'run', 'provisioner', 'kernels']
 
 # %% ../../nbs/reproduction/16_warm.ipynb #1eab1fed
 import json
@@ -16,8 +16,8 @@ import struct
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import EntryPoint
 from pathlib import Path
-from types import SimpleNamespace
 from typing import IO
 
 # %% ../../nbs/reproduction/16_warm.ipynb #8ed99493
@@ -124,17 +124,11 @@ class Forked(Running):
         return code
 
 # %% ../../nbs/reproduction/16_warm.ipynb #912a4944
-def address() -> tuple[str | None, dict[str, str]]:
-    "Return the socket of the warm process, None without one, and its fixed variables."
+def socket_for(words: list[str], environment: dict[str, str]) -> str | None:
+    "Return the warm process's socket if it can run a command: same Python, same fixed variables. Else None."
     path, fixed = json.loads(os.environ.get(ADDRESS, "[null, {}]"))
-    return path if path and os.path.exists(path) else None, fixed
-
-
-def available(words: list[str], environment: dict[str, str]) -> bool:
-    "Return whether the warm process can run a command: same Python, same fixed variables."
-    path, fixed = address()
     same_python = os.path.abspath(words[0]) == os.path.abspath(sys.executable)
-    return path is not None and same_python and fixed_variables(environment) == fixed
+    return path if path and same_python and fixed_variables(environment) == fixed and os.path.exists(path) else None
 
 # %% ../../nbs/reproduction/16_warm.ipynb #aba335a8
 def popen(
@@ -147,13 +141,14 @@ def popen(
     "Start a Python command in a session of its own, forked from the warm process where possible."
     words = [str(word) for word in words]
     env = dict(os.environ if env is None else env)
-    if not available(words, env):
+    path = socket_for(words, env)
+    if path is None:
         return subprocess.Popen(words, env=env, cwd=cwd, stdout=stdout, stderr=stderr, start_new_session=True)
     rest = [word for word in words[1:] if not word.startswith("-X")]
     request = json.dumps({"words": rest, "env": env, "cwd": str(cwd or os.getcwd())}).encode()
     files = [1 if stdout is None else stdout.fileno(), 2 if stderr is None else stderr.fileno()]
     connection = socket.socket(socket.AF_UNIX)
-    connection.connect(address()[0])
+    connection.connect(path)
     socket.send_fds(connection, [struct.pack("i", len(request))], files)
     connection.sendall(request)
     return Forked(connection, words)
@@ -164,23 +159,23 @@ def run(words: list, timeout: float | None = None, **options) -> subprocess.Comp
     with tempfile.TemporaryFile("w+", errors="replace") as file:
         process = popen(words, stdout=file, stderr=file, **options)
         try:
-            process.wait(timeout)
+            code = process.wait(timeout)
         except BaseException:
             process.kill()
             raise
         file.seek(0)
-        return subprocess.CompletedProcess(words, process.returncode, file.read(), "")
+        return subprocess.CompletedProcess(words, code, file.read(), "")
 
 # %% ../../nbs/reproduction/16_warm.ipynb #688bd7f1
-def provisioner() -> type:
-    "Return the class that starts a notebook's kernel as a fork of the warm process."
+def provisioner(**options):
+    "Return the object that starts a notebook's kernel as a fork of the warm process."
     from jupyter_client.provisioning import LocalProvisioner
 
     class WarmProvisioner(LocalProvisioner):
         async def launch_kernel(self, cmd, **options):
             environment = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
             environment |= dict(options.get("env") or os.environ) | {"JPY_PARENT_PID": str(os.getpid())}
-            if not available(cmd, environment):
+            if socket_for(cmd, environment) is None:
                 return await super().launch_kernel(cmd, **options)
             folder = options.get("cwd") or os.getcwd()
             self.process = popen(cmd, environment, folder, options.get("stdout"), options.get("stderr"))
@@ -188,7 +183,7 @@ def provisioner() -> type:
             self.cwd = folder
             return self.connection_info
 
-    return WarmProvisioner
+    return WarmProvisioner(**options)
 
 # %% ../../nbs/reproduction/16_warm.ipynb #d90c9e57
 def kernels(name: str = "python3") -> str:
@@ -196,6 +191,7 @@ def kernels(name: str = "python3") -> str:
     from jupyter_client.provisioning import KernelProvisionerFactory
 
     factory = KernelProvisionerFactory.instance()
-    factory.provisioners["branchgrpo-warm"] = SimpleNamespace(name="branchgrpo-warm", value=__name__, load=provisioner)
-    factory.default_provisioner_name = "branchgrpo-warm"
+    entry = EntryPoint("branchgrpo-warm", "branchgrpo.reproduction.warm:provisioner", factory.GROUP_NAME)
+    factory.provisioners[entry.name] = entry
+    factory.default_provisioner_name = entry.name
     return name
