@@ -139,9 +139,9 @@ def fork(connection: socket.socket, held: list[socket.socket]) -> int:
 
 # %% ../../nbs/reproduction/17_forks.ipynb #a392f7c4
 class Server:
-    "Answers each connection of `listener` with a fork, until the other end of the file `owner` is closed."
+    "Answers each connection of `listener` with a fork, until the other end of `owner` is closed."
 
-    def __init__(self, listener: socket.socket, owner):
+    def __init__(self, listener: socket.socket, owner: int):
         self.listener = listener
         self.children: dict[socket.socket, tuple[int, int]] = {}  # user: (process number, its file)
         self.running, self.warm = True, False
@@ -186,9 +186,11 @@ def accept(server: Server) -> None:
 # %% ../../nbs/reproduction/17_forks.ipynb #d023098b
 def kill_session(pid: int) -> None:
     "Kill a child and all processes of its session."
-    for end in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError):  # it has no session yet, or it has ended
-            return end(pid, signal.SIGKILL)
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:  # it has no session yet, or it has ended
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def abandon(server: Server, user: socket.socket) -> None:
@@ -215,7 +217,7 @@ def serve() -> None:
 
     The other end of the standard input belongs to the owner."""
     listener = socket.socket(fileno=int(sys.argv[1]))
-    owner = open(os.dup(0), "rb")
+    owner = os.dup(0)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     Server(listener, owner).run()
