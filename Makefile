@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help env quickstart test benchmark export clean-notebooks
+.PHONY: help env quickstart check test benchmark export clean-notebooks
 
 help:  ## this text
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -19,6 +19,11 @@ quickstart: env  ## train BranchGRPO and DanceGRPO on tiny-flux; figures in figu
 	@mkdir -p runs/quickstart
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/papermill reproduce/quickstart.ipynb runs/quickstart/quickstart.ipynb -k python3
 	@echo "executed notebook: runs/quickstart/quickstart.ipynb   figures: figures/testbed/"
+
+check: env  ## formatting, lint and types
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
 test: env  ## every notebook's tests and tests/
 	$(BIN)/python -m pytest
