@@ -31,7 +31,7 @@ def train(given: dict[str, Any]) -> int:
         print(f"run: {run.path}")
     return 0
 
-
+# %% ../nbs/27_cli.ipynb #393d800f
 def print_settings(given: dict[str, Any]) -> int:
     "Print all settings of a run as YAML."
     import yaml
@@ -58,7 +58,7 @@ class Command:
 
 
 TRAIN = "branchgrpo.training.config:TrainConfig"
-EVALUATION = "branchgrpo.evaluation.evaluate:Evaluation"
+EVALUATION = "branchgrpo.evaluation.config:Evaluation"
 
 # %% ../nbs/27_cli.ipynb #507f4f43
 COMMANDS = {
@@ -96,7 +96,7 @@ def execute(name: str, words: list[str]) -> int:
         return print_settings(given)
     return command.run(given)
 
-
+# %% ../nbs/27_cli.ipynb #ef9d290c
 def main(argv: list[str] | None = None) -> int:
     "Run the command line: 0 if it is done, 2 on a wrong input (one line on standard error)."
     words = list(sys.argv[1:] if argv is None else argv)
@@ -111,5 +111,5 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 # %% ../nbs/27_cli.ipynb #58e2376b
-if __name__ == "__main__" and "ipykernel" not in sys.modules:
+if __name__ == "__main__" and "get_ipython" not in globals():  # a notebook only defines it
     sys.exit(main())

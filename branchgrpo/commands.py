@@ -24,7 +24,7 @@ class SampleOptions:
     steps: int = 20  # denoising steps
     seed: int = 0  # seed of the initial noises
 
-
+# %% ../nbs/26_commands.ipynb #dd3ca2c3
 @dataclass
 class EvaluateOptions:
     "Where the evaluation goes"
@@ -41,14 +41,14 @@ class MachineOptions:
     gpus: int = 8  # GPUs of the run
     tflops: float = 400.0  # sustained speed of one GPU
 
-
+# %% ../nbs/26_commands.ipynb #811346a9
 @dataclass
 class RecipeOptions:
     "Which recipe"
 
     name: str | None = field(default=None, metadata={"positional": "?"})  # a recipe or a YAML file; none: the list
 
-
+# %% ../nbs/26_commands.ipynb #7ee9d20a
 @dataclass
 class HpsOptions:
     "What to compare"
@@ -86,11 +86,11 @@ def evaluate(given: dict[str, Any]) -> int:
     if where.benchmark:
         from branchgrpo.evaluation.benchmarks import run_benchmark
 
-        results = run_benchmark(where.benchmark, Path(where.output), evaluator.set.metadata, where.run)
+        results = run_benchmark(where.benchmark, Path(where.output), evaluator.prompt_set.metadata, where.run)
         print(f"{where.benchmark}: {results or 'laid out'}")
     return 0
 
-
+# %% ../nbs/26_commands.ipynb #a851f8c2
 def print_summary(summary: dict[str, Any]) -> None:
     "Print one line per reward and per check: mean, interval, prompts, unscored images."
     for kind in ("rewards", "check"):
@@ -146,7 +146,7 @@ def show_recipes(given: dict[str, Any]) -> int:
     print("off: " + ", ".join(f"{setting} {value}" for setting, value, source in recipe.rows() if source == "off"))
     return 0
 
-
+# %% ../nbs/26_commands.ipynb #a7d2659a
 def show_rewards(given: dict[str, Any]) -> int:
     "List the rewards, what their numbers are, and where their weights come from."
     from branchgrpo.rewards.base import REWARDS, about

@@ -99,7 +99,7 @@ def _step_set(name: str, given: Iterable[int], steps: int) -> frozenset[int]:
             raise ValueError(f"{name}: step {i} is outside 0…{steps - 1}")
     return chosen
 
-
+# %% ../nbs/06_plan.ipynb #7a55a383
 def _step_table(name: str, given: Mapping[int, int], steps: int, what: str) -> dict[int, int]:
     "Return `given` sorted by step, each step checked to be in range and each count to be at least 1."
     table = {int(k): int(v) for k, v in sorted(dict(given).items())}

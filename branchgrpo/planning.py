@@ -28,7 +28,7 @@ def window_steps(s: MethodSettings, iteration: int = 0) -> tuple[int, ...]:
     window = Window(s.window_size, stop, start, s.window_every, s.window_stride, s.window)
     return window.at(iteration, s.seed)
 
-
+# %% ../nbs/23_planning.ipynb #0616f19b
 def one_of(setting: str, value: str, table: dict):
     "Return the entry of `table`. Raise `ValueError` naming the setting and what is allowed."
     if value not in table:
@@ -54,7 +54,7 @@ def noise_grid(s: MethodSettings, iteration: int = 0) -> tuple[torch.Tensor, int
         return sigmas, None
     return compress_tail(sigmas, inside[-1] + 1, s.tail_ratio), inside[-1] + 1
 
-
+# %% ../nbs/23_planning.ipynb #6abf7e00
 def plan_of(s: MethodSettings, iteration: int = 0) -> RolloutPlan:
     "Return the rollout plan at `iteration`. Raise `ValueError` naming the setting that is wrong."
     splits = split_steps(s, iteration)
@@ -97,7 +97,7 @@ def process_of(s: MethodSettings, policy, iteration: int = 0) -> Transition:
     "Return the reverse process of a policy of either kind at `iteration`."
     return PROCESSES[policy.kind](s, policy, iteration)
 
-
+# %% ../nbs/23_planning.ipynb #e1f08d82
 def sampling_process(policy, steps: int, shift: float = 3.0) -> Transition:
     "Return the process without noise that draws images for an evaluation, in `steps` steps."
     kinds = {"flow": "dance", "diffusion": "ddim"}

@@ -22,7 +22,7 @@ def names() -> list[str]:
     "Return the names of all recipes."
     return list(RECIPES.names())
 
-
+# %% ../nbs/22_recipes.ipynb #ab12238c
 def get(name: str) -> Recipe:
     """Return the recipe `name`, or that of a YAML file.
 

@@ -36,13 +36,13 @@ def unknown(setting: str, value: Any, allowed: Iterable[str]) -> ValueError:
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return ValueError(f"{setting}: {value!r} is not one of {', '.join(allowed)}{hint}")
 
-
+# %% ../nbs/20_registry.ipynb #c189cce9
 @cache
 def installed_in(group: str) -> EntryPoints:
     "Return the entry points of a group, from all installed packages."
     return entry_points(group=group)
 
-
+# %% ../nbs/20_registry.ipynb #a65a4398
 def loaded(entry: Any) -> Any:
     "Return the object that an entry stands for: itself, the object of a target, or that of an entry point."
     if isinstance(entry, EntryPoint):

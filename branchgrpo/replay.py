@@ -21,7 +21,7 @@ def _parent_rows(rows: tuple[int, int] | Tensor | None, count: int) -> Tensor:
         return rows
     return torch.arange(count)[slice(*rows) if isinstance(rows, tuple) else slice(None)]
 
-
+# %% ../nbs/09_rollout_replay.ipynb #66fa2907
 def revisit(
     tree: Tree,
     policy: Policy,

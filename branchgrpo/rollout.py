@@ -26,7 +26,7 @@ def chunks(n: int, size: int | None) -> list[tuple[int, int]]:
     size = size or max(n, 1)
     return [(start, min(start + size, n)) for start in range(0, n, size)]
 
-
+# %% ../nbs/09_rollout.ipynb #0caa8045
 def predict(
     policy: Policy,
     latents: Tensor,  # (P, W, …)
@@ -90,7 +90,7 @@ def _rows_of(values: Tensor, nodes: Tensor) -> Tensor:
     "Return the rows `nodes (P, k)` of `values (P, W, …)`: `(P, k, …)`."
     return values[torch.arange(len(values))[:, None], nodes.to(values.device)]
 
-
+# %% ../nbs/09_rollout.ipynb #2cb8bc24
 def _add_split(tree: Tree, step: int, factor: int) -> None:
     "Make `step` a split of a tree that has reached it; all later depths widen."
     plan = tree.plan
@@ -158,7 +158,7 @@ def _check_job(plan: RolloutPlan, job: RolloutJob) -> None:
     if plan.prune_at and job.select is None:
         raise ValueError("select: the plan has pruning steps, so `select` is needed")
 
-
+# %% ../nbs/09_rollout.ipynb #7e4707ad
 def _roots(plan: RolloutPlan, job: RolloutJob, keep_means: bool) -> Tree:
     "Return trees that have only their roots' latents."
     tree = Tree.from_plan(plan, len(job.noise.prompts))

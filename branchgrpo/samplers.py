@@ -23,7 +23,7 @@ def dance_noise(sigmas: Tensor, eta: float) -> Tensor:
         raise ValueError(f"eta: {eta} is not 0 or above")
     return torch.full((len(sigmas) - 1,), float(eta))
 
-
+# %% ../nbs/03_samplers.ipynb #e6814064
 def flow_grpo_noise(sigmas: Tensor, a: float) -> Tensor:
     """Return Flow-GRPO's noise level g of each step between `sigmas (T + 1,)`: `(T,)`.
 

@@ -98,7 +98,7 @@ def flow_transition(kind: str, sigmas: Tensor, noise_level: float, **options) ->
     noise = sampler.noise(sigmas, noise_level)
     return Transition(sampler.step, sigmas[:-1], sigmas, noise, sampler.per_root_h, **options)
 
-
+# %% ../nbs/04_transition.ipynb #b2d21088
 def ddim_transition(
     timesteps: Tensor,  # (T,) int64, falling
     alphas_cumprod: Tensor,  # (train_steps,) the model's own ᾱ

@@ -61,7 +61,7 @@ def ancestors(tree: Tree, depth: int) -> Tensor:
         index = parents.gather(1, index)
     return index
 
-
+# %% ../nbs/08_tree.ipynb #0616508f
 def path_log_probs(tree: Tree) -> list[Tensor]:
     "Return, per depth, the sum of the edges' log-densities from the root to each node: `(P, W)`."
     total = [tree.log_probs[0]]

@@ -58,7 +58,7 @@ def _check_window(window: Window) -> None:
     if not 0 < window.ratio < 1:
         raise ValueError(f"window_ratio: {window.ratio} is not between 0 and 1")
 
-
+# %% ../nbs/07_windows.ipynb #f01d648c
 def window_places(window: Window) -> list[int]:
     "Return all places of a window, from its start to its stop."
     return list(range(window.start, window.stop + (1 if window.stride > 0 else -1), window.stride))
@@ -72,7 +72,7 @@ def advance(places: list[int], stays: list[int], iteration: int) -> int:
             return place
     return places[-1]
 
-
+# %% ../nbs/07_windows.ipynb #3d1353f2
 @WINDOWS.register("progressive")
 def progressive(window: Window, iteration: int, seed: int) -> int:
     "Return the place of a window that stays `every` iterations at each place."
@@ -88,7 +88,7 @@ def decaying(window: Window, iteration: int, seed: int) -> int:
     stays = [max(1, round(window.every * (1 - n / last))) for n in range(len(places))]
     return advance(places, stays, iteration)
 
-
+# %% ../nbs/07_windows.ipynb #59d785d5
 @WINDOWS.register("exp-decaying")
 def exp_decaying(window: Window, iteration: int, seed: int) -> int:
     "Return the place of a window that stays every·exp(−0.1·(step − 13)) iterations at each step above 13."
@@ -101,14 +101,14 @@ def draw_place(places: list[int], odds: list[float], iteration: int, seed: int) 
     "Draw one of `places` with probabilities proportional to `odds`."
     return random.Random(f"{seed}/{iteration}").choices(places, odds)[0]
 
-
+# %% ../nbs/07_windows.ipynb #eedc101f
 @WINDOWS.register("random")
 def uniform(window: Window, iteration: int, seed: int) -> int:
     "Return a place drawn uniformly."
     places = window_places(window)
     return draw_place(places, [1.0] * len(places), iteration, seed)
 
-
+# %% ../nbs/07_windows.ipynb #4e0cab70
 @WINDOWS.register("geometric")
 def geometric(window: Window, iteration: int, seed: int) -> int:
     "Return a place drawn with odds ratioⁿ: early places are likelier. Source: TreeGRPO."

@@ -47,7 +47,7 @@ def frames_of(strip: "PIL.Image.Image", count: int | None) -> list["PIL.Image.Im
     width = strip.width // (count or strip.width // strip.height)
     return [strip.crop((x, 0, x + width, strip.height)) for x in range(0, strip.width, width)]
 
-
+# %% ../../nbs/evaluation/09_benchmark_files.ipynb #75c0990a
 def vbench_layout(rows: list[dict], metadata: list[dict], source: Path, target: Path) -> None:
     "Write VBench's layout for videos of your own: `PROMPT-0.gif`, from images that are strips of frames."
     from PIL import Image
@@ -84,7 +84,7 @@ def read_compbench(path: str | Path) -> dict[str, float]:
         raise ValueError(f"results: {str(path)!r} is not T2I-CompBench's vqa_result.json")
     return {"score": sum(answers) / len(answers)}
 
-
+# %% ../../nbs/evaluation/09_benchmark_files.ipynb #99bb8895
 def read_vbench(path: str | Path) -> dict[str, float]:
     """Return the score per dimension in VBench's eval_results.json, in [0, 1]; BranchGRPO prints them times 100.
 

@@ -63,7 +63,7 @@ def write_shared(path: Path, text: str, rank: int) -> None:
     write_text(own, text)
     os.replace(own, path)
 
-
+# %% ../../nbs/evaluation/04_config.ipynb #6bc13997
 def open_folder(folder: Path, e: Evaluation, rank: int = 0) -> None:
     "Make an evaluation's folder, or find it. Raise `ValueError` if it holds something else."
     new = recorded(e)

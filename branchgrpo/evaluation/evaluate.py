@@ -57,18 +57,18 @@ def open_model(e: Evaluation, device: str):
     sizes = {"height": e.height, "width": e.width, "frames": e.frames}
     return open_policy(e.backbone, e.weights, device, guidance_scale=e.guidance_scale, **sizes)
 
-
+# %% ../../nbs/evaluation/05_evaluate.ipynb #5f25466e
 def block_path(evaluator: Evaluator, block: int) -> Path:
     "Return the place of a block's rows."
     return evaluator.folder / "blocks" / f"{block:06d}.jsonl"
 
-
+# %% ../../nbs/evaluation/05_evaluate.ipynb #7fc0f890
 def block_count(evaluator: Evaluator) -> int:
     "Return the number of blocks of all processes together."
     e = evaluator.evaluation
     return math.ceil(len(evaluator.prompts) * e.samples / e.block)
 
-
+# %% ../../nbs/evaluation/05_evaluate.ipynb #4c9e56db
 def block_numbers(evaluator: Evaluator, block: int) -> list[int]:
     "Return the numbers of a block's images."
     e = evaluator.evaluation

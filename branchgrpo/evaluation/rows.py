@@ -43,7 +43,7 @@ def score_images(
     kinds = {"rewards": rewards} | ({"check": check} if check else {})
     return {kind: {name: column.tolist() for name, column in table.items()} for kind, table in kinds.items()}
 
-
+# %% ../../nbs/evaluation/03_rows.ipynb #ab9bba5a
 def scores_at(table: dict[str, list[float]], i: int) -> dict[str, float | None]:
     "Return the scores of image `i`, rounded to six digits; None for a missing one."
     values = {name: column[i] for name, column in table.items()}
@@ -67,7 +67,7 @@ def image_rows(
         rows.append(row)
     return rows
 
-
+# %% ../../nbs/evaluation/03_rows.ipynb #a754ce00
 def file_columns(number: int, images: Tensor, saved: bool) -> dict[str, Any]:
     "Return what a row says about its file: `image` if images are saved, `frames` if they are clips."
     columns = {"image": image_place(number)} if saved else {}

@@ -47,7 +47,7 @@ def as_image(image: Tensor) -> "PIL.Image.Image":
 # %% ../../nbs/evaluation/01_sampling.ipynb #aa66e419
 WEIGHTS = ("trained", "ema", "base")
 
-
+# %% ../../nbs/evaluation/01_sampling.ipynb #77b72ba8
 def load_average(policy: Policy, run: Run) -> None:
     "Copy a run's averaged weights into the policy. Raise `ValueError` if its checkpoint has none, or others."
     path = run.path / "checkpoint.pt"

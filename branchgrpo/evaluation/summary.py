@@ -46,7 +46,7 @@ def prompt_means(rows: list[dict], kind: str, name: str) -> Tensor:
         means.append(sum(known) / len(known) if known else math.nan)
     return torch.tensor(means)
 
-
+# %% ../../nbs/evaluation/02_summary.ipynb #17c520d6
 def score_table(rows: list[dict]) -> dict[str, dict]:
     "Return mean, interval and number of `unscored` images of every reward and every check."
     table = {}

@@ -15,7 +15,8 @@ from .page_runs import planned_runs
 from .pages import Job
 from .run_cache import cache_key
 from ..training.config import TrainConfig
-from ..training.doctor import count, estimate, found, meta_policy
+from ..training.doctor import found
+from ..training.estimate import count, estimate, meta_policy
 
 # %% ../../nbs/reproduction/07_budget.ipynb #f40f113d
 @lru_cache
@@ -36,7 +37,7 @@ def gpu_hours(
     except (OSError, ValueError):
         return None
     plan = plan_of(replace(config, adaptive=False).settings())  # adaptive splits are known only during training
-    return estimate(policy, counted, plan, settings, 1, tflops)["hours"]
+    return estimate(policy, counted, plan, settings, 1, tflops).hours
 
 # %% ../../nbs/reproduction/07_budget.ipynb #ca225a31
 def changes(config: TrainConfig) -> str:

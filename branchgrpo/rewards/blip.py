@@ -37,7 +37,7 @@ def with_prefix(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     "Return the weights whose names begin with `prefix`, without it."
     return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
 
-
+# %% ../../nbs/rewards/11_blip.ipynb #e84ac248
 def split_checkpoint(state: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     "Return the vision, text and head weights of ImageReward.pt, each under the names of its class."
     vision = with_prefix(state, "blip.visual_encoder.")

@@ -58,7 +58,7 @@ class Checked:
         check_prompts(images, prompts)
         return as_scores(self.reward(images, prompts, metadata), self.name, len(images), images.device)
 
-
+# %% ../../nbs/rewards/00_contract.ipynb #ceaa63c1
 def check_prompts(images: Tensor, prompts: list[str]) -> None:
     "Raise `ValueError` if there is not one prompt per image."
     if len(images) != len(prompts):

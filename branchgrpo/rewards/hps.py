@@ -88,7 +88,7 @@ class HPSReward(ClipReward):
 _REFEREE = """import json, sys
 import hpsv2
 rows = json.load(open(sys.argv[1]))
-scores = [float(hpsv2.score([r["picture"]], r["prompt"], hps_version="v2.1")[0]) for r in rows]
+scores = [float(hpsv2.score([r["image"]], r["prompt"], hps_version="v2.1")[0]) for r in rows]
 json.dump(scores, open(sys.argv[2], "w"))
 """
 
@@ -97,7 +97,7 @@ def hpsv2_scores(rows: list[dict], python: str) -> list[float]:
     "Return the scores of `rows` by the package hpsv2. Raises `ValueError` with the last line of a failing environment."
     with tempfile.TemporaryDirectory() as folder:
         question, answer, script = (Path(folder) / name for name in ("rows.json", "scores.json", "referee.py"))
-        full = [{"picture": str(Path(r["picture"]).resolve()), "prompt": r["prompt"]} for r in rows]
+        full = [{"image": str(Path(r["image"]).resolve()), "prompt": r["prompt"]} for r in rows]
         question.write_text(json.dumps(full))
         script.write_text(_REFEREE)
         done = subprocess.run([python, str(script), str(question), str(answer)], capture_output=True, text=True)
@@ -117,12 +117,12 @@ def read_image(path: str | Path) -> Tensor:
 
 # %% ../../nbs/rewards/08_hps.ipynb #887a8b86
 def check_hps(
-    rows: list[dict],  # [{"picture": path, "prompt": text}]
+    rows: list[dict],  # [{"image": path, "prompt": text}]
     python: str,  # the Python of an environment with hpsv2
     reward: Callable | None = None,  # instead of HPS-v2.1 of the hub
 ) -> list[tuple[float, float]]:  # [(our score, hpsv2's score), …]
     "Score images here and with hpsv2 itself. Raises `ValueError` as `hpsv2_scores` does."
     reward = reward or HPSReward("xswu/HPSv2")
     theirs = hpsv2_scores(rows, python)
-    ours = [reward(read_image(r["picture"]), [r["prompt"]]).item() for r in rows]
+    ours = [reward(read_image(r["image"]), [r["prompt"]]).item() for r in rows]
     return list(zip(ours, theirs))

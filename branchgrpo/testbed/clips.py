@@ -75,7 +75,7 @@ def random_clip(rng: np.random.Generator) -> Clip:
     y, x = MOTIONS[way]
     return Clip(random_glyph(rng), (speed * y, speed * x))
 
-
+# %% ../../nbs/testbed/09_clips.ipynb #593c2cce
 def clip_scenes(n: int, split: str = "train", seed: int = 0) -> list[Clip]:
     "Draw `n` clips whose captions belong to `split` (`train` or `test`)."
     rng = np.random.default_rng(seed)

@@ -176,7 +176,7 @@ def random_glyph(rng: np.random.Generator) -> Glyph:
     colour = str(rng.choice(list(COLOURS)))
     return Glyph(digit, colour, str(rng.choice(TEXTURES)))
 
-
+# %% ../../nbs/testbed/00_digits.ipynb #5aa18f3a
 def random_scene(rng: np.random.Generator) -> Scene:
     "Draw one scene: 30 % one digit, 40 % a pair in one of four relations, 30 % two to four equal digits."
     kind = rng.choice(3, p=[0.3, 0.4, 0.3])

@@ -75,7 +75,7 @@ def scaled_window(recipe: Recipe, old: int, new: int) -> dict[str, Sourced]:
         sourced["window_every"] = (max(1, round(s.window_every / 5)), every)
     return sourced
 
-
+# %% ../../nbs/testbed/14_scaling.ipynb #644e9ec4
 def scaled_source(recipe: Recipe, key: str, steps: int) -> str:
     "Return the source of a value that was scaled to another number of steps."
     return f"{recipe.sources[key]}; scaled to {steps} steps"

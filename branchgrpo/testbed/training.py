@@ -49,7 +49,7 @@ def training_parts(models: nn.Module, steps: int, lr: float, ema: float, weight_
     average = AveragedModel(models, multi_avg_fn=get_ema_multi_avg_fn(ema))
     return {"models": models, "optimizer": optimizer, "schedule": schedule, "average": average}
 
-
+# %% ../../nbs/testbed/02_training.ipynb #a4e160cb
 def load_parts(parts: dict, checkpoint: Path) -> list[float]:
     "Restore `parts` from the file `checkpoint`, if it exists. Return the losses of the steps already taken."
     if not Path(checkpoint).exists():

@@ -60,7 +60,7 @@ class Tracking(Callback):
     def on_end(self, trainer):
         trainer.accelerator.end_training()
 
-
+# %% ../../nbs/training/12_callbacks.ipynb #84b4e398
 def usual_callbacks(tracker: str) -> list[Callback]:
     "Return the callbacks of every run."
     return [ProgressBar()] + ([] if tracker == "none" else [Tracking()])

@@ -90,7 +90,7 @@ def plain(value: Any) -> Any:
         return {int(k) if str(k).isdigit() else k: v for k, v in value.items()}
     return value
 
-
+# %% ../../nbs/training/02_config.ipynb #5a324f44
 def read_yaml(path: str | Path) -> dict[str, Any]:
     "Return the table of a YAML file. Raise `ValueError` if it is missing or holds no table."
     import yaml

@@ -40,7 +40,7 @@ class Finding(NamedTuple):
 REQUIRED = ("torch", "diffusers", "transformers", "accelerate", "peft")
 OPTIONAL = {"torchvision": "pip install 'branchgrpo[eval]'", "wandb": "pip install wandb"}
 
-
+# %% ../../nbs/training/17_doctor.ipynb #5974fd61
 def package(name: str) -> Finding:
     "Report whether a package is installed."
     try:
@@ -49,14 +49,14 @@ def package(name: str) -> Finding:
         state = "absent" if name in OPTIONAL else "missing"
         return Finding(state, name, OPTIONAL.get(name, f"pip install {name}"))
 
-
+# %% ../../nbs/training/17_doctor.ipynb #dfa02b69
 def gpus_here() -> Finding:
     "Report the GPUs of this machine."
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     state = "ok" if torch.cuda.is_available() else "absent"
     return Finding(state, "GPU", ", ".join(names) or f"none; the CPU has {torch.get_num_threads()} threads")
 
-
+# %% ../../nbs/training/17_doctor.ipynb #d6ddd219
 def packages() -> list[Finding]:
     "Report Python, the packages that a run needs or may need, and the GPUs."
     python = Finding("ok", "python", platform.python_version())
@@ -67,12 +67,12 @@ def is_inside(place: str) -> bool:
     "Return whether a file or folder belongs to this package."
     return Path(place).is_relative_to(str(files("branchgrpo")))
 
-
+# %% ../../nbs/training/17_doctor.ipynb #78454266
 def is_hub_name(place: str) -> bool:
     "Return whether a place reads owner/model."
     return place.count("/") == 1 and not Path(place).exists()
 
-
+# %% ../../nbs/training/17_doctor.ipynb #320eb9f5
 def is_here(place: str, file: str) -> bool:
     "Return whether a folder is on this machine, or `file` of a hub name is in the hub's cache."
     from huggingface_hub import try_to_load_from_cache
@@ -109,7 +109,7 @@ def server_here(what: str, address: str) -> Finding:
 # %% ../../nbs/training/17_doctor.ipynb #023bfb7c
 CHECKPOINTS = {"hps-v2.1": "HPS_v2.1_compressed.pt", "imagereward": "ImageReward.pt"}  # others: a folder
 
-
+# %% ../../nbs/training/17_doctor.ipynb #96fe50d6
 def reward_here(name: str) -> Finding:
     "Report whether one reward's weights, its server or its code are where the reward looks for them."
     entry, place = split_name(name)
@@ -127,7 +127,7 @@ def reward_here(name: str) -> Finding:
         return Finding("missing", what, f"hf download {place}" + ("" if file == "config.json" else f" {file}"))
     return Finding("missing", what, f"put {place} there, or name its place: {name}:PATH")
 
-# %% ../../nbs/training/17_doctor.ipynb #96fe50d6
+# %% ../../nbs/training/17_doctor.ipynb #3bc3b668
 def prompts_here(name: str) -> Finding:
     "Report whether the prompts can be read, and how many there are."
     what = f"prompts {name}"
@@ -138,7 +138,7 @@ def prompts_here(name: str) -> Finding:
     counts = f"{len(prompts.train)} to train on, {len(prompts.test)} to test on, {prompts.overlap} in both"
     return Finding("ok", what, counts)
 
-
+# %% ../../nbs/training/17_doctor.ipynb #b77c5cb5
 def found(backbone: str, reward: str, prompts: str = "digit-pairs") -> list[Finding]:
     "Report on the weights of a backbone, of every reward of a sum, and on the prompts."
     rewards = [reward_here(name) for _, name in terms(reward)[0]]
@@ -175,7 +175,7 @@ def costs(s: Settings, gpus: int = 8, tflops: float = 400.0) -> list[str]:
         reason = " ".join(str(error).split())[:100]
         return [f"costs: the model's configuration is not on this machine ({reason})"]
 
-
+# %% ../../nbs/training/17_doctor.ipynb #35cf35cd
 def report(
     s: Settings,  # as `TrainConfig(...).settings()` returns
     gpus: int = 8,

@@ -30,7 +30,7 @@ def read_config(model: Any, folder: str, part: str) -> dict[str, Any]:
         return json.loads((Path(folder) / part / "config.json").read_text())
     return model.load_config(folder, subfolder=part)
 
-
+# %% ../../nbs/training/16_estimate.ipynb #495f1ce0
 def scale_factors(vae: dict[str, Any]) -> dict[str, int]:
     "Return the pixels per latent pixel, named as in a pipeline of images or of video."
     if "block_out_channels" in vae:
@@ -132,7 +132,7 @@ def iteration_flops(counted: Counted, plan: RolloutPlan, s: Settings) -> float:
     training = counted.training * s.updates_per_rollout + (counted.forward if s.kl > 0 else 0)
     return s.prompts_per_iteration * (cost.calls * counted.forward + cost.trained_calls * training)
 
-
+# %% ../../nbs/training/16_estimate.ipynb #3c58b27b
 def memory(policy: Policy, counted: Counted, s: Settings, max_batch: int) -> dict[str, float]:
     "Return the GB per GPU of full fine-tuning, of an adapter, and of the activations, which both contain."
     activations = counted.activation_bytes * max_batch / GB

@@ -42,7 +42,7 @@ def write_lora(policy, folder: Path) -> None:
     layers = {f"{part}_lora_layers": get_peft_model_state_dict(policy.denoiser)}
     policy.pipeline.save_lora_weights(folder, **layers, **metadata)
 
-
+# %% ../../nbs/training/10_export.ipynb #db1c6f95
 def write_model(policy, folder: Path) -> None:
     "Write a policy's pipeline, or the weights of a policy without one."
     if hasattr(policy, "pipeline"):

@@ -45,12 +45,12 @@ def read_jsonl(path: str | Path) -> list[dict]:
             break
     return rows
 
-
+# %% ../../nbs/training/00_files.ipynb #94b841bc
 def write_jsonl(path: str | Path, rows: list[dict]) -> None:
     "Write rows as a jsonl file, whole or not at all."
     write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
-
+# %% ../../nbs/training/00_files.ipynb #a6341caa
 def append_jsonl(path: str | Path, row: dict) -> None:
     "Add one row to a jsonl file."
     with open(path, "a", encoding="utf-8") as file:

@@ -37,7 +37,7 @@ def reward_metrics(s: Settings, rolled: Collected, leaf_mask: Tensor, accelerato
     everyone = accelerator.reduce(scored.sum(), "mean")
     return {key: (value.to(scored) * scored).sum() / everyone for key, value in table.items()}
 
-
+# %% ../../nbs/training/13_metrics.ipynb #991a34f7
 def over_processes(stats: dict[str, Any], accelerator) -> dict[str, float]:
     "Return the mean of every metric over all processes."
     keys = sorted(stats)

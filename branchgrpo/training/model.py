@@ -49,7 +49,7 @@ def open_policy(s: Settings, device, policy: Any = None) -> Any:
     check_rank(policy, s.lora_rank)
     return policy
 
-
+# %% ../../nbs/training/04_model.ipynb #60bce5a7
 def check_rank(policy: Any, rank: int) -> None:
     "Raise `ValueError` if an adapter of `rank` does not fit the policy's layers."
     if not rank:
@@ -123,7 +123,7 @@ def reference_policy(learner: Learner) -> Iterator[Any]:
     finally:
         learner.policy.denoiser.enable_adapters()
 
-
+# %% ../../nbs/training/04_model.ipynb #a1d4a820
 def frozen_copy(policy: Any) -> Any:
     "Return a policy that shares all but the denoiser, which is copied and frozen."
     before = copy.copy(policy)

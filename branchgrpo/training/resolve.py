@@ -18,14 +18,14 @@ from typing import Any
 import torch
 
 from .. import recipes
-from ..backbones.base import BACKBONES, family
+from ..backbones.base import adapt_recipe, family
 from ..credit import ADVANTAGES
 from ..methods.recipe import Recipe
 from ..objective import RATIOS
 from ..ovf import SELECTIONS
 from ..planning import check_process, plan_of
 from ..pruning import PRUNINGS
-from ..registry import import_target, unknown
+from ..registry import unknown
 from ..rewards.base import check_name, reward_name, source_digest, terms
 from .config import Settings, TrainConfig
 from ..settings import check_types
@@ -37,11 +37,8 @@ def fitted(name: str, backbone: str, policy: Any = None) -> tuple[Recipe, str]:
     if policy is not None:
         kind = getattr(policy, "kind", "flow")
         return recipes.at_kind(recipe, kind), kind
-    entry = BACKBONES.get(backbone) if backbone in BACKBONES.names() else None
-    if entry is not None and entry.adapt:
-        recipe = import_target(entry.adapt)(recipe, backbone)
     kind = family(backbone).kind
-    return recipes.at_kind(recipe, kind), kind
+    return recipes.at_kind(adapt_recipe(recipe, backbone), kind), kind
 
 # %% ../../nbs/training/03_resolve.ipynb #9b7d18af
 def names_of(config: TrainConfig, policy=None, reward=None, prompts=None) -> dict[str, Any]:
@@ -53,7 +50,7 @@ def names_of(config: TrainConfig, policy=None, reward=None, prompts=None) -> dic
         out[name] = reward_name(value) if name == "reward" else type(value).__name__
     return out
 
-
+# %% ../../nbs/training/03_resolve.ipynb #8a3912e8
 def digests(config: TrainConfig, reward=None, prompts=None) -> dict[str, str]:
     "Return a digest of every reward and advantage of your own, by setting, and of prompts given as an object."
     own = {"reward": source_digest(config.reward if reward is None else reward)}
@@ -65,7 +62,7 @@ def digests(config: TrainConfig, reward=None, prompts=None) -> dict[str, str]:
         own[setting] = None if is_ours(chosen) else source_digest(chosen)
     return {name: digest for name, digest in own.items() if digest}
 
-
+# %% ../../nbs/training/03_resolve.ipynb #c052b3e5
 def is_ours(entry: Any) -> bool:
     "Return whether an entry of a registry belongs to this package."
     return getattr(entry, "__module__", "").partition(".")[0] == "branchgrpo"
@@ -165,7 +162,7 @@ def check_together(s: Settings) -> None:
     if s.group_selection != "all" and not 1 <= s.group_keep <= leaves:
         raise ValueError(f"group_keep: {s.group_keep} is not within 1…{leaves}, the leaves of a tree")
 
-
+# %% ../../nbs/training/03_resolve.ipynb #68b9d715
 def check_rewards(s: Settings, reward: Any = None) -> None:
     "Raise `ValueError` if a reward's name is wrong. Load no weights."
     if reward is None:
@@ -176,7 +173,7 @@ def check_rewards(s: Settings, reward: Any = None) -> None:
         except ValueError as error:
             raise ValueError(str(error).replace("reward:", "held_out:", 1)) from None
 
-
+# %% ../../nbs/training/03_resolve.ipynb #23258038
 def listed(text: str | None) -> list[str]:
     "Return the names of a comma-separated list."
     return [name.strip() for name in (text or "").split(",") if name.strip()]

@@ -91,7 +91,7 @@ def check_same_run(path: str | Path, settings: dict, free: tuple[str, ...]) -> N
     if differ:
         raise ValueError(f"output: {str(path)!r} holds another run (differs in {', '.join(sorted(differ))})")
 
-
+# %% ../../nbs/training/01_runs.ipynb #6d470f8a
 def open_run(path: str | Path, settings: dict, free: tuple[str, ...] = ("iterations",)) -> Run:
     "Return the run at `path`, made now or found. Raise `ValueError` if the folder holds something else."
     run = Run(Path(path))

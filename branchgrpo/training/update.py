@@ -30,7 +30,7 @@ class MicroBatch:
     rows: Tensor  # (N,) places among the flattened parents (P·W)
     mask: Tensor  # (N, K) bool
 
-
+# %% ../../nbs/training/08_update.ipynb #29810ff5
 def micro_batches(tree: Tree, edge_mask: list[Tensor], size: int | None) -> list[MicroBatch]:
     """Return the micro-batches of an update, at most `size` parents each, step by step.
 
@@ -123,7 +123,7 @@ def optimiser_step(learner: Learner) -> Tensor:
     learner.optimizer.zero_grad()
     return norm
 
-
+# %% ../../nbs/training/08_update.ipynb #e493bab2
 def update(learner: Learner, rolled: Rolled) -> dict[str, Any]:
     "Train on one rollout; return the metrics of the last pass, and the largest ratio error of the first."
     first_error = None
