@@ -11,14 +11,15 @@ help:  ## this text
 env: .venv/.stamp  ## make .venv with everything in it
 
 .venv/.stamp: constraints.txt settings.ini setup.py pyproject.toml
+	@echo "Installing into .venv: about 2 minutes."
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 
-quickstart: env  ## train BranchGRPO and DanceGRPO on tiny-flux; figures in figures/testbed/
-	@mkdir -p runs/quickstart
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/papermill reproduce/quickstart.ipynb runs/quickstart/quickstart.ipynb -k python3
-	@echo "executed notebook: runs/quickstart/quickstart.ipynb   figures: figures/testbed/"
+quickstart: env  ## train BranchGRPO and DanceGRPO on tiny-flux (about 4 minutes on two cores)
+	@echo "Training BranchGRPO and DanceGRPO on tiny-flux, 40 iterations each: about 4 minutes on two cores."
+	@$(BIN)/branchgrpo reproduce quickstart --scale quickstart --jobs 2
+	@echo "figures: runs/quickstart/figures/   executed notebook: runs/reproduce/quickstart/quickstart.ipynb"
 
 test: env  ## every notebook's tests and tests/
 	$(BIN)/python -m pytest

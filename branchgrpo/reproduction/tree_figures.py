@@ -4,15 +4,20 @@
 
 # %% auto #0
 __all__ = ['EDGE_STYLES', 'heights_from_roots', 'edge_kind', 'draw_plan', 'heights_from_leaves', 'ancestor', 'thumbnail',
-           'frame_colours', 'draw_tree']
+           'frame_colours', 'draw_tree', 'split_depths', 'x0_images']
 
 # %% ../../nbs/reproduction/10_tree_figures.ipynb #ab9149e8
 import matplotlib.pyplot as plt
 import numpy as np
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.offsetbox import AnnotationBbox, OffsetImage
+from torch import Tensor
 
+from ..policy import Policy
+from ..rollout import predict
+from ..transition import Transition
 from ..tree import Tree
 
 # %% ../../nbs/reproduction/10_tree_figures.ipynb #cb09b920
@@ -119,3 +124,28 @@ def draw_tree(
     ax.set(xlim=(-0.5, len(depths) - 0.5), ylim=(leaves - 0.4, -1.2))
     ax.axis("off")
     return fig
+
+# %% ../../nbs/reproduction/10_tree_figures.ipynb #950bd046
+def split_depths(tree: Tree) -> list[int]:
+    "Return the depths to draw: the roots, the nodes after each split, and the leaves."
+    return [0, *(step + 1 for step in tree.plan.splits), tree.steps]
+
+
+@torch.no_grad()
+def x0_images(
+    policy: Policy,
+    process: Transition,
+    tree: Tree,
+    conditioning: dict[str, Tensor],  # P rows each
+    depths: list[int],
+) -> dict[int, Tensor]:  # depth: images (W, 3, H, W)
+    "Return the decoded x̂₀ prediction of the first prompt's nodes, per depth; at the last depth the images."
+    first = {name: values[:1] for name, values in conditioning.items()}
+    images = {}
+    for d in depths:
+        x = tree.latents[d][:1]
+        if d < tree.steps:
+            output = predict(policy, x, process.times[d], first)
+            x = process.x0_hat(d, x.flatten(0, 1), output.flatten(0, 1))[None]
+        images[d] = policy.decode(x[0].float())
+    return images
