@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help env quickstart test benchmark export clean-notebooks
+.PHONY: help env quickstart check test benchmark export clean-notebooks
 
 help:  ## this text
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -20,6 +20,11 @@ quickstart: env  ## train BranchGRPO and DanceGRPO on tiny-flux (about 4 minutes
 	@echo "Training BranchGRPO and DanceGRPO on tiny-flux, 40 iterations each: about 4 minutes on two cores."
 	@$(BIN)/branchgrpo reproduce quickstart --scale quickstart --jobs 2
 	@echo "figures: runs/quickstart/figures/   executed notebook: runs/reproduce/quickstart/quickstart.ipynb"
+
+check: env  ## formatting, lint and types
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
 test: env  ## every notebook's tests and tests/
 	$(BIN)/python -m pytest

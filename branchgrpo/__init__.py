@@ -3,7 +3,9 @@
 The public names are loaded when they are first used, so `import branchgrpo` is fast.
 """
 
+import logging
 import sys
+import warnings
 from importlib import import_module
 from types import ModuleType
 
@@ -86,3 +88,20 @@ def __getattr__(name):
 
 def __dir__():
     return sorted(__all__)
+
+
+# Messages of other libraries that help no user: the images stay the same, and an empty list names no module.
+_NO_NEWS = ("requires torchvision (not installed); falling back to", "should be kept in float32: []")
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    "Return whether a library's message helps a user."
+    text = record.getMessage()
+    return not any(part in text for part in _NO_NEWS)
+
+
+for _name in ("transformers.utils.import_utils", "diffusers.models.modeling_utils"):
+    logging.getLogger(_name).addFilter(_is_news)
+
+# In bf16 on a CPU, torch says that it takes a slower rms_norm.
+warnings.filterwarnings("ignore", "Mismatch dtype between input and weight", UserWarning)

@@ -1,7 +1,10 @@
-"""Seconds of a rollout and an update against their floor, and against a reference that walks one node and one edge at a time.
+"""Seconds of a rollout and an update against their floor, and against a reference of one node and one edge at a time.
 
-Interleaved, medians; run it with `make benchmark` on an idle machine. The floor of a rollout is (denoiser calls) × (best batched forward time per sample);
-of an update, (trained calls) × (best batched forward-and-backward time per sample). `engine alone` is the rollout with a denoiser that costs nothing."""
+Jobs are interleaved and their medians taken; run it with `make benchmark` on an idle machine.
+The floor of a rollout is (denoiser calls) × (best batched forward time per sample);
+of an update, (trained calls) × (best batched forward-and-backward time per sample).
+`engine alone` is the rollout with a denoiser that costs nothing.
+"""
 
 import statistics
 import sys
@@ -12,8 +15,8 @@ from functools import partial
 import torch
 
 from branchgrpo.objective import edge_loss
-from branchgrpo.rollout import edge_log_probs, rollout
 from branchgrpo.planning import plan_of, process_of, sibling_s
+from branchgrpo.rollout import edge_log_probs, rollout
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.trainer import Trainer, assign_credit
 from branchgrpo.training.update import accumulate

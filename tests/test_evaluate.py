@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 
@@ -12,23 +11,12 @@ import torch
 from branchgrpo.evaluation.config import Evaluation
 from branchgrpo.evaluation.evaluate import Evaluator
 from branchgrpo.evaluation.sampling import open_policy
+from branchgrpo.reproduction.warm import popen
 from branchgrpo.testbed.digits import scenes
 from branchgrpo.training.trainer import TrainConfig, Trainer
 
-CALL = [
-    sys.executable,
-    "-m",
-    "branchgrpo.cli",
-    "evaluate",
-    "--steps",
-    "3",
-    "--block",
-    "20",
-    "--rewards",
-    "tiny-clip",
-    "tiny-pickscore",
-]
-ENV = os.environ | {"OMP_NUM_THREADS": "1"}
+OPTIONS = ["--steps", "3", "--block", "20", "--rewards", "tiny-clip", "tiny-pickscore"]
+CALL = [sys.executable, "-m", "branchgrpo.cli", "evaluate", *OPTIONS]
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +28,14 @@ def prompts(tmp_path_factory):
 
 
 def start(folder, prompts, **extra):
-    return subprocess.Popen(
-        [*CALL, "--prompts", prompts, "--output", str(folder)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        env=ENV | extra,
-    )
+    "Start an evaluation; its log is beside its folder."
+    words = [*CALL, "--prompts", prompts, "--output", folder]
+    with open(f"{folder}{extra.get('RANK', '')}.log", "a") as log:
+        return popen(words, stdout=log, stderr=log, env=os.environ | extra)
+
+
+def ends_well(process, log):
+    assert process.wait(timeout=200) == 0, log.read_text()[-2000:]
 
 
 def test_four_hundred_prompts_killed_in_the_middle(tmp_path, prompts):
@@ -58,8 +48,8 @@ def test_four_hundred_prompts_killed_in_the_middle(tmp_path, prompts):
     killed.wait()
     assert not (tmp_path / "killed/summary.json").exists()
     again = start(tmp_path / "killed", prompts)
-    for process in (whole, again):
-        assert process.wait(timeout=200) == 0, process.stderr.read().decode()[-2000:]
+    ends_well(whole, tmp_path / "whole.log")
+    ends_well(again, tmp_path / "killed.log")
     for name in ("images.jsonl", "summary.json"):
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "killed" / name).read_bytes()
     assert len((tmp_path / "whole/images.jsonl").read_text().splitlines()) == 400
@@ -68,8 +58,8 @@ def test_four_hundred_prompts_killed_in_the_middle(tmp_path, prompts):
 
 def test_two_processes_share_the_work(tmp_path, prompts):
     both = [start(tmp_path / "run", prompts, RANK=str(r), WORLD_SIZE="2") for r in range(2)]
-    for process in both:
-        assert process.wait(timeout=200) == 0, process.stderr.read().decode()[-2000:]
+    for rank, process in enumerate(both):
+        ends_well(process, tmp_path / f"run{rank}.log")
     numbers = [line.split(",")[0] for line in (tmp_path / "run/images.jsonl").read_text().splitlines()]
     assert len(numbers) == len(set(numbers)) == 400
 

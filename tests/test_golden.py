@@ -10,9 +10,11 @@ from branchgrpo.schedule import alpha_bars, ddim_timesteps, flow_sigmas
 from branchgrpo.transition import dance_noise, ddim_step, flow_grpo_noise, flow_step
 from branchgrpo.tree import Tree
 
-close = lambda a, b: torch.testing.assert_close(
-    torch.as_tensor(a, dtype=torch.float32), torch.as_tensor(b, dtype=torch.float32), rtol=1e-5, atol=1e-6
-)
+
+def close(actual, expected):
+    actual = torch.as_tensor(actual, dtype=torch.float32)
+    expected = torch.as_tensor(expected, dtype=torch.float32)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def tensor(case, key):
@@ -56,9 +58,9 @@ def test_ddim(golden):
     levels = alpha_bars(timesteps, torch.cumprod(1 - betas, 0))
     for case in data["cases"]:
         i = case["step"]
-        step = lambda eta: ddim_step(tensor(case, "x"), tensor(case, "epsilon"), levels[i], levels[i + 1], eta)
-        close(step(case["eta"]).log_prob(tensor(case, "next")), case["log_prob"])
-        close(step(0.0).mean, tensor(case, "ddim_eta0_next"))
+        given = tensor(case, "x"), tensor(case, "epsilon"), levels[i], levels[i + 1]
+        close(ddim_step(*given, case["eta"]).log_prob(tensor(case, "next")), case["log_prob"])
+        close(ddim_step(*given, 0.0).mean, tensor(case, "ddim_eta0_next"))
 
 
 @pytest.mark.parametrize("n", range(4))

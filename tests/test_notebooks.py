@@ -9,40 +9,43 @@ from pathlib import Path
 
 import pytest
 
+from branchgrpo.reproduction.warm import run
+
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
-NOTEBOOKS = sorted(
-    p for p in [*ROOT.glob("nbs/**/*.ipynb"), *ROOT.glob("reproduce/**/*.ipynb")] if ".ipynb_checkpoints" not in str(p)
-)
-LESSONS = [p for p in NOTEBOOKS if p.is_relative_to(ROOT / "nbs")]
-name = lambda p: str(p.relative_to(ROOT))
+FOUND = [*ROOT.glob("nbs/**/*.ipynb"), *ROOT.glob("reproduce/**/*.ipynb")]
+NOTEBOOKS = sorted(path for path in FOUND if ".ipynb_checkpoints" not in path.parts)
+LESSONS = [path for path in NOTEBOOKS if path.is_relative_to(ROOT / "nbs")]
+TEMPLATES = [path for path in NOTEBOOKS if path not in LESSONS]
 
 
-TEST = """import sys; from pathlib import Path; from nbdev.config import get_config; from nbdev.test import test_nb
+def name(path):
+    return str(path.relative_to(ROOT))
+
+
+TEST = """
+import sys
+from pathlib import Path
+from nbdev.config import get_config
+from nbdev.test import test_nb
 config = get_config(Path.cwd())
-sys.exit(not all([test_nb(Path(f), skip_flags=config.tst_flags.split(), basepath=config.config_path)[0] for f in sys.argv[1:]]))"""
+passed, _ = test_nb(Path(sys.argv[1]), skip_flags=config.tst_flags.split(), basepath=config.config_path)
+sys.exit(not passed)
+"""
 
 
-@pytest.mark.parametrize("part", range(8))
-def test_lessons_run(part):
-    """As nbdev-test does; in parts, so that the processes of the suite share them."""
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        [sys.executable, "-c", TEST, *map(str, LESSONS[part::8])],
-        cwd=ROOT / "nbs",
-        env=env,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+@pytest.mark.parametrize("path", LESSONS, ids=name)
+def test_lesson(path):
+    "As nbdev-test does; in a process where the libraries are imported already, but nothing of branchgrpo."
+    env = os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}"}
+    done = run([sys.executable, "-c", TEST, path], cwd=ROOT / "nbs", env=env, timeout=900)
+    assert done.returncode == 0, done.stdout[-6000:]
 
 
 def exported(folder):
-    return {
-        str(p.relative_to(folder)): p.read_text()
-        for p in (folder / "branchgrpo").rglob("*.py")
-        if p.name != "__init__.py"
-    }
+    "The exported modules below `folder`, by path."
+    paths = [path for path in (folder / "branchgrpo").rglob("*.py") if path.name not in ("__init__.py", "_modidx.py")]
+    return {str(path.relative_to(folder)): path.read_text() for path in paths}
 
 
 @pytest.fixture
@@ -61,9 +64,7 @@ def out_of_sync(folder):
         (folder / path).unlink()
     subprocess.run([BIN / "nbdev-export"], cwd=folder, check=True, capture_output=True)
     after = exported(folder)
-    return sorted(
-        k for k in before.keys() | after.keys() if before.get(k) != after.get(k) and not k.endswith("_modidx.py")
-    )
+    return sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
 
 
 def test_modules_are_in_sync(copy):
@@ -81,9 +82,8 @@ def test_notebooks_are_clean(copy):
     shutil.copytree(ROOT / "reproduce", copy / "reproduce", dirs_exist_ok=True)
     for folder in ("nbs", "reproduce"):
         subprocess.run([BIN / "nbdev-clean", "--fname", folder], cwd=copy, check=True, capture_output=True)
-    assert [name(p) for p in NOTEBOOKS if p.read_text() != (copy / name(p)).read_text()] == [], (
-        "run make clean-notebooks"
-    )
+    changed = [name(path) for path in NOTEBOOKS if path.read_text() != (copy / name(path)).read_text()]
+    assert changed == [], "run make clean-notebooks"
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=name)
@@ -91,17 +91,27 @@ def test_notebook_is_small(path):
     assert path.stat().st_size < 200_000
 
 
+def cells(path):
+    return json.loads(path.read_text())["cells"]
+
+
 @pytest.mark.parametrize("path", LESSONS, ids=name)
 def test_lesson_opens_with_a_title_and_a_sentence(path):
-    cells = json.loads(path.read_text())["cells"]
-    first = "".join(cells[0]["source"])
-    assert cells[0]["cell_type"] == "markdown" and first.startswith("# ") and "\n> " in first
-    for cell in cells:
-        source = "".join(cell["source"])
-        if source.startswith("#| export"):
-            assert source.count("\n") <= 42, source[:80]
+    first = cells(path)[0]
+    text = "".join(first["source"])
+    assert first["cell_type"] == "markdown"
+    assert text.startswith("# ")
+    assert "\n> " in text
 
 
-@pytest.mark.parametrize("path", [p for p in NOTEBOOKS if p not in LESSONS], ids=name)
+@pytest.mark.parametrize("path", LESSONS, ids=name)
+def test_exported_cells_fit_a_screen(path):
+    for cell in cells(path):
+        flag, *lines = "".join(cell["source"]).splitlines() or [""]
+        if flag.startswith("#| export"):
+            assert len([line for line in lines if line.strip()]) <= 25, lines[0]
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=name)
 def test_template_has_no_outputs(path):
-    assert not any(cell.get("outputs") for cell in json.loads(path.read_text())["cells"])
+    assert not any(cell.get("outputs") for cell in cells(path))

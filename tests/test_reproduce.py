@@ -1,9 +1,9 @@
-"""Every notebook of reproduce/ executes at smoke scale; a second call finds them done; a killed one ends with the same numbers."""
+"""Every notebook of reproduce/ executes; a second call finds them done; a killed one ends with the same numbers."""
 
+import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,127 +12,143 @@ import pytest
 import yaml
 
 from branchgrpo.recipes import get
-from branchgrpo.reproduction.reproduce import cache_key, jobs as all_jobs, published, templates
+from branchgrpo.reproduction.pages import jobs as all_jobs
+from branchgrpo.reproduction.pages import templates
+from branchgrpo.reproduction.report import published
+from branchgrpo.reproduction.run_cache import cache_key
+from branchgrpo.reproduction.warm import popen
 
 ROOT = Path(__file__).parents[1]
 
 
 def test_every_notebook_has_its_scales_and_every_parameter_is_known():
     table, found = yaml.safe_load((ROOT / "reproduce/scales.yaml").read_text()), templates(ROOT / "reproduce")
-    assert table.keys() == found.keys() and all({"smoke", "testbed"} <= scales.keys() for scales in table.values())
+    assert table.keys() == found.keys()
+    for name, scales in table.items():
+        assert {"smoke", "testbed"} <= scales.keys(), name
     for scale in ("smoke", "testbed", "paper"):
         all_jobs([], scale, ROOT / "reproduce")
 
 
-def reproduce(cwd, *words, **more):
-    """`branchgrpo reproduce` in a folder of its own, so that no earlier run is found."""
-    if not (cwd / "reproduce").exists():
-        (cwd / "reproduce").symlink_to(ROOT / "reproduce")
-    return subprocess.Popen(
-        [sys.executable, "-m", "branchgrpo.cli", "reproduce", *words, "--scale", "smoke"],
-        cwd=cwd,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        **more,
-    )
+def reproduce(folder, *words, part=""):
+    "Start `branchgrpo reproduce` in a folder of its own, so that no earlier run is found."
+    if not (folder / "reproduce").exists():
+        (folder / "reproduce").symlink_to(ROOT / "reproduce")
+    command = [sys.executable, "-m", "branchgrpo.cli", "reproduce", *words, "--scale", "smoke"]
+    with open(folder / f"log{part}", "w") as log:
+        return popen(command, cwd=folder, stdout=log, stderr=log)
+
+
+def reproduced(folder, *words, part="", timeout=600) -> str:
+    "Run `branchgrpo reproduce` to its end and return its log."
+    code = reproduce(folder, *words, part=part).wait(timeout)
+    log = (folder / f"log{part}").read_text()
+    assert code == 0, log
+    return log
+
+
+@pytest.fixture(scope="session")
+def together(tmp_path_factory):
+    "One folder for all processes of the suite: notebooks share runs, whoever makes them."
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "together"
+    folder.mkdir(exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        (folder / "reproduce").symlink_to(ROOT / "reproduce")
+    return folder
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_every_notebook_executes_and_a_second_call_runs_nothing(tmp_path, part):
-    """The whole smoke scale, in parts that the suite's processes share."""
+def test_every_notebook_executes_and_a_second_call_runs_nothing(together, part):
+    "The whole smoke scale, in parts that the suite's processes share."
     names = sorted(templates(ROOT / "reproduce"))[part::4]
     for expected in ("done", "found"):
-        call = reproduce(tmp_path, *names)
-        said = call.communicate(timeout=1200)[0]
-        assert call.returncode == 0, said
-        assert len([line for line in said.splitlines() if f"  {expected} " in line]) == len(names), said
-    assert "run   1/" not in said
+        log = reproduced(together, *names, part=part, timeout=1200)
+        assert len([line for line in log.splitlines() if f"  {expected} " in line]) == len(names), log
+    assert "run   1/" not in log
 
 
-def evaluations(path) -> dict:
-    """Every evaluation in a record, without its times."""
-    runs = json.loads(path.read_text())["runs"]
+def evaluations(folder) -> dict:
+    "Return every evaluation of the page's record, without its times."
+    record = json.loads((folder / "runs/smoke/figures/beyond_transitions.json").read_text())
     return {
-        (label, seed): [{k: v for k, v in e.items() if k != "seconds"} for e in run["evaluations"]]
-        for label, found in runs.items()
+        (label, seed): [{key: value for key, value in row.items() if key != "seconds"} for row in run["evaluations"]]
+        for label, found in record["runs"].items()
         for seed, run in found.items()
     }
 
 
+def finished(folder) -> dict[str, bytes]:
+    "Return the metrics of the finished runs in a folder, by the run's name."
+    states = {path.parent: json.loads(path.read_text())["state"] for path in folder.glob("*/run.json")}
+    return {path.name: (path / "metrics.jsonl").read_bytes() for path, state in states.items() if state == "finished"}
+
+
 def test_killed_in_the_middle_it_ends_with_the_same_numbers(tmp_path):
     words = ("beyond/transitions", "--set", "iterations=2", "evaluation_prompts=8", "held_out=")
-    (tmp_path / "killed").mkdir()
-    (tmp_path / "whole").mkdir()
-    call = reproduce(tmp_path / "killed", *words, start_new_session=True)
-    finished = lambda: [
-        p
-        for p in (tmp_path / "killed/runs/smoke/runs").glob("*/run.json")
-        if json.loads(p.read_text())["state"] == "finished"
-    ]
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    killed.mkdir()
+    whole.mkdir()
+    call = reproduce(killed, *words)
+    runs = killed / "runs/smoke/runs"
     until = time.time() + 300
-    while not finished() and time.time() < until:
+    while not finished(runs) and time.time() < until:
         time.sleep(0.2)
     os.killpg(call.pid, signal.SIGKILL)
     call.wait()
-    before = {p.parent.name: (p.parent / "metrics.jsonl").read_bytes() for p in finished()}
-    assert 1 <= len(before) < 3 and not (tmp_path / "killed/runs/smoke/figures/beyond_transitions.json").exists()
-    for folder in ("killed", "whole"):
-        call = reproduce(tmp_path / folder, *words)
-        said = call.communicate(timeout=600)[0]
-        assert call.returncode == 0, said
-    assert evaluations(tmp_path / "killed/runs/smoke/figures/beyond_transitions.json") == evaluations(
-        tmp_path / "whole/runs/smoke/figures/beyond_transitions.json"
-    )
-    for name, content in before.items():
-        assert (tmp_path / "killed/runs/smoke/runs" / name / "metrics.jsonl").read_bytes() == content
+    before = finished(runs)
+    assert 1 <= len(before) < 3
+    assert not (killed / "runs/smoke/figures/beyond_transitions.json").exists()
+    for folder in (killed, whole):
+        reproduced(folder, *words)
+    assert evaluations(killed) == evaluations(whole)
+    assert before.items() <= finished(runs).items()
 
 
 def test_two_notebooks_at_once_make_a_shared_run_once(tmp_path):
-    words = ("branchgrpo/fig1", "branchgrpo/fig4", "--jobs", "2", "--set", "held_out=")
-    call = reproduce(tmp_path, *words)
-    said = call.communicate(timeout=600)[0]
-    assert call.returncode == 0, said
-    one, two = (
-        json.loads((tmp_path / f"runs/smoke/figures/branchgrpo_{name}.json").read_text())["runs"]["BranchGRPO"]["0"][
-            "run"
-        ]
-        for name in ("fig1", "fig4")
-    )
-    assert (
-        one == two
-        and len(list((tmp_path / "runs/smoke/runs").glob("branchgrpo-tiny-flux-0-*"))) == 1
-        and not list((tmp_path / "runs/smoke/runs").glob("*damaged*"))
-    )
+    reproduced(tmp_path, "branchgrpo/fig1", "branchgrpo/fig4", "--jobs", "2", "--set", "held_out=")
+    found = []
+    for name in ("fig1", "fig4"):
+        record = json.loads((tmp_path / f"runs/smoke/figures/branchgrpo_{name}.json").read_text())
+        found.append(record["runs"]["BranchGRPO"]["0"]["run"])
+    assert found[0] == found[1]
+    assert len(list((tmp_path / "runs/smoke/runs").glob("branchgrpo-tiny-flux-0-*"))) == 1
+    assert not list((tmp_path / "runs/smoke/runs").glob("*damaged*"))
 
 
-def test_every_committed_number_can_be_followed_to_its_run():
-    """Rows are the means of the recorded evaluations, and each run's folder is the address of its recorded settings."""
+def recorded():
+    "Yield the records of the committed figures with rows and runs."
     for path in sorted((ROOT / "figures/testbed").glob("*.json")):
         record = json.loads(path.read_text())
-        if not isinstance(record.get("rows"), list) or not isinstance(record.get("runs"), dict):
-            continue
+        if isinstance(record.get("rows"), list) and isinstance(record.get("runs"), dict):
+            yield path.name, record
+
+
+def metric_of(title, evaluation):
+    "Return the name of the metric that a column shows."
+    names = {"reward": "eval_reward", "all right": "eval_check_all"}
+    candidates = (title, f"eval_{title}", names.get(title, f"eval_reward/{title}"))
+    return next((name for name in candidates if name in evaluation), None)
+
+
+def test_every_committed_run_is_named_by_its_settings():
+    for name, record in recorded():
         for label, found in record["runs"].items():
             for seed, run in found.items():
-                assert Path(run["run"]).name == cache_key(run["settings"]), (path.name, label, seed)
-                assert run["settings"]["seed"] == int(seed) and get(run["settings"]["recipe"])
+                assert Path(run["run"]).name == cache_key(run["settings"]), (name, label, seed)
+                assert run["settings"]["seed"] == int(seed), (name, label, seed)
+                assert get(run["settings"]["recipe"])
+
+
+def test_every_committed_row_is_the_mean_of_its_runs():
+    for name, record in recorded():
         for row in record["rows"]:
             last = [run["evaluations"][-1] for run in record["runs"][row["label"]].values()]
             for title, value in row.items():
-                key = (
-                    title
-                    if title in last[0]
-                    else f"eval_{title}"
-                    if f"eval_{title}" in last[0]
-                    else {"reward": "eval_reward", "all right": "eval_check_all"}.get(title, f"eval_reward/{title}")
-                )
-                if isinstance(value, list) and key in last[0]:
-                    assert abs(value[0] - sum(e[key] for e in last) / len(last)) < 1e-9, (
-                        path.name,
-                        row["label"],
-                        title,
-                    )
+                metric = metric_of(title, last[0])
+                if isinstance(value, list) and metric:
+                    mean = sum(evaluation[metric] for evaluation in last) / len(last)
+                    assert abs(value[0] - mean) < 1e-9, (name, row["label"], title)
 
 
 def test_the_printed_numbers_are_there():

@@ -3,7 +3,7 @@
 import json
 import os
 import signal
-import subprocess
+import socket
 import sys
 import time
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 
 from branchgrpo.objective import edge_loss
 from branchgrpo.planning import process_of
+from branchgrpo.reproduction.warm import popen, run
 from branchgrpo.rollout import edge_log_probs
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.trainer import Trainer, assign_credit
@@ -79,12 +80,12 @@ Trainer(TrainConfig.from_dict(json.loads(sys.argv[1]))).fit()
 
 def start(folder, iterations=6, **changes):
     table = SMALL | {"output": str(folder), "iterations": iterations, "splits": [0, 2]} | changes
-    return subprocess.Popen(
-        [sys.executable, "-c", START, json.dumps(table)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    with open(f"{folder}.log", "a") as log:
+        return popen([sys.executable, "-c", START, json.dumps(table)], stdout=log, stderr=log)
+
+
+def ends_well(process, folder):
+    assert process.wait(timeout=200) == 0, Path(f"{folder}.log").read_text()[-2000:]
 
 
 def rows(folder):
@@ -116,11 +117,13 @@ def test_a_killed_run_ends_as_one_that_was_not(tmp_path, changes):
     killed.wait()
     assert not (tmp_path / "killed/model").exists()
     again = start(tmp_path / "killed", **changes)
-    for process in (whole, again):
-        assert process.wait(timeout=200) == 0, process.stderr.read().decode()[-2000:]
-    assert rows(tmp_path / "whole") == rows(tmp_path / "killed") and len(rows(tmp_path / "whole")) == 6
-    a, b = (torch.load(tmp_path / n / "checkpoint.pt", weights_only=True)["weights"] for n in ("whole", "killed"))
-    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    ends_well(whole, tmp_path / "whole")
+    ends_well(again, tmp_path / "killed")
+    assert len(rows(tmp_path / "whole")) == 6
+    assert rows(tmp_path / "whole") == rows(tmp_path / "killed")
+    one, two = (torch.load(tmp_path / n / "checkpoint.pt", weights_only=True)["weights"] for n in ("whole", "killed"))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 PROCESSES = """
@@ -139,6 +142,26 @@ torch.save(out, f"{sys.argv[2]}.{t.accelerator.process_index}")
 """
 
 
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def together(n, code, *words):
+    "Run `n` processes of one training, as torchrun starts them; return their exit codes and logs."
+    shared = {"WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n, "MASTER_PORT": free_port()}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "true"}
+    processes = []
+    for rank in range(n):
+        own = shared | {"RANK": rank, "LOCAL_RANK": rank}
+        env = os.environ | {key: str(value) for key, value in own.items()}
+        with open(f"{words[-1]}.log{rank}", "w") as log:
+            processes.append(popen([sys.executable, "-c", code, *words], env=env, stdout=log, stderr=log))
+    codes = [process.wait(timeout=240) for process in processes]
+    return [(code, Path(f"{words[-1]}.log{rank}").read_text()[-3000:]) for rank, code in enumerate(codes)]
+
+
 FUNNEL = {
     "roots": 8,
     "splits": [],
@@ -153,20 +176,10 @@ PRUNED = {"prune": "extreme", "prune_keep": 1, "train_fraction": 0.6, "advantage
 
 @pytest.mark.parametrize("changes", [{}, FUNNEL, PRUNED], ids=["tree", "funnel", "pruned"])
 def test_two_processes_do_what_one_does(tmp_path, changes):
-    script = tmp_path / "script.py"
-    script.write_text(PROCESSES)
     table = json.dumps(SMALL | {"output": str(tmp_path / "run"), "splits": [0, 2]} | changes)
-    env = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     for n in (1, 2):
-        done = subprocess.run(
-            [*launch, str(n), str(script), table, str(tmp_path / f"out{n}")],
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
+        for code, log in together(n, PROCESSES, table, tmp_path / f"out{n}"):
+            assert code == 0, log
     one, two = torch.load(tmp_path / "out1.0"), torch.load(tmp_path / "out2.0")
     torch.testing.assert_close(one["leaves"], two["leaves"], rtol=0, atol=2e-4)
     torch.testing.assert_close(one["rewards"], two["rewards"], rtol=0, atol=1e-4)
@@ -193,18 +206,13 @@ except TooManyUnscored as e: print(e)
 
 
 def test_a_process_that_loses_all_its_prompts_does_not_stop_the_others(tmp_path):
+    "Started by torchrun itself."
     script = tmp_path / "script.py"
     script.write_text(LOSING)
     table = json.dumps(SMALL | {"output": str(tmp_path / "run"), "splits": [0, 2], "reward_retries": 1})
-    env = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), table],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = run([*launch, script, table], env=os.environ | {"ACCELERATE_USE_CPU": "true"}, timeout=240)
+    assert done.returncode == 0, done.stdout[-3000:]
     assert done.stdout.count("1 of 2 prompts could not be scored") == 2
 
 

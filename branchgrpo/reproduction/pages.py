@@ -19,6 +19,8 @@ from pathlib import Path
 
 import nbformat
 
+from . import warm
+
 # %% ../../nbs/reproduction/05_pages.ipynb #ae0145f5
 def new_page(
     path: str | Path,
@@ -140,7 +142,7 @@ def run_notebook(job: Job, target: Path) -> None:
         str(job.template),
         str(target),
         parameters=job.parameters,
-        kernel_name="python3",
+        kernel_name=warm.kernels(),
         progress_bar=False,
         config=Config(KernelManager={"transport": "ipc", "ip": socket}),
     )

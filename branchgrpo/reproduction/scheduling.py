@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed, wait
 from pathlib import Path
 
+from . import warm
 from .page_runs import missing_runs
 from .pages import Job, Result, execute, execute_apart
 from .run_cache import get_or_train
@@ -156,6 +157,7 @@ def run_all(
     log: Callable[[str], None] = say,
 ) -> list[Result]:
     "Execute pages, with one line per page and the time left; a failed page does not stop the others."
+    warm.start()  # the libraries are imported once, not by every kernel
     environments, started, results = worker_environments(workers, gpus), time.time(), []
     free = queue.SimpleQueue()
     for environment in environments:
