@@ -1,4 +1,5 @@
 """Builds the package from settings.ini, the record of its metadata."""
+
 from configparser import ConfigParser
 from pathlib import Path
 
@@ -23,5 +24,8 @@ setup(
     python_requires=f">={cfg['min_python']}",
     install_requires=cfg["requirements"].split(),
     extras_require={name: cfg[f"{name}_requirements"].split() for name in ("dev", "data", "eval", "slurm", "hpsv2")},
-    entry_points={"console_scripts": cfg["console_scripts"].split(), "nbdev": [f"{cfg['lib_name']}={cfg['lib_name']}._modidx:d"]},
+    entry_points={
+        "console_scripts": cfg["console_scripts"].split(),
+        "nbdev": [f"{cfg['lib_name']}={cfg['lib_name']}._modidx:d"],
+    },
 )

@@ -107,4 +107,4 @@ def test_the_doctor_knows_it(backbone):
 
     text = report(config("unused", backbone).settings())
     assert "MISSING" not in text
-    assert "TFLOP a call" in text
+    assert "TFLOP per call" in text

@@ -59,7 +59,7 @@ def reproduce(given: dict[str, Any]) -> int:
         return 0
     return run_here(jobs, o)
 
-
+# %% ../../nbs/reproduction/15_command.ipynb #01461fc3
 def parameter(pair: str) -> tuple[str, Any]:
     "Return NAME=VALUE as a name and a JSON value, or a text if it is not JSON."
     name, equals, text = pair.partition("=")
@@ -89,7 +89,7 @@ def run_here(jobs: list, o: PageOptions) -> int:
         print(f"figures/README.md shows {write_page(o.folder)} of them")
     return 1 if failed else 0
 
-
+# %% ../../nbs/reproduction/15_command.ipynb #8444447d
 def hand_to_slurm(jobs: list, o: PageOptions, slurm: SlurmOptions) -> int:
     "Hand runs and notebooks to Slurm as job arrays, or show their scripts."
     from branchgrpo.reproduction.slurm import slurm_scripts, submit

@@ -76,7 +76,7 @@ def exit_code(words: list[str]) -> int:
         return 1
     return 0
 
-
+# %% ../../nbs/reproduction/17_forks.ipynb #87a65834
 def leave(code: int) -> None:
     "End this process with its exit handlers, but do not take its modules apart."
     import atexit
@@ -166,7 +166,7 @@ def stop(server: Server) -> None:
     "Let a server end after the events that it has read."
     server.running = False
 
-
+# %% ../../nbs/reproduction/17_forks.ipynb #55208c17
 def accept(server: Server) -> None:
     "Fork a child for a new connection, and watch the child and its user."
     if not server.warm:
@@ -192,14 +192,14 @@ def kill_session(pid: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
-
+# %% ../../nbs/reproduction/17_forks.ipynb #cabafcc9
 def abandon(server: Server, user: socket.socket) -> None:
     "Kill the child of a user who has closed the connection."
     if user in server.children:
         server.selector.unregister(user)
         kill_session(server.children[user][0])
 
-
+# %% ../../nbs/reproduction/17_forks.ipynb #220a9dc4
 def finish(server: Server, user: socket.socket) -> None:
     "Send the exit code of a child that has ended to its user."
     pid, ended = server.children.pop(user)

@@ -130,7 +130,7 @@ def split_depths(tree: Tree) -> list[int]:
     "Return the depths to draw: the roots, the nodes after each split, and the leaves."
     return [0, *(step + 1 for step in tree.plan.splits), tree.steps]
 
-
+# %% ../../nbs/reproduction/10_tree_figures.ipynb #c89989f9
 @torch.no_grad()
 def x0_images(
     policy: Policy,

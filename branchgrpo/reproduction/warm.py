@@ -61,7 +61,7 @@ def read_exactly(connection: socket.socket, size: int) -> bytes:
         data += part
     return data
 
-
+# %% ../../nbs/reproduction/16_warm.ipynb #4425815d
 def read_number(connection: socket.socket) -> int:
     "Return the next number of a connection. Raise `EOFError` if it ends before."
     return struct.unpack("i", read_exactly(connection, 4))[0]
