@@ -416,6 +416,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'branchgrpo.options.parse': ('options.html#parse', 'branchgrpo/options.py'),
                                     'branchgrpo.options.parser_of': ('options.html#parser_of', 'branchgrpo/options.py'),
                                     'branchgrpo.options.sections_of': ('options.html#sections_of', 'branchgrpo/options.py'),
+                                    'branchgrpo.options.shown_default': ('options.html#shown_default', 'branchgrpo/options.py'),
                                     'branchgrpo.options.steps': ('options.html#steps', 'branchgrpo/options.py'),
                                     'branchgrpo.options.without_none': ('options.html#without_none', 'branchgrpo/options.py')},
             'branchgrpo.ovf': { 'branchgrpo.ovf._best': ('ovf.html#_best', 'branchgrpo/ovf.py'),

@@ -30,9 +30,7 @@ class PlanSettings:
     seed: int = 0  # seed of every random draw: prompts, noise, windows
     steps: int = from_recipe()  # denoising steps
     roots: int = from_recipe()  # initial noises per prompt
-    splits: tuple[int, ...] | str = (
-        from_recipe()
-    )  # steps that branch; window: every step of it; window-start: its first
+    splits: tuple[int, ...] | str = from_recipe()  # steps that branch; window: all its steps; window-start: its first
     branch_factor: int = from_recipe()  # children per node at a split
     adaptive: bool = from_recipe()  # place the splits by the std of preview rewards (splits: how many, and the latest)
     prune_at: dict[int, int] = from_recipe()  # pruning steps and survivors, e.g. 5:24,7:12
