@@ -76,7 +76,7 @@ def evaluate(given: dict[str, Any]) -> int:
     where = options(EvaluateOptions, given, required=("output",))
     rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
-    evaluator = Evaluator(options(Evaluation, given), where.output, rank, processes, device)
+    evaluator = Evaluator(options(Evaluation, given), Path(where.output), rank, processes, device)
     summary = evaluator.run()
     if summary is None:
         print(f"process {rank} of {processes} is done; the last one writes the summary")

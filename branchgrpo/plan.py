@@ -13,6 +13,11 @@ from dataclasses import dataclass, field
 class TreeCounts:
     "Sizes of one prompt's tree, counted from a plan's fields."
 
+    steps: int
+    roots: int
+    splits: dict[int, int]
+    prune_at: dict[int, int]
+
     @property
     def populations(self) -> list[int]:
         "Return W_d, the number of nodes at each depth 0…T."
@@ -40,6 +45,8 @@ class TreeCounts:
 # %% ../nbs/06_plan.ipynb #a380b777
 class CallCounts(TreeCounts):
     "Denoiser calls and gradients of one prompt's tree, counted from a plan's fields."
+
+    trained: frozenset[int]
 
     @property
     def widths(self) -> list[int]:
@@ -72,19 +79,25 @@ class PlanShapes:
     "Constructors of the shapes that the papers use; `options` are further fields of the plan."
 
     @classmethod
-    def tree(cls, steps: int, splits: Iterable[int], branch_factor: int = 2, **options) -> "RolloutPlan":
+    def tree(
+        cls: "type[RolloutPlan]", steps: int, splits: Iterable[int], branch_factor: int = 2, **options
+    ) -> "RolloutPlan":
         "Return a tree from one noise with `branch_factor` children at each of `splits`. Source: BranchGRPO Sec. 4.2."
-        return cls(steps, splits={i: branch_factor for i in splits}, **options)
+        return cls(steps, splits=dict.fromkeys(splits, branch_factor), **options)
 
     @classmethod
-    def chains(cls, steps: int, group_size: int, same_noise: bool = True, **options) -> "RolloutPlan":
+    def chains(
+        cls: "type[RolloutPlan]", steps: int, group_size: int, same_noise: bool = True, **options
+    ) -> "RolloutPlan":
         "Return chains from one noise (a star, split at step 0; DanceGRPO) or each from its own (Flow-GRPO)."
         if same_noise:
             return cls(steps, splits={0: group_size}, **options)
         return cls(steps, roots=group_size, **options)
 
     @classmethod
-    def funnel(cls, steps: int, group_sizes: Sequence[int], prune_at: Sequence[int], **options) -> "RolloutPlan":
+    def funnel(
+        cls: "type[RolloutPlan]", steps: int, group_sizes: Sequence[int], prune_at: Sequence[int], **options
+    ) -> "RolloutPlan":
         "Return chains of which `group_sizes[k + 1]` survive step `prune_at[k]`. Source: Pro-GRPO Sec. 3.3."
         if len(group_sizes) != len(prune_at) + 1:
             raise ValueError(f"group_sizes: {len(group_sizes)} sizes for {len(prune_at)} pruning steps, not one more")
@@ -137,8 +150,10 @@ class RolloutPlan(PlanShapes, CallCounts):
     roots: int = 1  # initial noises per prompt
     splits: dict[int, int] = field(default_factory=dict)  # {step: children of each latent}
     prune_at: dict[int, int] = field(default_factory=dict)  # {step: survivors per prompt}
-    stochastic: frozenset[int] | None = None  # steps that draw noise; None: all
-    trained: frozenset[int] | None = None  # steps with a gradient; None: stochastic ones but the last
+    # pyrefly: ignore[bad-assignment]: `_complete` puts the steps in place of None
+    stochastic: frozenset[int] = None  # steps that draw noise; None: all
+    # pyrefly: ignore[bad-assignment]: the same
+    trained: frozenset[int] = None  # steps with a gradient; None: stochastic ones but the last
 
     def __post_init__(self):
         _complete(self)

@@ -62,12 +62,12 @@ def plan_of(s: MethodSettings, iteration: int = 0) -> RolloutPlan:
     noisy = {"all": None, "window": inside, "splits+window": {*splits, *inside}}
     stochastic = one_of("stochastic", s.stochastic, noisy)
     steps = len(noise_grid(s, iteration)[0]) - 1
-    return RolloutPlan(steps, s.roots, {i: s.branch_factor for i in splits}, s.prune_at, stochastic)
+    return RolloutPlan(steps, s.roots, dict.fromkeys(splits, s.branch_factor), s.prune_at, stochastic)
 
 # %% ../nbs/23_planning.ipynb #c982627f
 def split_amplitude(s: MethodSettings, iteration: int) -> dict[int, float]:
     "Return how much wider the noise of each split step is."
-    scaled = {i: s.s for i in split_steps(s, iteration)}
+    scaled = dict.fromkeys(split_steps(s, iteration), s.s)
     return one_of("split_noise", s.split_noise, {"correlated": {}, "scaled": scaled})
 
 

@@ -133,8 +133,8 @@ def from_path(path: str | Path) -> PromptSet:
     if path.is_file():
         rows = read_rows(path)
         return from_rows(rows, rows, path.parent)
-    train = part_file(path, "train")
-    test = part_file(path, "test")
-    if train is None and test is None:
+    parts = [part_file(path, "train"), part_file(path, "test")]
+    found = [file for file in parts if file is not None]
+    if not found:
         raise ValueError(f"prompts: the folder {str(path)!r} has neither train.txt, test.txt, nor the same as .jsonl")
-    return from_rows(read_rows(train or test), read_rows(test or train), path)
+    return from_rows(read_rows(found[0]), read_rows(found[-1]), path)  # one file serves as both parts

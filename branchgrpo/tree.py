@@ -7,6 +7,7 @@ __all__ = ['plan_parents', 'Tree', 'ancestors', 'path_log_probs', 'alive']
 
 # %% ../nbs/08_tree.ipynb #a2ba0dda
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,14 +37,16 @@ class Tree:
     plan: RolloutPlan
     parents: list[Tensor]  # (P, W) int64: index into the depth above
     log_probs: list[Tensor]  # (P, W) float32: of the edge into each node, mean over elements; 0 if deterministic
-    latents: list[Tensor | None]  # (P, W, …) as stored
-    means: list[Tensor | None] | None = None  # if kept: (P·W, …) means of the Gaussians of each step
+    latents: list[Tensor]  # (P, W, …) as stored
+    means: list[Tensor] | None = None  # if kept: (P·W, …) means of the Gaussians of each step
 
     @classmethod
     def from_plan(cls, plan: RolloutPlan, prompts: int = 1) -> "Tree":
         "Return an empty tree of the plan's shape: parents filled in, log-densities zero, no latents."
         parents = [plan_parents(plan, prompts, d) for d in range(plan.steps + 1)]
-        return cls(plan, parents, [torch.zeros(p.shape) for p in parents], [None] * len(parents))
+        log_probs = [torch.zeros(p.shape) for p in parents]
+        latents: list[Any] = [None] * len(parents)  # a rollout fills them in, depth by depth
+        return cls(plan, parents, log_probs, latents)
 
     @property
     def prompts(self) -> int:

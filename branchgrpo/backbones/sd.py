@@ -7,6 +7,7 @@ __all__ = ['SD15', 'encode_sd', 'predict_sd', 'DiffusionSchedule', 'SDPolicy', '
 
 # %% ../../nbs/backbones/07_sd.ipynb #365ed548
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ class DiffusionSchedule:
     "Read from the pipeline's scheduler what a DDIM process needs."
 
     kind = "diffusion"
+    pipeline: Any  # set by `PipelinePolicy`
 
     @property
     def alphas_cumprod(self) -> Tensor:

@@ -11,6 +11,8 @@ import json
 import shutil
 from pathlib import Path
 
+from PIL import Image
+
 from ..training.files import read_jsonl, write_text
 
 # %% ../../nbs/evaluation/09_benchmark_files.ipynb #85aa8514
@@ -42,7 +44,7 @@ def compbench_layout(rows: list[dict], metadata: list[dict], source: Path, targe
         shutil.copyfile(source / row["image"], target / "samples" / name)
 
 # %% ../../nbs/evaluation/09_benchmark_files.ipynb #d1f1f6d7
-def frames_of(strip: "PIL.Image.Image", count: int | None) -> list["PIL.Image.Image"]:
+def frames_of(strip: Image.Image, count: int | None) -> list[Image.Image]:
     "Return the frames of a strip; without a `count`, frames are square."
     width = strip.width // (count or strip.width // strip.height)
     return [strip.crop((x, 0, x + width, strip.height)) for x in range(0, strip.width, width)]
@@ -50,8 +52,6 @@ def frames_of(strip: "PIL.Image.Image", count: int | None) -> list["PIL.Image.Im
 # %% ../../nbs/evaluation/09_benchmark_files.ipynb #75c0990a
 def vbench_layout(rows: list[dict], metadata: list[dict], source: Path, target: Path) -> None:
     "Write VBench's layout for videos of your own: `PROMPT-0.gif`, from images that are strips of frames."
-    from PIL import Image
-
     target.mkdir(parents=True, exist_ok=True)
     for row in rows:
         first, *rest = frames_of(Image.open(source / row["image"]), row.get("frames"))

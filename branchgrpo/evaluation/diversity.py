@@ -27,7 +27,7 @@ def pairwise_distance(
     "Return the mean perceptual distance between the images of each prompt. Raise `ValueError` on a group of one."
     if group < 2:
         raise ValueError(f"group: {group} images have no pairs")
-    total = 0.0
+    total = torch.zeros(())
     for layer in layers:
         # f̂ = f / |f|
         unit = (layer / layer.norm(dim=-1, keepdim=True).clamp(min=1e-10)).double().unflatten(0, (-1, group))

@@ -32,7 +32,7 @@ class Evaluator:
     """
 
     evaluation: Evaluation
-    folder: str | Path
+    folder: Path
     rank: int = 0  # this process draws the blocks rank, rank + processes, …
     processes: int = 1
     device: str = "cpu"

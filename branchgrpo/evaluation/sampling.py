@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from ..backbones.base import load
@@ -36,10 +37,8 @@ def sample_block(
     return policy.decode(tree.latents[-1][:, 0]).float().cpu()
 
 # %% ../../nbs/evaluation/01_sampling.ipynb #eb29723c
-def as_image(image: Tensor) -> "PIL.Image.Image":
+def as_image(image: Tensor) -> Image.Image:
     "Return a PIL image of `(3, H, W)` in [0, 1], or of a clip `(3, F, H, W)` as a strip of frames."
-    from PIL import Image
-
     if image.ndim == 4:
         image = image.permute(0, 2, 1, 3).flatten(2)  # (3, H, F·W)
     return Image.fromarray(image.clamp(0, 1).mul(255).round().byte().permute(1, 2, 0).numpy())
@@ -70,7 +69,7 @@ def open_run_policy(run: Run, weights: str, device: str | torch.device, options:
     options = trained_with | {name: value for name, value in options.items() if value is not None}
     model = run.path / "model"
     whole = weights != "base" and model.is_dir()
-    policy = load(str(model) if whole else recorded.backbone, device=device, **options)
+    policy: Any = load(str(model) if whole else recorded.backbone, device=device, **options)
     if weights != "base" and recorded.lora_rank:
         # the checkpoint names the averaged adapter "default"
         named = {"adapter_name": "default"} if weights == "ema" else {}

@@ -42,7 +42,7 @@ def gpu_hours(
 # %% ../../nbs/reproduction/07_budget.ipynb #ca225a31
 def changes(config: TrainConfig) -> str:
     "Return the values of its recipe that a config replaces, as text."
-    given = {name: getattr(config, name) for name in recipes.get(config.recipe).values}
+    given = {name: getattr(config, name) for name in recipes.get(config.recipe).sources}
     return ", ".join(f"{name} = {value}" for name, value in given.items() if value is not None)
 
 # %% ../../nbs/reproduction/07_budget.ipynb #ab34d994

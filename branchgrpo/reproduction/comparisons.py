@@ -118,6 +118,7 @@ def compare(
     if rounds and not planned:
         configs = {label: dataclasses.replace(base, **changes) for label, changes in settings.items()}
         seconds = time_iterations(configs, rounds)
+        # pyrefly: ignore[bad-argument-type]: no run is only planned here
         runs = {label: [TimedRun(run, seconds[label]) for run in found] for label, found in runs.items()}
     return Comparison(runs, list(seeds))
 
@@ -187,6 +188,7 @@ def test_claims(
     "Test every claim at each of `xs`, print the lines and return the results; with one seed there are none."
     if len(self.seeds) < 2:
         return []
+    # pyrefly: ignore[missing-attribute]: `@patch` has added it
     tested = [self.test_claim(label, other, key, x) for label, other in claims for x in xs]
     for result in tested:
         print(claim_line(result))

@@ -26,7 +26,7 @@ class AestheticHead(nn.Module):
 
     def __init__(self, width: int = 768, sizes: tuple[int, ...] = (1024, 128, 64, 16)):
         super().__init__()
-        layers = []
+        layers: list[nn.Module] = []
         for i, (before, after) in enumerate(zip((width, *sizes), sizes)):
             layers.append(nn.Linear(before, after))
             if i < len(DROPOUT):

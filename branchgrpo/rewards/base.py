@@ -32,7 +32,9 @@ class Named(NamedTuple):
 def place_of(entry: Any, where: str) -> str | None:
     "Return `where`, or the default of an entry; the testbed's weights are inside the package."
     place = where or (entry.where if isinstance(entry, Entry) else None)
-    return str(files("branchgrpo") / place) if (place or "").startswith(TESTBED) else place
+    if place is None or not place.startswith(TESTBED):
+        return place
+    return str(files("branchgrpo") / place)
 
 # %% ../../nbs/rewards/05_base.ipynb #1815a1c8
 def split_name(name: str) -> Named:
@@ -63,8 +65,9 @@ def terms(name: str) -> tuple[list[tuple[float, str]], bool]:
     Raises `ValueError` on a name that is no sum of names.
     """
     inner = re.fullmatch(r"\s*norm\((.+)\)\s*", name)
-    found = [_TERM.match(part) for part in (inner[1] if inner else name).split("+")]
-    if not all(found):
+    parts = (inner[1] if inner else name).split("+")
+    found = [match for match in map(_TERM.match, parts) if match]
+    if len(found) < len(parts):
         raise ValueError(f"reward: {name!r} is not NAME, WEIGHT*NAME+…, or norm(…)")
     try:
         return [(float(match[1] or 1), match[2]) for match in found], bool(inner)

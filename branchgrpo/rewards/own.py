@@ -33,8 +33,7 @@ def import_own(name: str) -> Any:
 
     Raises `ValueError` if the module or the object does not exist, or if the module cannot be imported.
     """
-    match = _OWN.fullmatch(name)
-    place, attribute = match["place"], match["attribute"]
+    place, _, attribute = name.partition(":")
     try:
         module = import_file(Path(place)) if place.endswith(".py") else import_module(place)
     except FileNotFoundError:
@@ -64,6 +63,8 @@ def import_file(path: Path) -> ModuleType:
         return sys.modules[name]
     search(str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

@@ -41,7 +41,8 @@ def video_patches(
     side: int = 448,  # pixels of the longer side, at most
 ) -> tuple[Tensor, Tensor]:  # (B·n, 3·pair·patch²) and (B, 3)
     "Return Qwen2-VL's patches of clips, and the grid (time, height, width) of each clip."
-    high, wide = fitted_size(*clips.shape[-2:], patch * merge, side)
+    height, width = clips.shape[-2:]
+    high, wide = fitted_size(height, width, patch * merge, side)
     frames = normalised_frames(clips, pair, (high, wide))
     b = len(frames)
     t = frames.shape[1] // pair

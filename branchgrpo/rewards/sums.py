@@ -59,7 +59,8 @@ class RewardSum:
         "Return the sum `(B,)` of `parts`."
         # r = Σ_j w_j r_j, or Σ_j w_j (r_j − r̄_j) / σ_j
         scores = {name: within_prompts(part, prompts) if self.normalised else part for name, part in parts.items()}
-        return sum(weight * scores[name] for name, (weight, _) in self.members.items())
+        weighted = (weight * scores[name] for name, (weight, _) in self.members.items())
+        return sum(weighted, start=torch.zeros(()))
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict] | None = None) -> Tensor:
         return self.together(self.parts(images, prompts, metadata), prompts)

@@ -63,4 +63,7 @@ class Tracking(Callback):
 # %% ../../nbs/training/12_callbacks.ipynb #84b4e398
 def usual_callbacks(tracker: str) -> list[Callback]:
     "Return the callbacks of every run."
-    return [ProgressBar()] + ([] if tracker == "none" else [Tracking()])
+    callbacks: list[Callback] = [ProgressBar()]
+    if tracker != "none":
+        callbacks.append(Tracking())
+    return callbacks

@@ -103,7 +103,7 @@ def rollout_hooks(s: Settings, policy: Any, rewards_of: RolloutRewards, noise: N
         return accelerator.reduce(value, "mean")
 
     decide = None
-    if s.adaptive:
+    if s.adaptive and not isinstance(s.splits, str):
         decide = AdaptiveSplits(score, len(s.splits), s.branch_factor, max(s.splits), reduce=mean)
     hooks = RolloutHooks(select, decide, accelerator.num_processes)
     return hooks

@@ -8,7 +8,6 @@ __all__ = ['Evaluator', 'sample', 'held_out_scores', 'image_sheet', 'record']
 # %% ../../nbs/training/11_held_out.ipynb #37591738
 import dataclasses
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch

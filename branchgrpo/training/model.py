@@ -17,7 +17,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from diffusers.training_utils import EMAModel, cast_training_params
-from torch import Tensor, nn
+from torch import nn
 
 from ..backbones.base import largest_rank, load, save_memory
 from .config import Settings
@@ -45,7 +45,8 @@ def open_policy(s: Settings, device, policy: Any = None) -> Any:
         dtype = getattr(torch, s.base_dtype)
         options = {"frames": s.frames}
         policy = load(s.backbone, s.height, s.width, s.guidance_scale, dtype, device, s.guidance_grad, **options)
-        save_memory(policy.pipeline, s.vae_slicing, s.vae_tiling, s.offload, device)
+        if hasattr(policy, "pipeline"):  # a family of your own may have none
+            save_memory(policy.pipeline, s.vae_slicing, s.vae_tiling, s.offload, device)
     check_rank(policy, s.lora_rank)
     return policy
 

@@ -26,7 +26,7 @@ from ..ovf import SELECTIONS
 from ..planning import check_process, plan_of
 from ..pruning import PRUNINGS
 from ..registry import unknown
-from ..rewards.base import check_name, reward_name, source_digest, terms
+from ..rewards.base import check_name, reward_name, source_digest
 from .config import Settings, TrainConfig
 from ..settings import check_types
 
@@ -44,7 +44,7 @@ def fitted(name: str, backbone: str, policy: Any = None) -> tuple[Recipe, str]:
 def names_of(config: TrainConfig, policy=None, reward=None, prompts=None) -> dict[str, Any]:
     "Return the names that a run records for objects, by setting."
     given = {"backbone": policy, "reward": reward, "prompts": prompts}
-    named = {name: given[name] for name in given if given[name] is not None and not isinstance(given[name], str)}
+    named = {name: value for name, value in given.items() if value is not None and not isinstance(value, str)}
     out: dict[str, Any] = {name: value for name, value in given.items() if isinstance(value, str)}
     for name, value in named.items():
         out[name] = reward_name(value) if name == "reward" else type(value).__name__
@@ -158,7 +158,12 @@ def check_together(s: Settings) -> None:
         raise ValueError(f"base_dtype: {s.base_dtype!r} needs an adapter (lora_rank); trained weights stay float32")
     if s.mixed_precision == "fp16" and not torch.cuda.is_available():
         raise ValueError("mixed_precision: fp16 needs a GPU; use no or bf16")
-    leaves = plan_of(s).leaves
+    if s.adaptive and (isinstance(s.splits, str) or not s.splits):
+        raise ValueError(f"splits: {s.splits!r} are no steps; adaptive splits need their number and the latest")
+    plan = plan_of(s)
+    leaves = plan.leaves
+    if not (plan.trained or s.adaptive):
+        raise ValueError(f"steps: {s.steps} leaves no step to train; the last step of a plan is never trained")
     if s.group_selection != "all" and not 1 <= s.group_keep <= leaves:
         raise ValueError(f"group_keep: {s.group_keep} is not within 1…{leaves}, the leaves of a tree")
 
