@@ -23,8 +23,7 @@ class TreeCounts:
         "Return W_d, the number of nodes at each depth 0…T."
         widths = [self.roots]
         for i in range(self.steps):
-            survivors = self.prune_at.get(i, widths[-1])
-            widths.append(survivors * self.splits.get(i, 1))
+            widths.append(self.prune_at.get(i, widths[-1]) * self.splits.get(i, 1))
         return widths
 
     @property

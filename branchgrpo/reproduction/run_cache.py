@@ -64,8 +64,8 @@ def cache_key(settings: dict) -> str:
     "Return the folder name of a run with `settings` (`config.settings().to_dict()`, or those of a run.json)."
     text = json.dumps([NUMBERS, hashed_settings(settings)], sort_keys=True, default=str)
     digest = hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
-    backbone = settings["backbone"].rstrip("/").split("/")[-1]
-    return f"{settings['recipe']}-{backbone}-{settings['seed']}-{digest}"
+    recipe, backbone, seed = (settings[name] for name in ("recipe", "backbone", "seed"))
+    return f"{recipe}-{backbone.rstrip('/').split('/')[-1]}-{seed}-{digest}"
 
 # %% ../../nbs/reproduction/01_run_cache.ipynb #82337ccd
 def run_folder(config: TrainConfig, root: str | Path) -> Path:
