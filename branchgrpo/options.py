@@ -113,6 +113,7 @@ def parser_of(prog: str, about: str, classes: tuple[type, ...], config: bool = F
         usage="%(prog)s [options]",
         description=about,
         exit_on_error=False,
+        allow_abbrev=False,
         print_config=None,
         formatter_class=Help,
     )

@@ -101,5 +101,8 @@ def open_run(path: str | Path, settings: dict, free: tuple[str, ...] = ("iterati
         check_same_run(path, settings, free)
     else:
         table = {"settings": settings, "state": "started", **environment()}
-        write_text(run.path / "run.json", json.dumps(table, indent=1))
+        try:
+            write_text(run.path / "run.json", json.dumps(table, indent=1))
+        except OSError as error:
+            raise ValueError(f"output: {str(path)!r} cannot be made ({error.strerror})") from None
     return run
