@@ -26,7 +26,7 @@ def test_every_notebook_has_its_scales_and_every_parameter_is_known():
     assert table.keys() == found.keys()
     for name, scales in table.items():
         assert {"smoke", "testbed"} <= scales.keys(), name
-    for scale in ("smoke", "testbed", "paper"):
+    for scale in ("smoke", "quickstart", "testbed", "paper"):
         all_jobs([], scale, ROOT / "reproduce")
 
 

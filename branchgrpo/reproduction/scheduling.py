@@ -22,7 +22,7 @@ from . import warm
 from .page_runs import missing_runs
 from .pages import Job, Result, execute, execute_apart
 from .run_cache import get_or_train
-from .run_progress import IterationCount, minutes_left, say
+from .run_progress import IterationCount, minutes_left, progress_line, say, time_left
 from ..training.config import TrainConfig
 
 # %% ../../nbs/reproduction/06_scheduling.ipynb #74cb09d1
@@ -64,16 +64,19 @@ def worker_pool(environments: list[dict[str, str]], most: int) -> ProcessPoolExe
 # %% ../../nbs/reproduction/06_scheduling.ipynb #d0d4d5b5
 def as_they_finish(
     futures: dict[Future, Path],
-    tick: Callable[[list[Path]], None],  # called with the folders of unfinished runs
-    every: float,  # seconds without a finished run before `tick` is called
+    count: IterationCount,
+    log: Callable[[str], None],
+    every: float,  # seconds between two lines of progress
 ) -> Iterator[Future]:
-    "Yield futures as they finish; call `tick` while none does."
+    "Yield futures as they finish; log the progress of the runs while none does."
     waiting = set(futures)
     while waiting:
         ended, waiting = wait(waiting, every, FIRST_COMPLETED)
+        count.look(time.time())
         yield from ended
         if not ended:
-            tick([path for future, path in futures.items() if not future.done()])
+            running = [path for future, path in futures.items() if not future.done()]
+            log(progress_line(count, running[: count.workers]))
 
 # %% ../../nbs/reproduction/06_scheduling.ipynb #0dcefb30
 def end_of_run(future: Future, left: str) -> str:
@@ -99,13 +102,13 @@ def make_runs(
     if not missing:
         return 0
     environments = worker_environments(workers, gpus)
-    count = IterationCount({path: config.iterations for path, (config, root) in missing.items()})
-    log(f"training {len(missing)} runs, {sum(count.totals.values())} iterations in all, {len(environments)} at a time")
+    totals = {path: config.iterations for path, (config, root) in missing.items()}
+    count = IterationCount(totals, len(environments))
+    log(f"training {len(missing)} runs, {sum(totals.values())} iterations in all, {len(environments)} at a time")
     with worker_pool(environments, len(missing)) as pool:
         futures = {pool.submit(train_run, config, root): path for path, (config, root) in missing.items()}
-        ended = as_they_finish(futures, lambda running: log(count.line(running[: len(environments)])), every)
-        for n, future in enumerate(ended, 1):
-            log(f"run {n:3}/{len(futures)}  {futures[future].name:60} {end_of_run(future, count.left())}")
+        for n, future in enumerate(as_they_finish(futures, count, log, every), 1):
+            log(f"run {n:3}/{len(futures)}  {futures[future].name:60} {end_of_run(future, time_left(count))}")
     return sum(future.exception() is not None for future in futures)
 
 # %% ../../nbs/reproduction/06_scheduling.ipynb #435ea5af
