@@ -149,9 +149,7 @@ class RolloutPlan(PlanShapes, CallCounts):
     roots: int = 1  # initial noises per prompt
     splits: dict[int, int] = field(default_factory=dict)  # {step: children of each latent}
     prune_at: dict[int, int] = field(default_factory=dict)  # {step: survivors per prompt}
-    # pyrefly: ignore[bad-assignment]: `_complete` puts the steps in place of None
     stochastic: frozenset[int] = None  # steps that draw noise; None: all
-    # pyrefly: ignore[bad-assignment]: the same
     trained: frozenset[int] = None  # steps with a gradient; None: stochastic ones but the last
 
     def __post_init__(self):

@@ -40,8 +40,7 @@ def paths(tree: Tree, leaf_mask: Tensor) -> list[Tensor]:
 # %% ../nbs/13_pruning.ipynb #dae759ab
 def edges_kept(keep: list[Tensor]) -> Tensor:
     "Return the number of edges that a depth mask keeps in each tree, `(P,)`."
-    counts = [mask.sum(1) for mask in keep[1:]]
-    return sum(counts, start=torch.zeros((), dtype=torch.int64))
+    return sum((mask.sum(1) for mask in keep[1:]), start=torch.tensor(0))
 
 # %% ../nbs/13_pruning.ipynb #be55fc98
 def parent_top1(tree: Tree, values: list[Tensor]) -> list[Tensor]:

@@ -8,7 +8,6 @@ __all__ = ['chunks', 'predict', 'RolloutJob', 'draw_children', 'prune_or_split',
 # %% ../nbs/09_rollout.ipynb #a40f80d8
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,9 +71,8 @@ def draw_children(dist: Gaussian, noise: Tensor, dtype: torch.dtype) -> tuple[Te
 def prune_or_split(tree: Tree, i: int, x: Tensor, output: Tensor, job: RolloutJob) -> tuple[Tensor, Tensor]:
     "Return latents and outputs `(P, W′, …)` of the nodes that take step `i`; may add a split to the tree's plan."
     plan = tree.plan
-    may_split = i not in plan.splits and i < plan.steps - 1
     select = job.select if i in plan.prune_at else None
-    decide = job.decide if may_split else None
+    decide = job.decide if i not in plan.splits and i < plan.steps - 1 else None
     if select is None and decide is None:
         return x, output
     x0_hat = job.process.x0_hat(i, x.flatten(0, 1), output.flatten(0, 1)).unflatten(0, x.shape[:2])
@@ -82,8 +80,7 @@ def prune_or_split(tree: Tree, i: int, x: Tensor, output: Tensor, job: RolloutJo
         survivors = select(i, x0_hat, plan.prune_at[i])
         tree.parents[i + 1] = plan_parents(plan, tree.prompts, i + 1, survivors)
         return _rows_of(x, survivors), _rows_of(output, survivors)
-    factor = 1 if decide is None else decide(i, x0_hat)
-    if factor > 1:
+    if decide is not None and (factor := decide(i, x0_hat)) > 1:
         _add_split(tree, i, factor)
     return x, output
 
@@ -164,8 +161,7 @@ def _check_job(plan: RolloutPlan, job: RolloutJob) -> None:
 def _roots(plan: RolloutPlan, job: RolloutJob, keep_means: bool) -> Tree:
     "Return trees that have only their roots' latents."
     tree = Tree.from_plan(plan, len(job.noise.prompts))
-    means: list[Any] = [None] * plan.steps  # of the stochastic steps, each filled in by its step
-    tree.means = means if keep_means else None
+    tree.means = [None] * plan.steps if keep_means else None
     noise = job.noise.roots(plan.roots, tuple(job.policy.latent_shape))
     tree.latents[0] = noise.to(job.policy.device).to(job.dtype)
     return tree

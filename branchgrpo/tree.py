@@ -38,7 +38,7 @@ class Tree:
     parents: list[Tensor]  # (P, W) int64: index into the depth above
     log_probs: list[Tensor]  # (P, W) float32: of the edge into each node, mean over elements; 0 if deterministic
     latents: list[Tensor]  # (P, W, …) as stored
-    means: list[Tensor] | None = None  # if kept: (P·W, …) means of the Gaussians of each step
+    means: list[Any] | None = None  # if kept: (P·W, …) means of each stochastic step's Gaussians, None of others
 
     @classmethod
     def from_plan(cls, plan: RolloutPlan, prompts: int = 1) -> "Tree":
