@@ -23,7 +23,10 @@ def train(given: dict[str, Any]) -> int:
     from branchgrpo.training.trainer import Trainer
 
     trainer = Trainer(TrainConfig.from_dict(given))
-    run = trainer.fit()
+    try:
+        run = trainer.fit()
+    finally:
+        trainer.accelerator.end_training()  # else a process may abort while it ends
     if trainer.accelerator.is_main_process:
         first, last = run.metrics[0], run.metrics[-1]
         print(f"reward {first['reward']:.4f} → {last['reward']:.4f} in {last['iteration']} iterations")

@@ -202,6 +202,7 @@ assert row["unscored_prompts"] == 1 and row["grad_norm"] > 0 and row["reward"] =
 t.collector.settings = dataclasses.replace(t.settings, max_unscored=0.0)
 try: t.step(); raise AssertionError
 except TooManyUnscored as e: print(e)
+t.accelerator.end_training()
 """
 
 

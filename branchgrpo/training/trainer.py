@@ -117,8 +117,9 @@ def fit(t: Trainer) -> Run:
         evaluate(t, run, {"iteration": 0, "denoiser_calls": 0, "seconds": 0.0})
     while t.progress.iteration < t.settings.iterations:
         iterate(t, run)
-    notify(t, "on_end")
-    return close(t, run)
+    close(t, run)
+    notify(t, "on_end")  # last, since trackers end the processes' connection
+    return run
 
 # %% ../../nbs/training/14_trainer.ipynb #cff6ac73
 def iterate(t: Trainer, run: Run) -> None:
