@@ -94,11 +94,15 @@ WHOLE_FROM_ONE = ("iterations", "prompts_per_iteration", "updates_per_rollout", 
     "prune_keep",
     "evaluation_prompts",
     "lora_alpha",
+    "keep_checkpoints",
+    "max_skipped",
+    "checkpoint_blocks",
+    "ranks_per_prompt",
 )
-WHOLE_FROM_ZERO = ("seed", "evaluate_every", "reward_retries", "lora_rank", "min_nodes", "group_keep")
-ABOVE_ZERO = ("learning_rate", "clip_range", "shift")
+WHOLE_FROM_ZERO = ("seed", "evaluate_every", "reward_retries", "lora_rank", "min_nodes", "group_keep", "keep_every")
+ABOVE_ZERO = ("learning_rate", "clip_range", "shift", "timeout_minutes")
 FINITE_FROM_ZERO = ("eta", "kl", "weight_decay", "guidance_scale", "tail_ratio")
-OPTIONAL_FROM_ONE = ("max_batch", "train_batch", "height", "width", "frames")
+OPTIONAL_FROM_ONE = ("max_batch", "train_batch", "decode_batch", "height", "width", "frames")
 
 # %% ../../nbs/training/03_resolve.ipynb #1f904a8c
 def require(settings: Settings, names: tuple[str, ...], rule: Callable[[Any], bool], allowed: str) -> None:
@@ -126,6 +130,7 @@ def check_numbers(s: Settings) -> None:
     require(s, ("s",), lambda v: v >= 0, "a number of at least 0, or inf")
     require(s, ("ema_decay",), lambda v: 0 <= v <= 1, "within 0 and 1")
     require(s, ("max_unscored",), lambda v: 0 <= v < 1, "within 0 and below 1")
+    require(s, ("checkpoint_minutes",), lambda v: v is None or is_finite(v) and v > 0, "a finite number above 0")
     require(s, ("train_fraction",), lambda v: 0 < v <= 1, "above 0 and at most 1")
 
 # %% ../../nbs/training/03_resolve.ipynb #f15742e6
@@ -140,6 +145,7 @@ CLOSED_CHOICES = {
     "base_dtype": ("float32", "bfloat16"),
     "tracker": ("tensorboard", "wandb", "none"),
     "weights": ("path", "edge"),
+    "sharding": ("none", "full", "hybrid"),
 }
 
 
@@ -156,6 +162,8 @@ def check_together(s: Settings) -> None:
     "Raise `ValueError` if settings contradict each other."
     if s.base_dtype != "float32" and not s.lora_rank:
         raise ValueError(f"base_dtype: {s.base_dtype!r} needs an adapter (lora_rank); trained weights stay float32")
+    if s.sharding != "none" and s.mixed_precision == "fp16":
+        raise ValueError(f"sharding: {s.sharding!r} needs mixed_precision no or bf16, not fp16")
     if s.mixed_precision == "fp16" and not torch.cuda.is_available():
         raise ValueError("mixed_precision: fp16 needs a GPU; use no or bf16")
     if s.adaptive and (isinstance(s.splits, str) or not s.splits):
