@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import sys
 import time
@@ -14,9 +13,11 @@ from test_training import SMALL, free_port
 
 from branchgrpo.reproduction.warm import popen
 from branchgrpo.training.checkpoints import checkpoints, is_sound, newest, read_table
+from branchgrpo.training.config import TrainConfig
+from branchgrpo.training.trainer import Trainer
 
 BEGIN = """
-import dataclasses, json, os, sys, warnings
+import json, os, sys, warnings
 import torch
 warnings.filterwarnings("ignore")
 torch.set_num_threads(1)
@@ -45,7 +46,7 @@ def processes(n, code, table, out, wait=True):
         if n == 1:
             env.pop("WORLD_SIZE")
         with open(f"{out}.log{rank}", "w") as log:
-            words = [sys.executable, "-c", BEGIN + code + END, json.dumps(table), str(out)]
+            words = [sys.executable, "-c", code, json.dumps(table), str(out)]
             started.append(popen(words, env=env, stdout=log, stderr=log))
     if not wait:
         return started
@@ -92,10 +93,10 @@ def test_any_number_of_processes_and_any_sharding_do_the_same(tmp_path, case):
     "Trees, rewards, gradients, weights and averages; with KL, uneven micro-batches, pruning, and a lost prompt."
     lose = "lose" if "lost" in case else ""
     table = settings(tmp_path / "run", **CASES[case], max_batch=5, learning_rate=1e-4)
-    one = processes(1, STEP, table, tmp_path / f"one{lose}")
+    one = processes(1, BEGIN + STEP + END, table, tmp_path / f"one{lose}")
     assert one["grads"] and any(grad.abs().max() > 0 for grad in one["grads"].values())
     for n, sharding in [(2, {}), (2, FULL), (4, FULL)]:
-        many = processes(n, STEP, table | sharding, tmp_path / f"many{lose}{n}{len(sharding)}")
+        many = processes(n, BEGIN + STEP + END, table | sharding, tmp_path / f"many{lose}{n}{len(sharding)}")
         assert (many["sharded"] > 1) == bool(sharding)
         torch.testing.assert_close(many["leaves"], one["leaves"], rtol=0, atol=2e-4)
         torch.testing.assert_close(many["rewards"], one["rewards"], rtol=0, atol=1e-4)
@@ -105,3 +106,150 @@ def test_any_number_of_processes_and_any_sharding_do_the_same(tmp_path, case):
         for kept in ("weights", "averages"):  # AdamW turns a gradient near 0 into a step of either sign
             differences = torch.cat([(many[kept][k] - one[kept][k]).abs().flatten() for k in one[kept]])
             assert many[kept].keys() == one[kept].keys() and differences.mean() < 2e-6, "2 % of the learning rate"
+
+
+STATE = """
+from pathlib import Path
+source, target = Path(sys.argv[2] + ".from").read_text(), Path(sys.argv[2] + ".to").read_text()
+if source:
+    progress = load_checkpoint(Path(source), t.learner)
+    assert progress.iteration == 3 and t.learner.ema.steps == 2, progress
+else:
+    progress = Progress(3)
+    for iteration in range(2):
+        rolled, _ = assign_credit(t.learner, t.collector(3), process_of(t.settings, t.policy, 3), t.collector.noise(3))
+        update(t.learner, rolled)
+saver = Saver(Path(target), t.settings, t.accelerator)
+saver.save(t.learner, progress)
+saver.finish()
+moments = {name: t.learner.optimizer.state[p] for name, p in t.learner.parameters.items()}
+result = {"weights": everything(t.learner.parameters), "averages": everything(t.learner.ema.weights)}
+result |= {kind: everything({n: m[kind] for n, m in moments.items()}) for kind in ("step", "exp_avg", "exp_avg_sq")}
+if rank == 0: torch.save(result, out)
+t.accelerator.wait_for_everyone()
+"""
+
+
+def test_a_checkpoint_is_read_by_any_number_of_processes_to_the_bit(tmp_path):
+    "Saved by 2, read and saved by 1, by 4, and by one process with whole weights; in a thread or not."
+    table, source, states = settings(tmp_path / "run", learning_rate=1e-3), "", []
+    chain = [(2, FULL | {"checkpoint_async": True}), (1, FULL), (4, FULL | {"checkpoint_async": True}), (1, {})]
+    for place, (n, changes) in enumerate(chain):
+        out, target = tmp_path / f"state{place}", tmp_path / f"saved{place}"
+        Path(f"{out}.from").write_text(str(source))
+        Path(f"{out}.to").write_text(str(target))
+        states.append(processes(n, BEGIN + STATE + END, table | changes, out))
+        source = target
+    for state in states[1:]:
+        for kind in states[0]:
+            assert state[kind].keys() == states[0][kind].keys()
+            for name, value in states[0][kind].items():
+                assert torch.equal(value, state[kind][name]), f"{kind} of {name}"
+    assert all(step == 2 for step in states[0]["step"].values())
+    assert any(moment.abs().max() > 0 for moment in states[0]["exp_avg"].values())
+
+
+FIT = """
+run = t.fit()
+if rank == 0: torch.save({}, out)
+"""
+
+
+def rows(folder):
+    "The metrics of a run, without seconds."
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if not key.startswith("seconds")} for line in lines]
+
+
+def killed_when(started, condition):
+    "Kill all processes with SIGKILL as soon as `condition()` holds."
+    deadline = time.time() + 200
+    while not condition():
+        assert time.time() < deadline and all(process.poll() is None for process in started)
+        time.sleep(0.0005)
+    for process in started:
+        process.send_signal(signal.SIGKILL)
+    for process in started:
+        process.wait()
+
+
+def test_two_sharded_processes_killed_within_a_save_go_on_to_the_same_end(tmp_path):
+    changes = FULL | {"checkpoint_every": 1, "keep_checkpoints": 2, "keep_every": 3, "prompts_per_iteration": 2}
+    whole, killed = (settings(tmp_path / name, **changes) for name in ("whole", "killed"))
+    processes(2, BEGIN + FIT + END, whole, tmp_path / "end")
+    saves = tmp_path / "killed/checkpoints"
+    killed_when(
+        processes(2, BEGIN + FIT + END, killed, tmp_path / "end1", wait=False),
+        lambda: saves.exists() and any(path.name == "000002.tmp" for path in saves.iterdir()),
+    )
+    assert is_sound(newest(tmp_path / "killed"))
+    processes(2, BEGIN + FIT + END, killed, tmp_path / "end2")
+    assert rows(tmp_path / "whole") == rows(tmp_path / "killed") and len(rows(tmp_path / "killed")) == 4
+    one, two = (read_table(newest(tmp_path / name), "weights") for name in ("whole", "killed"))
+    assert all(torch.equal(value, two[name]) for name, value in one.items())
+    assert [path.name for path in checkpoints(tmp_path / "killed")] == ["000003", "000004"]
+    check_export(tmp_path / "killed", two)
+
+
+def check_export(run, weights):
+    "The result of a sharded run is a plain diffusers pipeline with the trained weights."
+    from diffusers import FluxPipeline
+
+    transformer = FluxPipeline.from_pretrained(run / "model", dtype=torch.float32).transformer
+    exported = dict(transformer.named_parameters())
+    assert exported.keys() == weights.keys()
+    assert all(torch.equal(value, exported[name]) for name, value in weights.items())
+
+
+SHELL = """
+import os, sys
+from branchgrpo.cli import main
+os._exit(main(["train", "--config", sys.argv[2] + ".yaml"]))
+"""
+STOPPED = [(1, {}, signal.SIGUSR2), (2, {}, signal.SIGTERM), (2, FULL, signal.SIGTERM)]
+
+
+@pytest.mark.parametrize("n, sharding, number", STOPPED, ids=["alone", "two", "two, sharded"])
+def test_a_run_that_is_told_to_stop_saves_and_asks_to_be_started_again(tmp_path, n, sharding, number):
+    "At the shell: exit code 75, a checkpoint of the iteration that was reached, and the same end; one rank is told."
+    changes = sharding | {"checkpoint_every": 100, "prompts_per_iteration": 2, "iterations": 3}
+    whole, stopped = (settings(tmp_path / name, **changes) for name in ("whole", "stopped"))
+    processes(n, BEGIN + FIT + END, whole, tmp_path / "end")
+    (tmp_path / "shell.yaml").write_text(json.dumps(stopped))
+    started = processes(n, SHELL, settings(tmp_path / "unused"), tmp_path / "shell", wait=False)
+    metrics, deadline = tmp_path / "stopped/metrics.jsonl", time.time() + 200
+    while not (metrics.exists() and metrics.read_text().count("\n")):
+        assert time.time() < deadline and all(process.poll() is None for process in started)
+        time.sleep(0.001)
+    started[0].send_signal(number)
+    assert [process.wait(timeout=200) for process in started] == [75] * n
+    assert f"stopped by {number.name} at iteration" in (tmp_path / "shell.log0").read_text()
+    assert int(newest(tmp_path / "stopped").name) == len(rows(tmp_path / "stopped")) < 3
+    processes(n, BEGIN + FIT + END, stopped, tmp_path / "end2")
+    assert rows(tmp_path / "whole") == rows(tmp_path / "stopped")
+
+
+NOT_FINITE = """
+rolled, _ = assign_credit(t.learner, t.collector(3), process_of(t.settings, t.policy, 3), t.collector.noise(3))
+if rank == 1:
+    rolled.advantages = [advantages * float("nan") for advantages in rolled.advantages]
+before = everything(t.learner.parameters)
+stats = update(t.learner, rolled)
+assert stats["skipped_steps"] == 1, stats
+assert all(torch.equal(before[name], value) for name, value in everything(t.learner.parameters).items())
+assert t.learner.ema.steps == 0
+if rank == 0: torch.save({}, out)
+t.accelerator.wait_for_everyone()
+"""
+
+
+@pytest.mark.parametrize("sharding", [{}, FULL], ids=["DDP", "sharded"])
+def test_a_gradient_that_is_not_finite_on_one_process_is_skipped_by_all(tmp_path, sharding):
+    processes(2, BEGIN + NOT_FINITE + END, settings(tmp_path / "run", **sharding), tmp_path / "out")
+
+
+def test_what_shards_the_model_twice_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="launch: accelerate's FSDP is not supported"):
+        Trainer(TrainConfig.from_dict(settings(tmp_path / "run")))
+    assert not (tmp_path / "run").exists()
