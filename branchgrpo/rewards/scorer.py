@@ -4,11 +4,13 @@
 
 # %% auto #0
 __all__ = ['BACKGROUND', 'part_names', 'score_parts', 'unscored_rows', 'rows_by_prompt', 'Scorer', 'all_tries', 'try_parts',
-           'retry', 'is_remote', 'start_scoring']
+           'retry', 'is_remote', 'attempt', 'start_scoring']
 
 # %% ../../nbs/rewards/02_scorer.ipynb #7bd3617f
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,6 +120,16 @@ def is_remote(reward: Reward) -> bool:
     return getattr(reward, "remote", False)
 
 # %% ../../nbs/rewards/02_scorer.ipynb #bd419626
+def attempt(function: Callable, *arguments: Any) -> Future:
+    "Call a function at once; the future holds what it returns or raises."
+    done = Future()
+    try:
+        done.set_result(function(*arguments))
+    except Exception as error:
+        done.set_exception(error)
+    return done
+
+# %% ../../nbs/rewards/02_scorer.ipynb #07963db5
 BACKGROUND = ThreadPoolExecutor(32, thread_name_prefix="scores")  # calls of remote rewards that wait at once
 
 
@@ -127,9 +139,4 @@ def start_scoring(
     "Begin to score images; the future holds the scores `{name: (B,)}` of every part."
     if is_remote(scorer.reward):
         return BACKGROUND.submit(all_tries, scorer, images.cpu(), prompts, metadata)
-    done = Future()
-    try:
-        done.set_result(all_tries(scorer, images, prompts, metadata))
-    except Exception as error:
-        done.set_exception(error)
-    return done
+    return attempt(all_tries, scorer, images, prompts, metadata)

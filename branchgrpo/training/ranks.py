@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, reduce
 from torch import Tensor, distributed
 
 from .config import Settings
@@ -70,7 +70,7 @@ def raise_together(accelerator: Any, error: Exception | None) -> None:
     "Raise this process's error, or else that of the first process that has one. All processes call it."
     if accelerator.num_processes > 1:
         failed = torch.tensor(float(error is not None), device=accelerator.device)
-        if not accelerator.reduce(failed, "sum"):
+        if not reduce(failed, "sum"):
             return
         reasons = gather_object([None if error is None else (isinstance(error, ValueError), str(error))])
         if error is None:
