@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NUMBERS', 'NOT_HASHED', 'plain', 'hashed_settings', 'cache_key', 'run_folder', 'is_readable', 'is_finished',
-           'train_apart', 'ResultNeeded', 'PlannedRun', 'planning', 'get_or_train']
+           'train_apart', 'get_or_train']
 
 # %% ../../nbs/reproduction/01_run_cache.ipynb #c22d8935
 import dataclasses
@@ -15,9 +15,6 @@ import shlex
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -131,45 +128,16 @@ def _find_or_train(run: Run, config: TrainConfig) -> Run:
     launch = os.environ.get("BRANCHGRPO_LAUNCH")
     return train_apart(config, launch) if launch else Trainer(config).fit()
 
-# %% ../../nbs/reproduction/01_run_cache.ipynb #f7db5776
-_PLANNED: ContextVar[list | None] = ContextVar("planned", default=None)
-
-
-class ResultNeeded(Exception):
-    "A page reads the result of a run that is only planned."
-
-# %% ../../nbs/reproduction/01_run_cache.ipynb #e5ef1ec8
-class PlannedRun:
-    "A run that is only planned: it has no results yet."
-
-    def __getattr__(self, name: str):
-        raise ResultNeeded(name)
-
-# %% ../../nbs/reproduction/01_run_cache.ipynb #fdcb3e96
-@contextmanager
-def planning() -> Iterator[list]:
-    "Collect requested runs as `(config, root)` in the list that is yielded; train nothing."
-    planned = []
-    token = _PLANNED.set(planned)
-    try:
-        yield planned
-    finally:
-        _PLANNED.reset(token)
-
 # %% ../../nbs/reproduction/01_run_cache.ipynb #24ed58f4
 def get_or_train(
     config: TrainConfig,
     root: str | Path = "runs",  # the folder of all cached runs
     wait: bool = True,  # wait while another process trains this run; otherwise return None
-) -> Run | PlannedRun | None:
+) -> Run | None:
     """Return the finished run of `config`: from the cache, continued from its checkpoint, or trained now.
 
     Raises `ValueError` on a wrong setting, before anything is written.
     """
-    planned = _PLANNED.get()
-    if planned is not None:
-        planned.append((config, str(root)))
-        return PlannedRun()
     run, locks = Run(run_folder(config, root)), Path(root) / ".locks"
     locks.mkdir(parents=True, exist_ok=True)
     try:
