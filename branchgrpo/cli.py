@@ -21,11 +21,15 @@ from .reproduction.command import reproduce
 def train(given: dict[str, Any]) -> int:
     "Train a model with a recipe; what is not given comes from the recipe."
     from branchgrpo.training.config import TrainConfig
+    from branchgrpo.training.signals import REQUEUE, Preempted
     from branchgrpo.training.trainer import Trainer
 
     trainer = Trainer(TrainConfig.from_dict(given))
     try:
         run = trainer.fit()
+    except Preempted as stopped:
+        print(f"branchgrpo: {stopped}; started again, the run goes on from there", file=sys.stderr)
+        return REQUEUE
     finally:
         trainer.accelerator.end_training()  # else a process may abort while it ends
     if trainer.accelerator.is_main_process:
@@ -103,7 +107,7 @@ def execute(name: str, words: list[str]) -> int:
 
 # %% ../nbs/27_cli.ipynb #ef9d290c
 def main(argv: list[str] | None = None) -> int:
-    "Run the command line: 0 if it is done, 2 on a wrong input (one line on standard error)."
+    "Run the command line: 0 if it is done, 2 on a wrong input, 75 if it was told to stop (one line on standard error)."
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
         print(overview())

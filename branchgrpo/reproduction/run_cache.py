@@ -22,6 +22,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from ..training.checkpoints import checkpoints, newest
 from ..training.config import TrainConfig
 from ..training.runs import Run
 
@@ -81,15 +82,13 @@ def run_folder(config: TrainConfig, root: str | Path) -> Path:
 
 # %% ../../nbs/reproduction/01_run_cache.ipynb #d848f79c
 def is_readable(run: Run, checkpoint: bool = True) -> bool:
-    "Return whether a run's settings and metrics, and with `checkpoint` its checkpoint, can be read."
-    import torch
-
+    "Return whether a run's settings and metrics, and with `checkpoint` one of its checkpoints, can be read."
     try:
         info, rows = run.info, run.metrics
         if not {"settings", "state"} <= info.keys():
             return False
-        if checkpoint and (run.path / "checkpoint.pt").exists():
-            torch.load(run.path / "checkpoint.pt", map_location="cpu", weights_only=True)
+        if checkpoint and checkpoints(run.path) and newest(run.path) is None:
+            return False
         return info["state"] != "finished" or len(rows) >= info["settings"]["iterations"]
     except Exception:  # whatever the damage is, the run is trained again
         return False
