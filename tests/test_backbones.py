@@ -40,7 +40,7 @@ def config(folder, backbone, **changes):
 def test_ratio_is_exactly_one_with_guidance_on(tmp_path, backbone, changes):
     trainer = Trainer(config(tmp_path / "run", backbone, **changes))
     rows = [trainer.step() for _ in range(2)]
-    assert all(row["ratio_error"] == 0 for row in rows)
+    assert all(row["rollout_mismatch"] == 0 for row in rows)
     assert all(row["grad_norm"] > 0 for row in rows)
 
 

@@ -37,7 +37,7 @@ def test_recipe_trains(name, tmp_path):
             assert calls[0] - spent == plan_of(trainer.settings, iteration).denoiser_calls
         assert calls[0] == row["denoiser_calls"]
         assert row["edges"] > 0
-        assert row["ratio_error"] < 1e-5
+        assert row["rollout_mismatch"] < 1e-5
         assert all(v == v for v in row.values() if isinstance(v, float))
     assert any(not torch.equal(p, before[n]) for n, p in parameters.items())
 
@@ -73,6 +73,6 @@ def test_option_trains(setting, tmp_path):
     )
     trainer = Trainer(config)
     first, second = trainer.step(), trainer.step()
-    assert first["ratio_error"] < 1e-5 and second["grad_norm"] > 0
+    assert first["rollout_mismatch"] < 1e-5 and second["grad_norm"] > 0
     if setting.get("kl"):
         assert first["kl"] < 1e-12 < second["kl"]

@@ -15,6 +15,7 @@ from branchgrpo.objective import edge_loss
 from branchgrpo.planning import process_of
 from branchgrpo.reproduction.warm import popen, run
 from branchgrpo.rollout import edge_log_probs
+from branchgrpo.training.checkpoints import newest, read_table
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.trainer import Trainer, assign_credit
 from branchgrpo.training.update import accumulate
@@ -42,7 +43,7 @@ def test_shared_siblings_give_the_edge_by_edge_gradient(tmp_path):
     rolled = prepared(trainer)
     tree, cond, process = rolled.tree, rolled.conditioning, rolled.process
     stats = accumulate(trainer.learner, rolled)
-    assert stats["ratio_error"] == 0
+    assert stats["rollout_mismatch"] == 0
     shared = gradient(trainer)
     trainer.learner.optimizer.zero_grad()
     edges = tree.prompts * tree.plan.trained_edges
@@ -67,7 +68,7 @@ def test_ratio_is_exactly_one_before_the_first_update(tmp_path, precision):
     trainer = Trainer(config(tmp_path / "run", mixed_precision=precision))
     for _ in range(2):
         row = trainer.step()
-        assert row["ratio_error"] == 0 and row["ratio"] == 1 and row["clip_fraction"] == 0
+        assert row["rollout_mismatch"] == 0 and row["ratio"] == 1 and row["clip_fraction"] == 0
     assert row["grad_norm"] > 0
 
 
@@ -121,7 +122,7 @@ def test_a_killed_run_ends_as_one_that_was_not(tmp_path, changes):
     ends_well(again, tmp_path / "killed")
     assert len(rows(tmp_path / "whole")) == 6
     assert rows(tmp_path / "whole") == rows(tmp_path / "killed")
-    one, two = (torch.load(tmp_path / n / "checkpoint.pt", weights_only=True)["weights"] for n in ("whole", "killed"))
+    one, two = (read_table(newest(tmp_path / name), "weights") for name in ("whole", "killed"))
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
 

@@ -19,6 +19,7 @@ from ..plan import RolloutPlan
 from ..planning import sampling_process
 from ..policy import Policy
 from ..rollout import Noise, rollout
+from ..training.checkpoints import newest, read_table
 from ..training.runs import Run
 
 # %% ../../nbs/evaluation/01_sampling.ipynb #2e627f1c
@@ -49,16 +50,16 @@ WEIGHTS = ("trained", "ema", "base")
 # %% ../../nbs/evaluation/01_sampling.ipynb #77b72ba8
 def load_average(policy: Policy, run: Run) -> None:
     "Copy a run's averaged weights into the policy. Raise `ValueError` if its checkpoint has none, or others."
-    path = run.path / "checkpoint.pt"
-    if not path.is_file():
-        raise ValueError(f"weights: the run {str(run.path)!r} has no checkpoint.pt with averaged weights")
-    saved = torch.load(path, map_location="cpu", weights_only=True)
+    folder = newest(run.path)
+    if folder is None:
+        raise ValueError(f"weights: the run {str(run.path)!r} has no checkpoint with averaged weights")
+    averages = read_table(folder, "averages")
     parameters = dict(policy.denoiser.named_parameters())
-    missing = [name for name in saved["weights"] if name not in parameters]
+    missing = [name for name in averages if name not in parameters]
     if missing:
         raise ValueError(f"weights: {missing[0]!r} of the run's checkpoint is not in the model")
     with torch.no_grad():
-        for name, average in zip(saved["weights"], saved["ema"]["shadow_params"]):
+        for name, average in averages.items():
             parameters[name].copy_(average)
 
 # %% ../../nbs/evaluation/01_sampling.ipynb #859c8946

@@ -27,13 +27,16 @@ def new_page(
     parameters: str,  # lines `name: type = value  # comment`
     *cells: str,  # code, in order
     title: str = "",  # Markdown above the parameters: `# Title`, then `> claim`
+    arms: str = "",  # code that declares the runs as `arms`; it comes before the other cells
 ) -> Path:
     "Write a page at `path`; return the path."
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
     page = nbformat.v4.new_notebook(metadata={"kernelspec": kernel})
     if title:
         page.cells.append(nbformat.v4.new_markdown_cell(title))
-    page.cells.append(nbformat.v4.new_code_cell(parameters, metadata={"tags": ["parameters"]}))
+    for tag, source in {"parameters": parameters, "arms": arms}.items():
+        if source:
+            page.cells.append(nbformat.v4.new_code_cell(source, metadata={"tags": [tag]}))
     page.cells += [nbformat.v4.new_code_cell(cell) for cell in cells]
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     nbformat.write(page, path)

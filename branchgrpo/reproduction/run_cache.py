@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NUMBERS', 'NOT_HASHED', 'plain', 'hashed_settings', 'cache_key', 'run_folder', 'is_readable', 'is_finished',
-           'train_apart', 'ResultNeeded', 'PlannedRun', 'planning', 'get_or_train']
+           'train_apart', 'get_or_train']
 
 # %% ../../nbs/reproduction/01_run_cache.ipynb #c22d8935
 import dataclasses
@@ -15,13 +15,11 @@ import shlex
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from ..training.checkpoints import checkpoints, newest
 from ..training.config import TrainConfig
 from ..training.runs import Run
 
@@ -81,15 +79,13 @@ def run_folder(config: TrainConfig, root: str | Path) -> Path:
 
 # %% ../../nbs/reproduction/01_run_cache.ipynb #d848f79c
 def is_readable(run: Run, checkpoint: bool = True) -> bool:
-    "Return whether a run's settings and metrics, and with `checkpoint` its checkpoint, can be read."
-    import torch
-
+    "Return whether a run's settings and metrics, and with `checkpoint` one of its checkpoints, can be read."
     try:
         info, rows = run.info, run.metrics
         if not {"settings", "state"} <= info.keys():
             return False
-        if checkpoint and (run.path / "checkpoint.pt").exists():
-            torch.load(run.path / "checkpoint.pt", map_location="cpu", weights_only=True)
+        if checkpoint and checkpoints(run.path) and newest(run.path) is None:
+            return False
         return info["state"] != "finished" or len(rows) >= info["settings"]["iterations"]
     except Exception:  # whatever the damage is, the run is trained again
         return False
@@ -132,45 +128,16 @@ def _find_or_train(run: Run, config: TrainConfig) -> Run:
     launch = os.environ.get("BRANCHGRPO_LAUNCH")
     return train_apart(config, launch) if launch else Trainer(config).fit()
 
-# %% ../../nbs/reproduction/01_run_cache.ipynb #f7db5776
-_PLANNED: ContextVar[list | None] = ContextVar("planned", default=None)
-
-
-class ResultNeeded(Exception):
-    "A page reads the result of a run that is only planned."
-
-# %% ../../nbs/reproduction/01_run_cache.ipynb #e5ef1ec8
-class PlannedRun:
-    "A run that is only planned: it has no results yet."
-
-    def __getattr__(self, name: str):
-        raise ResultNeeded(name)
-
-# %% ../../nbs/reproduction/01_run_cache.ipynb #fdcb3e96
-@contextmanager
-def planning() -> Iterator[list]:
-    "Collect requested runs as `(config, root)` in the list that is yielded; train nothing."
-    planned = []
-    token = _PLANNED.set(planned)
-    try:
-        yield planned
-    finally:
-        _PLANNED.reset(token)
-
 # %% ../../nbs/reproduction/01_run_cache.ipynb #24ed58f4
 def get_or_train(
     config: TrainConfig,
     root: str | Path = "runs",  # the folder of all cached runs
     wait: bool = True,  # wait while another process trains this run; otherwise return None
-) -> Run | PlannedRun | None:
+) -> Run | None:
     """Return the finished run of `config`: from the cache, continued from its checkpoint, or trained now.
 
     Raises `ValueError` on a wrong setting, before anything is written.
     """
-    planned = _PLANNED.get()
-    if planned is not None:
-        planned.append((config, str(root)))
-        return PlannedRun()
     run, locks = Run(run_folder(config, root)), Path(root) / ".locks"
     locks.mkdir(parents=True, exist_ok=True)
     try:
