@@ -29,8 +29,8 @@ check: env  ## formatting, lint and types
 test: env  ## every notebook's tests and tests/
 	$(BIN)/python -m pytest
 
-benchmark: env  ## seconds against their floor, and against a one-node-at-a-time reference
-	$(BIN)/python tests/benchmark.py
+benchmark: env  ## seconds against their floor, the published way, and the papers (branchgrpo bench)
+	$(BIN)/branchgrpo bench
 
 export: env  ## notebooks → branchgrpo/
 	$(BIN)/nbdev-export

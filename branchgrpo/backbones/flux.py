@@ -52,12 +52,12 @@ def predict_flux(policy, latents: Tensor, time: Tensor, conditioning: dict[str, 
 
 # %% ../../nbs/backbones/04_flux.ipynb #49b2ff2f
 @torch.no_grad()
-def decode_flux(policy, latents: Tensor, max_batch: int = 64) -> Tensor:
+def decode_flux(policy, latents: Tensor, max_batch: int | None = None) -> Tensor:
     "Return images `(B, 3, H, W)` float32 in [0, 1] from packed x̂₀ latents."
     pipeline, vae = policy.pipeline, policy.pipeline.vae
     packed = latents.to(vae.device, vae.dtype)
     z = pipeline._unpack_latents(packed, policy.height, policy.width, pipeline.vae_scale_factor)
-    return decode_images(vae, z / vae.config.scaling_factor + vae.config.shift_factor, max_batch)
+    return decode_images(vae, z / vae.config.scaling_factor + vae.config.shift_factor, max_batch or policy.decode_batch)
 
 # %% ../../nbs/backbones/04_flux.ipynb #c4b325b6
 class FluxPolicy(PipelinePolicy):

@@ -21,6 +21,7 @@ from diffusers.training_utils import cast_training_params
 from torch import nn
 
 from ..backbones.base import largest_rank, load, save_memory
+from ..backbones.loading import is_reader
 from .averages import AveragedWeights
 from .config import Settings
 from .distributed import check_launch, fill, mesh_of, shard
@@ -53,10 +54,13 @@ def open_policy(s: Settings, device, policy: Any = None) -> Any:
     "Return the policy of the settings, or the given one."
     if policy is None:
         dtype = getattr(torch, s.base_dtype)
-        options = {"frames": s.frames}
+        encoders = "device" if not s.embeddings else "cpu" if is_reader() else "none"
+        options = {"frames": s.frames, "encoders": encoders, "together": True}
         policy = load(s.backbone, s.height, s.width, s.guidance_scale, dtype, device, s.guidance_grad, **options)
         if hasattr(policy, "pipeline"):  # a family of your own may have none
             save_memory(policy.pipeline, s.vae_slicing, s.vae_tiling, s.offload, device)
+    if s.decode_batch:
+        policy.decode_batch = s.decode_batch
     check_rank(policy, s.lora_rank)
     return policy
 
