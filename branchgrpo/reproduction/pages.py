@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SCALES', 'new_page', 'templates', 'Job', 'scale_table', 'check_parameters', 'merged', 'jobs', 'Result',
-           'run_notebook', 'mark_done', 'last_line', 'execute', 'execute_json', 'execute_apart', 'report_progress']
+           'run_notebook', 'mark_done', 'last_line', 'execute', 'execute_json', 'execute_apart']
 
 # %% ../../nbs/reproduction/05_pages.ipynb #9442ca25
 import hashlib
@@ -210,11 +210,3 @@ def execute_apart(job: Job, environment: dict[str, str]) -> Result:
     except (ValueError, TypeError):  # no result: the process died
         error = last_line(process.stderr, f"ended with code {process.returncode}")
         return Result(job.name, "failed", error=error)
-
-# %% ../../nbs/reproduction/05_pages.ipynb #ec4f4cd5
-def report_progress(text: str) -> None:
-    "Send a line to the runner that executes this page; do nothing if there is none."
-    path = os.environ.get("BRANCHGRPO_PROGRESS")
-    if path:
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(text + "\n")
