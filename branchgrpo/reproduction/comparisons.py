@@ -15,8 +15,8 @@ from fastcore.basics import patch
 from tqdm.auto import tqdm
 
 from .arms import Arms
-from .pages import report_progress
 from .run_cache import get_or_train
+from .run_progress import report_progress
 from .statistics import difference
 from .timing import TimedRun, time_iterations
 from ..training.config import TrainConfig
