@@ -40,7 +40,7 @@ def revisit(
     x = tree.latents[step][prompt, parents.flatten()[rows]]
     batch = {name: values[prompt.to(values.device)] for name, values in conditioning.items()}
     output = policy.predict(x, process.times[step], batch)
-    children = tree.latents[step + 1].unflatten(1, (width, factor)).flatten(0, 1)[rows]
+    children = tree.latents[step + 1][:, : width * factor].unflatten(1, (width, factor)).flatten(0, 1)[rows]
     return process.step(step, x, output), children
 
 # %% ../nbs/09_rollout_replay.ipynb #22d98ad6

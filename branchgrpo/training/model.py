@@ -21,6 +21,7 @@ from torch import nn
 
 from ..backbones.base import largest_rank, load, save_memory
 from .config import Settings
+from .ranks import check_ranks
 
 # %% ../../nbs/training/04_model.ipynb #a7fc33ac
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # how latents are stored
@@ -31,11 +32,7 @@ def make_accelerator(s: Settings) -> Accelerator:
     AcceleratorState._reset_state()  # else a second trainer of another precision in one process is refused
     log_with = None if s.tracker == "none" else s.tracker
     accelerator = Accelerator(mixed_precision=s.mixed_precision, log_with=log_with, project_dir=s.output)
-    if s.prompts_per_iteration % accelerator.num_processes:
-        raise ValueError(
-            f"prompts_per_iteration: {s.prompts_per_iteration} is not a multiple of "
-            f"{accelerator.num_processes} processes"
-        )
+    check_ranks(s, accelerator.num_processes)
     return accelerator
 
 # %% ../../nbs/training/04_model.ipynb #339b6415
