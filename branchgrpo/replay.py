@@ -53,7 +53,7 @@ def revisit(
     x = tree.latents[step][prompt, parents.flatten()[asked]]
     batch = {name: values[prompt.to(values.device)] for name, values in conditioning.items()}
     output = policy.predict(x, process.times[step], batch)
-    children = tree.latents[step + 1].unflatten(1, (width, factor)).flatten(0, 1)[rows]
+    children = tree.latents[step + 1][:, : width * factor].unflatten(1, (width, factor)).flatten(0, 1)[rows]
     return process.step(step, x[: len(rows)], output[: len(rows)]), children
 
 # %% ../nbs/09_rollout_replay.ipynb #dacdca8a

@@ -17,6 +17,7 @@ from .noise import EVALUATION_SEED, GROUP, PREVIEWS, ROOTS, STEP_SUBSET, Noise, 
 from .plan import RolloutPlan
 from .policy import Policy
 from .replay import filled, replay, revisit  # noqa: F401
+from .shares import WHOLE, Whole
 from .transition import Transition
 from .tree import Tree, plan_parents
 
@@ -63,6 +64,7 @@ class RolloutJob:
     max_batch: int | None
     select: Callable[[int, Tensor, int], Tensor] | None
     decide: Callable[[int, Tensor], int] | None
+    share: Whole  # which nodes are on this process
     pad: bool = False
 
 # %% ../nbs/09_rollout.ipynb #0c3c099f
@@ -85,15 +87,10 @@ def prune_or_split(tree: Tree, i: int, x: Tensor, output: Tensor, job: RolloutJo
     if select is not None:
         survivors = select(i, x0_hat, plan.prune_at[i]).to(tree.device)
         tree.parents[i + 1] = plan_parents(plan, tree.prompts, i + 1, survivors)
-        return _rows_of(x, survivors), _rows_of(output, survivors)
+        return job.share.survivors(tree, i, x, output, survivors)
     if decide is not None and (factor := decide(i, x0_hat)) > 1:
         _add_split(tree, i, factor)
     return x, output
-
-# %% ../nbs/09_rollout.ipynb #308ef73c
-def _rows_of(values: Tensor, nodes: Tensor) -> Tensor:
-    "Return the rows `nodes (P, k)` of `values (P, W, …)`: `(P, k, …)`."
-    return values[torch.arange(len(values), device=values.device)[:, None], nodes]
 
 # %% ../nbs/09_rollout.ipynb #2cb8bc24
 def _add_split(tree: Tree, step: int, factor: int) -> None:
@@ -113,15 +110,15 @@ def _add_split(tree: Tree, step: int, factor: int) -> None:
 # %% ../nbs/09_rollout.ipynb #80bd85fd
 def take_step(tree: Tree, i: int, job: RolloutJob) -> None:
     "Take step `i` of all trees: fill in the latents and log-densities of depth `i + 1`."
-    x = tree.latents[i]
+    x = job.share.start(tree, i)
     output = predict(job.policy, x, job.process.times[i], job.conditioning, job.max_batch, job.pad)
     x, output = prune_or_split(tree, i, x, output, job)
     nodes, factor = x.shape[:2], tree.plan.splits.get(i, 1)
     stochastic = i in tree.plan.stochastic and i < tree.plan.steps - 1
     dist = job.process.step(i, x.flatten(0, 1), output.flatten(0, 1), stochastic)
     if stochastic:
-        noise = job.noise.children(i, nodes[1], factor, job.s, x.shape[2:])
-        children, log_probs = draw_children(dist, noise, job.dtype)
+        noise = job.noise.children(i, tree.parents[i + 1].shape[1] // factor, factor, job.s, x.shape[2:])
+        children, log_probs = draw_children(dist, job.share.cut(noise, i), job.dtype)
         tree.log_probs[i + 1] = log_probs.unflatten(0, nodes).flatten(1, 2)
     else:
         children = dist.mean[:, None].expand(-1, factor, *x.shape[2:]).to(job.dtype)
@@ -143,18 +140,19 @@ def rollout(
     select: Callable[[int, Tensor, int], Tensor] | None = None,  # (step, x̂₀ (P, W, …), k) -> survivors (P, k)
     decide: Callable[[int, Tensor], int] | None = None,  # (step, x̂₀) -> factor of an added split; 0: no split
     keep_means: bool = False,  # store the parents' means
+    share: Whole = WHOLE,  # which nodes are on this process
     pad: bool = False,  # fill every call up to `max_batch` latents, see `predict`
 ) -> Tree:
     """Roll out `plan` for P prompts, and return their tree; its plan includes the splits that `decide` added.
 
     Raises `ValueError` if steps disagree or `select` is missing. Source: BranchGRPO Sec. 3.2.
     """
-    job = RolloutJob(policy, conditioning, process, noise, s, dtype, max_batch, select, decide, pad)
+    job = RolloutJob(policy, conditioning, process, noise, s, dtype, max_batch, select, decide, share, pad)
     _check_job(plan, job)
     tree = _roots(plan, job, keep_means)
     for i in range(plan.steps):
         take_step(tree, i, job)
-    return tree
+    return share.finish(tree)
 
 # %% ../nbs/09_rollout.ipynb #ebf51679
 def _check_job(plan: RolloutPlan, job: RolloutJob) -> None:
