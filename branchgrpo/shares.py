@@ -79,4 +79,4 @@ WHOLE = Whole()
 # %% ../nbs/08_tree_shares.ipynb #bcf53631
 def rows_of(values: Tensor, nodes: Tensor) -> Tensor:
     "Return the rows `nodes (P, k)` of `values (P, W, …)`: `(P, k, …)`."
-    return values[torch.arange(len(values))[:, None], nodes.to(values.device)]
+    return values[torch.arange(len(values), device=values.device)[:, None], nodes]

@@ -166,6 +166,7 @@ def roll(c: Collector, iteration: int, hooks: RolloutHooks, share: Whole) -> tup
         decide=hooks.decide,
         keep_means=RATIOS.get(s.ratio).needs_means,
         share=share,
+        pad=s.pad_batches,
     )
     with together(c.accelerator):
         check_finite(tree, iteration)
