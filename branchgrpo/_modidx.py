@@ -1583,6 +1583,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                  'branchgrpo/training/counting.py'),
                                               'branchgrpo.training.counting.read_config': ( 'training/counting.html#read_config',
                                                                                             'branchgrpo/training/counting.py'),
+                                              'branchgrpo.training.counting.same_model': ( 'training/counting.html#same_model',
+                                                                                           'branchgrpo/training/counting.py'),
                                               'branchgrpo.training.counting.scale_factors': ( 'training/counting.html#scale_factors',
                                                                                               'branchgrpo/training/counting.py')},
             'branchgrpo.training.credit_assignment': { 'branchgrpo.training.credit_assignment.advantages_of': ( 'training/credit_assignment.html#advantages_of',

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['read_config', 'scale_factors', 'meta_pipeline', 'Countable', 'default_frames', 'published_policy', 'meta_policy',
-           'Counted', 'add_adapter', 'make_trainable', 'largest_block', 'count', 'counted_policy']
+           'Counted', 'add_adapter', 'make_trainable', 'largest_block', 'count', 'same_model', 'counted_policy']
 
 # %% ../../nbs/training/16_counting.ipynb #e52c820f
 import inspect
@@ -169,8 +169,13 @@ def _counted(rank: int, checkpointing: bool, guidance_grad: bool, *where: Any) -
     return policy, count(policy, checkpointing, rank)
 
 
+def same_model(name: str) -> str:
+    "Return the first published name of the same architecture, or the name itself."
+    return next((other for other, entry in PUBLISHED.items() if entry == PUBLISHED.get(name)), name)
+
+
 def counted_policy(s: Settings, checkpointing: bool | None = None) -> tuple[Countable, Counted]:
     "Return the policy of a run without weights, and what a call costs. Raise as `meta_policy` does."
     checkpointing = s.gradient_checkpointing if checkpointing is None else checkpointing
-    where = (s.backbone, s.height, s.width, s.guidance_scale, s.frames)
+    where = (same_model(s.backbone), s.height, s.width, s.guidance_scale, s.frames)
     return _counted(s.lora_rank, checkpointing, s.guidance_grad, *where)
