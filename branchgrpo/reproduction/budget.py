@@ -34,7 +34,7 @@ def cost_of(
 def gpu_hours(config: TrainConfig, tflops: float = 400.0) -> float | None:
     "Return the GPU-hours of a run; None if no configuration of the backbone is available."
     cost = cost_of(config, 1, tflops)
-    return cost and cost.hours
+    return None if cost is None else cost.hours
 
 # %% ../../nbs/reproduction/07_budget.ipynb #ca225a31
 def changes(config: TrainConfig) -> str:
@@ -95,7 +95,7 @@ def run_line(config: TrainConfig, job: Job, total: Total, tflops: float) -> str:
     "Return the line of a run below its page, and add it to `total`."
     gpus = job.runner.get("gpus", 1)
     key, cost = cache_key(config.settings().to_dict()), cost_of(config, gpus, tflops)
-    hours = cost and gpus * cost.hours
+    hours = None if cost is None else gpus * cost.hours
     owner = total.add(key, job.name, hours)
     if owner:
         text = f"shared with {owner}"

@@ -56,6 +56,7 @@ class Countable(Policy, Protocol):
 
     denoiser: Any  # a diffusers model
     lora_targets: tuple[str, ...]  # layers that an adapter changes
+    guidance_scale: float
 
     def predict(self, latents: Tensor, time: Tensor | float, conditioning: dict[str, Tensor]) -> Tensor:
         "Return the denoiser's output; a number may stand for `time`."
