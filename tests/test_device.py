@@ -7,10 +7,10 @@ from torch import Tensor
 from virtual_device import GPU, VirtualDevice, WrongDevice
 
 from branchgrpo import recipes
-from branchgrpo.training.checkpoints import save_checkpoint
+from branchgrpo.planning import process_of
 from branchgrpo.training.config import TrainConfig
-from branchgrpo.training.export import export
-from branchgrpo.training.trainer import Trainer, evaluate, open_shared, resume
+from branchgrpo.training.trainer import Trainer, assign_credit, resume
+from branchgrpo.training.update import accumulate, shared_micro_batches
 
 SMALL = dict(prompts_per_iteration=2, iterations=1, evaluation_prompts=2, tracker="none")
 SHORT = dict(steps=4, splits=(0, 2))
@@ -56,15 +56,12 @@ def trainer(tmp_path, **changes):
     return Trainer(TrainConfig.from_dict(SMALL | {"output": str(tmp_path / "run")} | changes))
 
 
-def whole_run(t):
-    "One iteration with rollout, credit and update; an evaluation; a checkpoint, read again; the result."
-    row = t.step()
-    run = open_shared(t)
-    evaluate(t, run, {"iteration": 1})
-    save_checkpoint(run.path / "checkpoint.pt", t.learner, t.progress)
+def whole_run(t) -> dict:
+    "Evaluate, train one iteration, save and export; read the checkpoint again; return the iteration's metrics."
+    run = t.fit()
     resume(t, run)
-    export(t.learner, run.path, averaged=True)
-    return row
+    assert t.progress.iteration == 1
+    return run.metrics[0]
 
 
 @pytest.mark.parametrize("recipe", recipes.names())
@@ -84,9 +81,50 @@ def test_settings_on_a_gpu(gpu, tmp_path, name):
 
 def test_embeddings_on_a_gpu(gpu, tmp_path):
     t = trainer(tmp_path, recipe="branchgrpo", embeddings=str(tmp_path / "embeddings"), **SHORT)
-    resume(t, open_shared(t))
-    assert t.policy.pipeline.text_encoder.device.type == "cpu"
     assert whole_run(t)["grad_norm"] > 0
+    assert t.policy.pipeline.text_encoder.device.type == "cpu"
+
+
+LOOPS = {
+    "flux": dict(recipe="branchgrpo", max_batch=3, **SHORT),
+    "flux, adapter": dict(recipe="branchgrpo", **(SHORT | MIXES["adapter"])),
+    "flux, solver": dict(recipe="mixgrpo-flash", branch_factor=2),
+    **FAMILIES,
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_rollout_uploads_noise_and_nothing_else(gpu, tmp_path, name):
+    t = trainer(tmp_path, **LOOPS[name])
+    rolled = t.collector(0)
+    in_steps = [transfer for transfer in gpu.transfers if transfer.within("take_step")]
+    assert [transfer.kind for transfer in in_steps] == ["upload"] * len(
+        rolled.tree.plan.stochastic - {rolled.tree.steps - 1}
+    )
+    assert all(transfer.within("draw_children") for transfer in in_steps)
+
+
+def test_a_pruning_step_waits_for_its_rewards_once(gpu, tmp_path):
+    t = trainer(tmp_path, recipe="pro-grpo", **FUNNEL)
+    plan = t.collector(0).tree.plan
+    in_steps = [transfer for transfer in gpu.transfers if transfer.within("prune_or_split")]
+    of_engine = [transfer.kind for transfer in in_steps if not transfer.within("score")]
+    assert of_engine == ["download", "upload"] * len(plan.prune_at)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_micro_batch_copies_nothing_and_waits_for_nothing(gpu, tmp_path, name):
+    t = trainer(tmp_path, **LOOPS[name])
+    noise = t.collector.noise(0)
+    rolled, _ = assign_credit(t.learner, t.collector(0), process_of(t.settings, t.policy, 0), noise)
+    batches = shared_micro_batches(t.learner, rolled.tree, rolled.edge_mask)
+    counts = []
+    for some in (batches[:1], batches):
+        gpu.transfers.clear()
+        accumulate(t.learner, rolled, some)
+        counts.append(len(gpu.transfers))
+    assert len(batches) > 1
+    assert counts[0] == counts[1], gpu.transfers
 
 
 ROWS = torch.tensor([0, 1])

@@ -38,7 +38,8 @@ os._exit(0)  # without waiting for gloo's threads
 
 def processes(n, code, table, out, wait=True):
     "Start `n` processes of one training, as torchrun does; wait until all end well, or return them."
-    shared = {"WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n, "MASTER_PORT": free_port(), "MASTER_ADDR": "127.0.0.1"}
+    per_node = 2 if table.get("sharding") == "hybrid" else n
+    shared = {"WORLD_SIZE": n, "LOCAL_WORLD_SIZE": per_node, "MASTER_PORT": free_port(), "MASTER_ADDR": "127.0.0.1"}
     shared |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": 1}
     started = []
     for rank in range(n):
@@ -80,6 +81,7 @@ if rank == 0: torch.save(result, out)
 t.accelerator.wait_for_everyone()
 """
 FULL = {"sharding": "full"}
+HYBRID = {"sharding": "hybrid"}  # here: two nodes of two processes
 PLAIN = {"kl": 0.1}
 PRUNED = {"prune": "extreme", "prune_keep": 1, "train_fraction": 0.6, "advantage": "leave-one-out", "min_nodes": 3}
 FUNNEL = {"roots": 6, "splits": [], "prune_at": {"2": 4}, "group_selection": "ovf", "group_keep": 3, "kl": 0.1}
@@ -95,7 +97,7 @@ def test_any_number_of_processes_and_any_sharding_do_the_same(tmp_path, case):
     table = settings(tmp_path / "run", **CASES[case], max_batch=5, learning_rate=1e-4)
     one = processes(1, BEGIN + STEP + END, table, tmp_path / f"one{lose}")
     assert one["grads"] and any(grad.abs().max() > 0 for grad in one["grads"].values())
-    for n, sharding in [(2, {}), (2, FULL), (4, FULL)]:
+    for n, sharding in [(2, {}), (2, FULL), (4, FULL if lose else HYBRID)]:
         many = processes(n, BEGIN + STEP + END, table | sharding, tmp_path / f"many{lose}{n}{len(sharding)}")
         assert (many["sharded"] > 1) == bool(sharding)
         torch.testing.assert_close(many["leaves"], one["leaves"], rtol=0, atol=2e-4)
@@ -227,6 +229,30 @@ def test_a_run_that_is_told_to_stop_saves_and_asks_to_be_started_again(tmp_path,
     assert int(newest(tmp_path / "stopped").name) == len(rows(tmp_path / "stopped")) < 3
     processes(n, BEGIN + FIT + END, stopped, tmp_path / "end2")
     assert rows(tmp_path / "whole") == rows(tmp_path / "stopped")
+
+
+LOADED = """
+held = [p.numel() for p in t.policy.denoiser.parameters()]
+assert sum(p.to_local().numel() for p in t.policy.denoiser.parameters()) < 0.6 * sum(held)
+row = t.step()
+assert row["grad_norm"] > 0 and row["rollout_mismatch"] < 1e-3, row
+if rank == 0: torch.save({"reward": torch.tensor(row["reward"])}, out)
+"""
+KINDS = {
+    "bfloat16": {"mixed_precision": "bf16", "gradient_checkpointing": True},
+    "adapter": {"mixed_precision": "bf16", "base_dtype": "bfloat16", "lora_rank": 4, "kl": 0.1},
+    "SD3": {"backbone": "tiny-sd3", "embeddings": "EMBEDDINGS"},
+    "clips": {"backbone": "tiny-wan", "reward": "motion", "prompts": "clips", "kl": 0.1},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_precisions_adapters_and_families_are_sharded(tmp_path, kind):
+    changes = {key: str(tmp_path) if value == "EMBEDDINGS" else value for key, value in KINDS[kind].items()}
+    table = settings(tmp_path / "run", **{"prompts_per_iteration": 2} | changes)
+    one = processes(1, BEGIN + LOADED.replace("0.6", "1.1") + END, table | FULL, tmp_path / "one")
+    two = processes(2, BEGIN + LOADED + END, table | FULL, tmp_path / "two")
+    torch.testing.assert_close(one["reward"], two["reward"], rtol=0, atol=2e-3)
 
 
 NOT_FINITE = """

@@ -39,7 +39,11 @@ class Transfer:
 
     kind: str  # upload, download or wait
     operation: str
-    where: str  # lines of branchgrpo, innermost first
+    where: tuple[str, ...]  # lines of branchgrpo, innermost first
+
+    def within(self, function: str) -> bool:
+        "Whether it happened in a call of a function of branchgrpo."
+        return any(line.endswith(f" {function}") for line in self.where)
 
 
 class Marks:
@@ -79,14 +83,11 @@ def tensors_of(values) -> list[Tensor]:
     return [tensor for value in values for tensor in tensors_of(value)]
 
 
-def lines_of_branchgrpo(most: int = 3) -> str:
-    "Where in the package the current operation was called, innermost first."
-    lines: list[str] = []
-    for frame, line in traceback.walk_stack(None):
-        code = frame.f_code
-        if code.co_filename.startswith(PACKAGE) and len(lines) < most:
-            lines.append(f"{code.co_filename.removeprefix(PACKAGE)}:{line} {code.co_name}")
-    return " < ".join(lines)
+def lines_of_branchgrpo() -> tuple[str, ...]:
+    "The lines of the package that led to the current operation, innermost first."
+    frames = [(frame.f_code, line) for frame, line in traceback.walk_stack(None)]
+    inside = [(code, line) for code, line in frames if code.co_filename.startswith(PACKAGE)]
+    return tuple(f"{code.co_filename.removeprefix(PACKAGE)}:{line} {code.co_name}" for code, line in inside)
 
 
 def named_device(value) -> torch.device | None:
@@ -114,7 +115,7 @@ class VirtualDevice:
 
     def refuse(self, operation: str, values) -> None:
         found = ", ".join(f"{tuple(t.shape)} on {MARKS.device(t).type}" for t in tensors_of(values))
-        raise WrongDevice(f"{operation}: {found}; at {lines_of_branchgrpo()}")
+        raise WrongDevice(f"{operation}: {found}; at {' < '.join(lines_of_branchgrpo()[:4])}")
 
     def count(self, kind: str, operation: str) -> None:
         self.transfers.append(Transfer(kind, operation, lines_of_branchgrpo()))

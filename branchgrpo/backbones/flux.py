@@ -27,11 +27,11 @@ def encode_flux(policy, prompts: list[str]) -> dict[str, Tensor]:
     return policy.on_device(prompt_embeds=embeds, pooled=pooled)
 
 # %% ../../nbs/backbones/04_flux.ipynb #7e6a2c73
-def image_ids(grid: tuple[int, int]) -> Tensor:
+def image_ids(grid: tuple[int, int], device: torch.device | str = "cpu") -> Tensor:
     "Return the position ids `(N, 3)` of the image tokens: row and column of each."
-    ids = torch.zeros(*grid, 3)
-    ids[..., 1] += torch.arange(grid[0])[:, None]
-    ids[..., 2] += torch.arange(grid[1])[None, :]
+    ids = torch.zeros(*grid, 3, device=device)
+    ids[..., 1] += torch.arange(grid[0], device=device)[:, None]
+    ids[..., 2] += torch.arange(grid[1], device=device)[None, :]
     return ids.flatten(0, 1)
 
 # %% ../../nbs/backbones/04_flux.ipynb #a926064f
@@ -45,7 +45,7 @@ def predict_flux(policy, latents: Tensor, time: Tensor, conditioning: dict[str, 
         guidance=row * policy.guidance_scale if policy.denoiser.config.guidance_embeds else None,
         pooled_projections=conditioning["pooled"],
         encoder_hidden_states=embeds,
-        img_ids=image_ids(policy.grid).to(latents.device, policy.dtype),
+        img_ids=image_ids(policy.grid, latents.device).to(policy.dtype),
         txt_ids=torch.zeros(embeds.shape[1], 3, device=latents.device, dtype=policy.dtype),
         return_dict=False,
     )[0]

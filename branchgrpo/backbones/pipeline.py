@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ATTENTION', 'DECODE_BYTES', 'FamilyDefaults', 'pixels_per_latent', 'check_size', 'PipelinePolicy', 'unit_range',
-           'measured_decode', 'decode_bytes', 'images_per_call', 'decode_images', 'channel_statistics', 'on_meta']
+           'measured_decode', 'decode_costs', 'images_per_call', 'decode_images', 'channel_statistics', 'on_meta']
 
 # %% ../../nbs/backbones/01_pipeline.ipynb #b89f70ee
 import json
@@ -14,7 +14,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor, nn
 
-from .live_bytes import LiveBytes, fused_attention
+from .live_bytes import Operations, fused_attention
 
 # %% ../../nbs/backbones/01_pipeline.ipynb #185ef340
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
@@ -90,17 +90,17 @@ def measured_decode(
     config: str,  # as JSON
     shape: tuple[int, ...],  # of one latent of the VAE, without the batch
     dtype: torch.dtype,
-) -> int:
-    "Return the bytes that a VAE holds at its peak while it decodes one image, its own weights aside."
+) -> tuple[int, int]:
+    "Return the bytes that a VAE holds at its peak while it decodes one image, its own weights aside, and the FLOPs."
     with torch.random.fork_rng([]), torch.device("meta"):  # the caller's random numbers stay as they are
         vae = model.from_config(json.loads(config)).to(dtype)
-    with torch.no_grad(), fused_attention(), LiveBytes() as live:
+    with torch.no_grad(), fused_attention(), Operations() as live:
         vae.decode(torch.empty(1, *shape, device="meta", dtype=dtype), return_dict=False)
-    return live.peak
+    return live.peak, live.flops
 
 
-def decode_bytes(vae, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> int:
-    "Return the bytes of one image as `measured_decode` does, of a VAE's class and configuration."
+def decode_costs(vae, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> tuple[int, int]:
+    "Return bytes and FLOPs of one image as `measured_decode` does, of a VAE's class and configuration."
     return measured_decode(type(vae), json.dumps(dict(vae.config)), tuple(shape), dtype or vae.dtype)
 
 # %% ../../nbs/backbones/01_pipeline.ipynb #a01269b0
@@ -109,7 +109,7 @@ DECODE_BYTES = 4e9  # what a call of a VAE may hold if no number of images is se
 
 def images_per_call(vae, shape: tuple[int, ...], most: int = 64) -> int:
     "Return how many images of a latent's `shape` a VAE decodes in `DECODE_BYTES`: from 1 to `most`."
-    return max(1, min(most, int(DECODE_BYTES // decode_bytes(vae, shape))))
+    return max(1, min(most, int(DECODE_BYTES // decode_costs(vae, shape)[0])))
 
 # %% ../../nbs/backbones/01_pipeline.ipynb #9966179f
 def decode_images(vae, z: Tensor, max_batch: int | None = None) -> Tensor:

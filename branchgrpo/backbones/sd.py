@@ -27,8 +27,11 @@ def encode_sd(policy, prompts: list[str]) -> dict[str, Tensor]:
 def predict_sd(policy, latents: Tensor, time: Tensor, conditioning: dict[str, Tensor]) -> Tensor:
     "Return the guided noise prediction `(B, C, H, W)` of `latents` at training step `time`."
 
+    step = time.item() if isinstance(time, Tensor) else time
+
     def run(x, text):
-        return policy.call(x.to(policy.dtype), torch.as_tensor(time).to(x.device), text["embeds"], return_dict=False)[0]
+        steps = torch.full((len(x),), step, device=x.device)  # no copy of `time`, for which the device would wait
+        return policy.call(x.to(policy.dtype), steps, text["embeds"], return_dict=False)[0]
 
     positive = {"embeds": conditioning["prompt_embeds"]}
     return guided(policy, run, latents, positive, {"embeds": conditioning["negative_embeds"]})
