@@ -56,10 +56,10 @@ def decide(splits: AdaptiveSplits, step: int, x0_hat: Tensor) -> int:
 # %% ../nbs/15_adaptive.ipynb #ebfcb469
 def settled(splits: AdaptiveSplits, step: int, x0_hat: Tensor) -> bool:
     "Score the previews and return whether the std of their rewards has stopped growing."
-    prompts, width = x0_hat.shape[:2]
-    if width < 2:
+    rewards = splits.score(step, x0_hat)  # of all nodes, those on other processes too
+    splits.previews += rewards.numel()
+    if rewards.shape[1] < 2:
         return False
-    std = float(splits.reduce(splits.score(step, x0_hat).std(1).mean()))
-    splits.previews += prompts * width
+    std = float(splits.reduce(rewards.std(1).mean()))
     before, splits.std_before = splits.std_before, std
     return before is not None and std < (1 + splits.growth) * before

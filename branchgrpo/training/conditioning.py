@@ -20,13 +20,12 @@ from ..backbones.memory import awake, encoders_of
 from ..prompts import PromptSet
 from ..rollout import Noise
 from .config import Settings
+from .ranks import group_positions
 
 # %% ../../nbs/training/05_conditioning.ipynb #91658e5e
 def positions(settings: Settings, accelerator) -> tuple[int, ...]:
     "Return the places, within an iteration, of this process's prompts."
-    each = settings.prompts_per_iteration // accelerator.num_processes
-    first = each * accelerator.process_index
-    return tuple(range(first, first + each))
+    return group_positions(settings, accelerator.num_processes, accelerator.process_index)
 
 
 def draw_prompts(settings: Settings, prompts: PromptSet, places: tuple[int, ...], iteration: int) -> list[str]:

@@ -58,7 +58,8 @@ def sample(s: Settings, policy, conditioning: dict[str, Tensor], places: tuple[i
     plan = RolloutPlan.chains(s.steps, 1, stochastic=())
     process = process_of(dataclasses.replace(s, tail_ratio=0.0), policy)
     noise = Noise(EVALUATION_SEED, 0, places)
-    return rollout(plan, policy, conditioning, process, noise, max_batch=s.max_batch).latents[-1][:, 0]
+    tree = rollout(plan, policy, conditioning, process, noise, max_batch=s.max_batch, pad=s.pad_batches)
+    return tree.latents[-1][:, 0]
 
 # %% ../../nbs/training/11_held_out.ipynb #b0e38477
 @dataclass

@@ -27,6 +27,7 @@ from ..backbones.loading import is_reader
 from .averages import AveragedWeights
 from .config import Settings
 from .distributed import check_launch, fill, mesh_of, plain_class, shard
+from .ranks import check_ranks
 from .speed import speed_up
 
 # %% ../../nbs/training/04_model.ipynb #a7fc33ac
@@ -45,11 +46,7 @@ def make_accelerator(s: Settings) -> Accelerator:
     accelerator = Accelerator(
         mixed_precision=s.mixed_precision, log_with=log_with, project_dir=s.output, kwargs_handlers=handlers
     )
-    if s.prompts_per_iteration % accelerator.num_processes:
-        raise ValueError(
-            f"prompts_per_iteration: {s.prompts_per_iteration} is not a multiple of "
-            f"{accelerator.num_processes} processes"
-        )
+    check_ranks(s, accelerator.num_processes)
     return accelerator
 
 # %% ../../nbs/training/04_model.ipynb #339b6415

@@ -20,7 +20,7 @@ from ..prompts import load_prompts
 from ..rollout import Noise
 from .callbacks import usual_callbacks
 from .checkpoints import Progress, Saver, load_checkpoint
-from .collection import Collected, Collector, TooManyUnscored, make_scorers
+from .collection import Collected, Collector, TooManyUnscored, held_part, make_scorers
 from .conditioning import encode_ahead, make_conditioner
 from .config import TrainConfig
 from .credit_assignment import advantages_of, counted_leaves, trained_edges
@@ -40,8 +40,10 @@ def assign_credit(learner: Learner, collected: Collected, process: Transition, n
     "Return a rollout with the advantage of every edge and the edges to train; and which leaves count."
     s, tree, rewards = learner.settings, collected.tree, collected.rewards
     leaf_mask = counted_leaves(s, rewards, collected.unscored, noise)
-    advantages = advantages_of(s, tree, rewards, leaf_mask, lambda x: learner.accelerator.reduce(x, "sum"))
+    share = 1 / s.ranks_per_prompt  # each prompt is on so many processes
+    advantages = advantages_of(s, tree, rewards, leaf_mask, lambda x: learner.accelerator.reduce(x, "sum") * share)
     edge_mask = trained_edges(s, tree, rewards, leaf_mask, noise)
+    tree, advantages, edge_mask = held_part(collected, advantages, edge_mask)
     return Rolled(tree, collected.conditioning, process, advantages, edge_mask), leaf_mask
 
 # %% ../../nbs/training/14_trainer.ipynb #06648e81

@@ -51,7 +51,8 @@ def edges_of(tree: Tree, edge_mask: list[Tensor], step: int) -> Tensor:
 def no_edges(tree: Tree, edge_mask: list[Tensor]) -> MicroBatch:
     "Return one parent of the last trained step, without edges."
     last = max(tree.plan.trained)
-    return MicroBatch(last, torch.zeros(1, dtype=torch.long), torch.zeros_like(edges_of(tree, edge_mask, last)[:1]))
+    nobody = torch.zeros(1, dtype=torch.long, device=tree.device)
+    return MicroBatch(last, nobody, torch.zeros_like(edges_of(tree, edge_mask, last)[:1]))
 
 # %% ../../nbs/training/08_update.ipynb #29810ff5
 def micro_batches(tree: Tree, edge_mask: list[Tensor], size: int | None) -> list[MicroBatch]:
