@@ -36,11 +36,11 @@ def planned_runs(job: Job) -> list[tuple[TrainConfig, str]]:
 
 # %% ../../nbs/reproduction/14_page_runs.ipynb #7086f97d
 def wanted_runs(todo: list[Job]) -> dict[Path, tuple[TrainConfig, str]]:
-    "Return the runs of all pages that are not done, each once, as `{folder: (config, root)}`."
+    "Return the runs of pages, each once, as `{folder: (config, root)}`."
     wanted = {}
     for job in todo:
         try:
-            planned = [] if job.done else planned_runs(job)
+            planned = planned_runs(job)
         except ValueError:  # a wrong setting
             raise
         except Exception:  # reported when the page is executed
@@ -53,9 +53,9 @@ def wanted_runs(todo: list[Job]) -> dict[Path, tuple[TrainConfig, str]]:
 
 # %% ../../nbs/reproduction/14_page_runs.ipynb #ae10ad1a
 def missing_runs(todo: list[Job]) -> dict[Path, tuple[TrainConfig, str]]:
-    "Return the runs of `wanted_runs` that are not finished yet. Raise `ValueError` on a wrong setting."
+    "Return the runs that are not finished, of the pages that are not done. Raise `ValueError` on a wrong setting."
     missing = {}
-    for path, (config, root) in wanted_runs(todo).items():
+    for path, (config, root) in wanted_runs([job for job in todo if not job.done]).items():
         readable = path.exists() and is_readable(Run(path), checkpoint=False)
         if not (readable and is_finished(Run(path), config.iterations)):
             missing[path] = (config, root)

@@ -1,0 +1,109 @@
+"""Runs in processes of their own: on two nodes, told to stop, started again; killed, they hold their lock."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from filelock import FileLock, Timeout
+
+from branchgrpo.reproduction.run_cache import get_or_train
+from branchgrpo.reproduction.scheduling import train_run
+from branchgrpo.reproduction.slurm import Resumed, executor_class, own_options, prepare, torchrun
+from branchgrpo.training.config import TrainConfig
+from branchgrpo.training.runs import Run
+
+SMALL = TrainConfig(
+    iterations=2,
+    steps=4,
+    splits=(0,),
+    branch_factor=2,
+    prompts_per_iteration=2,
+    evaluate_every=0,
+    tracker="none",
+)
+
+
+def submit(folder: Path, nodes: int, launch: str, config: TrainConfig):
+    "Submit a run to submitit's executor of this machine, with one task per node."
+    executor = executor_class("local")(folder / "slurm", max_num_timeout=10)
+    prepare(executor, "local", own_options("runs", "smoke", nodes, 0) | {"time": 10, "signal_delay_s": 1}, [])
+    environment = {"ACCELERATE_USE_CPU": "true"} | ({"BRANCHGRPO_LAUNCH": launch} if launch else {})
+    return executor.submit(Resumed(train_run, environment), config, str(folder / "runs"))
+
+
+def only_run(folder: Path) -> Run:
+    "Return the run in a folder; there is no other."
+    (path,) = (folder / "runs").glob("branchgrpo-*")
+    return Run(path)
+
+
+def wait_for(condition, seconds: float = 300) -> None:
+    "Wait until a condition holds."
+    until = time.time() + seconds
+    while not condition() and time.time() < until:
+        time.sleep(0.05)
+    assert condition()
+
+
+def test_two_tasks_train_one_run(tmp_path):
+    "Each stands for a node: both start torchrun, and only the first takes the run's lock."
+    job = submit(tmp_path, 2, torchrun(2, 1), SMALL)
+    assert len(job.results()) == 2
+    run = only_run(tmp_path)
+    progress = json.loads(next(run.path.glob("checkpoints/*/progress.json")).read_text())
+    assert run.finished and progress["processes"] == 2
+    assert sorted(path.name for path in run.path.glob("log*.txt")) == ["log-1.txt", "log.txt"]
+    again = submit(tmp_path, 2, torchrun(2, 1), SMALL)
+    assert len(again.results()) == 2
+    assert only_run(tmp_path).metrics == run.metrics
+
+
+@pytest.mark.parametrize("launch", ["", sys.executable], ids=["here", "launched"])
+def test_near_its_time_limit_a_task_saves_and_is_requeued(tmp_path, launch):
+    config = replace(SMALL, iterations=40)
+    job = submit(tmp_path, 1, launch, config)
+    runs = tmp_path / "runs"
+    wait_for(lambda: any(file.stat().st_size for file in runs.glob("*/metrics.jsonl")))
+    (task,) = psutil.Process(job._process.pid).children()
+    task.send_signal(signal.SIGUSR2)
+    wait_for(lambda: list(runs.glob(f"*/checkpoints/{'[0-9]' * 6}")))
+    saved = int(next(runs.glob(f"*/checkpoints/{'[0-9]' * 6}")).name)
+    assert job.results() and 0 < saved < 40
+    assert "Requeued job" in job.stdout()
+    whole = get_or_train(config, tmp_path / "whole")
+    assert [row["reward"] for row in only_run(tmp_path).metrics] == [row["reward"] for row in whole.metrics]
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from filelock import FileLock
+from branchgrpo.reproduction.launch import run_logged
+from branchgrpo.reproduction.run_cache import held_files
+lock = FileLock("run.lock")
+code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('trains'); time.sleep(5); print('saved')"
+with lock, held_files(lock) as files:
+    run_logged([sys.executable, "-c", code], Path("log.txt"), files)
+"""
+
+
+def test_a_launched_training_holds_its_lock_after_a_kill(tmp_path):
+    "Nobody else may train a run while the training of a killed command still saves."
+    log, lock = tmp_path / "log.txt", FileLock(tmp_path / "run.lock")
+    command = subprocess.Popen([sys.executable, "-c", HOLDER], cwd=tmp_path, start_new_session=True)
+    until = time.time() + 60
+    while not (log.exists() and "trains" in log.read_text()) and time.time() < until:
+        time.sleep(0.1)
+    os.killpg(command.pid, signal.SIGKILL)
+    command.wait()
+    with pytest.raises(Timeout):
+        lock.acquire(timeout=0)
+    with lock.acquire(timeout=60):
+        assert log.read_text().endswith("saved\n")
