@@ -1790,6 +1790,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'branchgrpo/training/runs.py'),
                                           'branchgrpo.training.runs.check_same_run': ( 'training/runs.html#check_same_run',
                                                                                        'branchgrpo/training/runs.py'),
+                                          'branchgrpo.training.runs.commit_of': ( 'training/runs.html#commit_of',
+                                                                                  'branchgrpo/training/runs.py'),
                                           'branchgrpo.training.runs.environment': ( 'training/runs.html#environment',
                                                                                     'branchgrpo/training/runs.py'),
                                           'branchgrpo.training.runs.open_run': ( 'training/runs.html#open_run',
