@@ -40,6 +40,7 @@ class MachineOptions:
 
     gpus: int = 8  # GPUs of the run
     tflops: float = 400.0  # sustained speed of one GPU
+    gpu_memory: float = 85.5  # GB of one GPU; 85.5 is an H100 with 80 GB
 
 # %% ../nbs/26_commands.ipynb #811346a9
 @dataclass
@@ -125,8 +126,8 @@ def doctor(given: dict[str, Any]) -> int:
 
     warnings.filterwarnings("ignore")
     machine = options(MachineOptions, given)
-    config = TrainConfig.from_dict({k: v for k, v in given.items() if k not in ("gpus", "tflops")})
-    print(report(config.settings(), machine.gpus, machine.tflops))
+    config = TrainConfig.from_dict({k: v for k, v in given.items() if not hasattr(machine, k)})
+    print(report(config.settings(), machine.gpus, machine.tflops, machine.gpu_memory))
     return 0
 
 # %% ../nbs/26_commands.ipynb #39f68379

@@ -6,8 +6,6 @@
 __all__ = ['WEIGHTS', 'softmax_over_siblings', 'sibling_scores', 'leaf_values', 'fuse_rewards', 'effective_sample_size']
 
 # %% ../nbs/10_fusion.ipynb #041ed3d2
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -94,13 +92,11 @@ def fuse_rewards(
 
 # %% ../nbs/10_fusion.ipynb #53a93535
 def effective_sample_size(tree: Tree, beta: float) -> Tensor:
-    """Return the effective number of leaves per prompt, `(P,)` on the CPU, over the leaves of all its roots.
+    """Return the effective number of leaves per prompt, `(P,)`, over the leaves of all its roots.
 
     Source: BranchGRPO Appendix B.2.
     """
-    # A deterministic edge's log-density lies on the CPU, a drawn one's on the model's device.
-    edges = [edge.cpu() for edge in tree.log_probs]
-    log_p = path_log_probs(replace(tree, log_probs=edges))[-1]
+    log_p = path_log_probs(tree)[-1]
     # w_ℓ ∝ p(ℓ|root)^β
     w = torch.softmax(beta * log_p, 1)
     return 1 / w.square().sum(1)

@@ -30,9 +30,9 @@ def descendants(tree: Tree, depth: int, kept: Tensor) -> list[Tensor]:
 # %% ../nbs/13_pruning.ipynb #c53487a2
 def paths(tree: Tree, leaf_mask: Tensor) -> list[Tensor]:
     "Return a depth mask: the nodes on the paths to the leaves of `leaf_mask (P, leaves)`."
-    keep = [leaf_mask]
+    keep = [leaf_mask.to(tree.device)]
     for d in range(tree.steps, 0, -1):
-        kept_children = torch.zeros(tree.parents[d - 1].shape, dtype=torch.int64)
+        kept_children = torch.zeros_like(tree.parents[d - 1])
         kept_children = kept_children.scatter_add(1, tree.parents[d], keep[0].long())
         keep.insert(0, kept_children > 0)
     return keep
@@ -52,7 +52,7 @@ def parent_top1(tree: Tree, values: list[Tensor]) -> list[Tensor]:
     if not splits:
         return [torch.ones_like(parents, dtype=torch.bool) for parents in tree.parents]
     last = max(splits)
-    families = values[last + 1].cpu().nan_to_num(nan=-torch.inf).unflatten(1, (-1, tree.plan.splits[last]))
+    families = values[last + 1].to(tree.device).nan_to_num(nan=-torch.inf).unflatten(1, (-1, tree.plan.splits[last]))
     best = torch.zeros_like(families, dtype=torch.bool).scatter(2, families.argmax(2, keepdim=True), True)
     return descendants(tree, last + 1, best.flatten(1))
 
@@ -64,7 +64,7 @@ def extreme(tree: Tree, leaf_rewards: Tensor, b: int) -> list[Tensor]:
     """
     if b < 1:
         raise ValueError(f"prune_keep: {b} is below 1")
-    rank = leaf_rewards.cpu().argsort(dim=1, stable=True).argsort(1)
+    rank = leaf_rewards.argsort(dim=1, stable=True).argsort(1)
     return paths(tree, (rank < b) | (rank >= leaf_rewards.shape[1] - b))
 
 # %% ../nbs/13_pruning.ipynb #76115fa2
@@ -155,5 +155,5 @@ def keep_edges(
 
 # %% ../nbs/13_pruning.ipynb #8cc2111c
 def _trained(tree: Tree, depth: int, masks: tuple[Tensor, ...]) -> Tensor:
-    joined = torch.stack([mask.expand(tree.prompts, -1) for mask in masks]).all(0)
+    joined = torch.stack([mask.to(tree.device).expand(tree.prompts, -1) for mask in masks]).all(0)
     return joined & (depth - 1 in tree.plan.trained)

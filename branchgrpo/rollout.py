@@ -16,7 +16,7 @@ from .gaussian import Gaussian, edge_log_probs
 from .noise import EVALUATION_SEED, GROUP, PREVIEWS, ROOTS, STEP_SUBSET, Noise, preview_stream  # noqa: F401
 from .plan import RolloutPlan
 from .policy import Policy
-from .replay import replay, revisit  # noqa: F401
+from .replay import filled, replay, revisit  # noqa: F401
 from .transition import Transition
 from .tree import Tree, plan_parents
 
@@ -33,15 +33,20 @@ def predict(
     time: Tensor,  # σ or timestep
     conditioning: dict[str, Tensor],  # P rows each
     max_batch: int | None = None,  # None: one batch
+    pad: bool = False,  # fill every batch up to `max_batch`
 ) -> Tensor:
-    "Return the denoiser's output `(P, W, …)` for the latents of P prompts."
+    """Return the denoiser's output `(P, W, …)` for the latents of P prompts.
+
+    A padded depth costs as much as the next multiple of `max_batch` latents: wasteful if the depth has far fewer."""
     prompts, width = latents.shape[:2]
     flat = latents.flatten(0, 1)
-    rows = torch.arange(prompts).repeat_interleave(width)
+    prompt = torch.arange(len(flat), device=latents.device) // width
+    size = max_batch if pad else None
     outputs = []
     for start, end in chunks(len(flat), max_batch):
-        batch = {name: values[rows[start:end].to(values.device)] for name, values in conditioning.items()}
-        outputs.append(policy.predict(flat[start:end], time, batch))
+        rows = filled(prompt[start:end], size)
+        batch = {name: values[rows.to(values.device)] for name, values in conditioning.items()}
+        outputs.append(policy.predict(filled(flat[start:end], size), time, batch)[: end - start])
     return torch.cat(outputs).unflatten(0, (prompts, width))
 
 # %% ../nbs/09_rollout.ipynb #3020897b
@@ -58,6 +63,7 @@ class RolloutJob:
     max_batch: int | None
     select: Callable[[int, Tensor, int], Tensor] | None
     decide: Callable[[int, Tensor], int] | None
+    pad: bool = False
 
 # %% ../nbs/09_rollout.ipynb #0c3c099f
 def draw_children(dist: Gaussian, noise: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -77,7 +83,7 @@ def prune_or_split(tree: Tree, i: int, x: Tensor, output: Tensor, job: RolloutJo
         return x, output
     x0_hat = job.process.x0_hat(i, x.flatten(0, 1), output.flatten(0, 1)).unflatten(0, x.shape[:2])
     if select is not None:
-        survivors = select(i, x0_hat, plan.prune_at[i])
+        survivors = select(i, x0_hat, plan.prune_at[i]).to(tree.device)
         tree.parents[i + 1] = plan_parents(plan, tree.prompts, i + 1, survivors)
         return _rows_of(x, survivors), _rows_of(output, survivors)
     if decide is not None and (factor := decide(i, x0_hat)) > 1:
@@ -87,7 +93,7 @@ def prune_or_split(tree: Tree, i: int, x: Tensor, output: Tensor, job: RolloutJo
 # %% ../nbs/09_rollout.ipynb #308ef73c
 def _rows_of(values: Tensor, nodes: Tensor) -> Tensor:
     "Return the rows `nodes (P, k)` of `values (P, W, …)`: `(P, k, …)`."
-    return values[torch.arange(len(values))[:, None], nodes.to(values.device)]
+    return values[torch.arange(len(values), device=values.device)[:, None], nodes]
 
 # %% ../nbs/09_rollout.ipynb #2cb8bc24
 def _add_split(tree: Tree, step: int, factor: int) -> None:
@@ -99,7 +105,7 @@ def _add_split(tree: Tree, step: int, factor: int) -> None:
         stochastic=plan.stochastic | {step},
         trained=plan.trained | {step},
     )
-    wider = Tree.from_plan(tree.plan, tree.prompts)
+    wider = Tree.from_plan(tree.plan, tree.prompts, tree.device)
     for d in range(step + 1, tree.steps + 1):
         tree.parents[d] = wider.parents[d]
         tree.log_probs[d] = wider.log_probs[d]
@@ -108,7 +114,7 @@ def _add_split(tree: Tree, step: int, factor: int) -> None:
 def take_step(tree: Tree, i: int, job: RolloutJob) -> None:
     "Take step `i` of all trees: fill in the latents and log-densities of depth `i + 1`."
     x = tree.latents[i]
-    output = predict(job.policy, x, job.process.times[i], job.conditioning, job.max_batch)
+    output = predict(job.policy, x, job.process.times[i], job.conditioning, job.max_batch, job.pad)
     x, output = prune_or_split(tree, i, x, output, job)
     nodes, factor = x.shape[:2], tree.plan.splits.get(i, 1)
     stochastic = i in tree.plan.stochastic and i < tree.plan.steps - 1
@@ -137,12 +143,13 @@ def rollout(
     select: Callable[[int, Tensor, int], Tensor] | None = None,  # (step, x̂₀ (P, W, …), k) -> survivors (P, k)
     decide: Callable[[int, Tensor], int] | None = None,  # (step, x̂₀) -> factor of an added split; 0: no split
     keep_means: bool = False,  # store the parents' means
+    pad: bool = False,  # fill every call up to `max_batch` latents, see `predict`
 ) -> Tree:
     """Roll out `plan` for P prompts, and return their tree; its plan includes the splits that `decide` added.
 
     Raises `ValueError` if steps disagree or `select` is missing. Source: BranchGRPO Sec. 3.2.
     """
-    job = RolloutJob(policy, conditioning, process, noise, s, dtype, max_batch, select, decide)
+    job = RolloutJob(policy, conditioning, process, noise, s, dtype, max_batch, select, decide, pad)
     _check_job(plan, job)
     tree = _roots(plan, job, keep_means)
     for i in range(plan.steps):
@@ -160,8 +167,8 @@ def _check_job(plan: RolloutPlan, job: RolloutJob) -> None:
 # %% ../nbs/09_rollout.ipynb #7e4707ad
 def _roots(plan: RolloutPlan, job: RolloutJob, keep_means: bool) -> Tree:
     "Return trees that have only their roots' latents."
-    tree = Tree.from_plan(plan, len(job.noise.prompts))
+    tree = Tree.from_plan(plan, len(job.noise.prompts), job.policy.device)
     tree.means = [None] * plan.steps if keep_means else None
     noise = job.noise.roots(plan.roots, tuple(job.policy.latent_shape))
-    tree.latents[0] = noise.to(job.policy.device).to(job.dtype)
+    tree.latents[0] = noise.to(tree.device).to(job.dtype)
     return tree

@@ -20,19 +20,23 @@ def plan_parents(
     prompts: int,  # P
     depth: int,  # 0…T
     survivors: Tensor | None = None,  # (P, k) nodes that survive a pruning step; None: the first k
+    device: torch.device | str = "cpu",  # unless there are `survivors`: theirs
 ) -> Tensor:  # (P, W) int64, −1 at depth 0
     "Return the parent indices of the nodes at `depth`."
     if depth == 0:
-        return torch.full((prompts, plan.roots), -1)
+        return torch.full((prompts, plan.roots), -1, device=device)
     step = depth - 1
     if survivors is None:
-        survivors = torch.arange(plan.prune_at.get(step, plan.populations[step])).expand(prompts, -1)
+        width = plan.prune_at.get(step, plan.populations[step])
+        survivors = torch.arange(width, device=device).expand(prompts, -1)
     return survivors.repeat_interleave(plan.splits.get(step, 1), dim=1)
 
 # %% ../nbs/08_tree.ipynb #3f408999
 @dataclass
 class Tree:
-    "The trees of P prompts. Lists are indexed by depth, 0 (roots) … T (leaves); W is the number of nodes of a depth."
+    """The trees of P prompts. Lists are indexed by depth, 0 (roots) … T (leaves); W is the number of nodes of a depth.
+
+    All tensors are on one device, so that nothing has to be copied while a tree grows or is trained on."""
 
     plan: RolloutPlan
     parents: list[Tensor]  # (P, W) int64: index into the depth above
@@ -41,10 +45,10 @@ class Tree:
     means: list[Any] | None = None  # if kept: (P·W, …) means of each stochastic step's Gaussians, None of others
 
     @classmethod
-    def from_plan(cls, plan: RolloutPlan, prompts: int = 1) -> "Tree":
+    def from_plan(cls, plan: RolloutPlan, prompts: int = 1, device: torch.device | str = "cpu") -> "Tree":
         "Return an empty tree of the plan's shape: parents filled in, log-densities zero, no latents."
-        parents = [plan_parents(plan, prompts, d) for d in range(plan.steps + 1)]
-        log_probs = [torch.zeros(p.shape) for p in parents]
+        parents = [plan_parents(plan, prompts, d, device=device) for d in range(plan.steps + 1)]
+        log_probs = [torch.zeros(p.shape, device=device) for p in parents]
         latents: list[Any] = [None] * len(parents)  # a rollout fills them in, depth by depth
         return cls(plan, parents, log_probs, latents)
 
@@ -56,10 +60,14 @@ class Tree:
     def steps(self) -> int:
         return self.plan.steps
 
+    @property
+    def device(self) -> torch.device:
+        return self.parents[0].device
+
 # %% ../nbs/08_tree.ipynb #120872ef
 def ancestors(tree: Tree, depth: int) -> Tensor:
     "Return the index at `depth` of each leaf's ancestor: `(P, leaves)`."
-    index = torch.arange(tree.parents[-1].shape[1]).expand(tree.prompts, -1)
+    index = torch.arange(tree.parents[-1].shape[1], device=tree.device).expand(tree.prompts, -1)
     for parents in tree.parents[:depth:-1]:
         index = parents.gather(1, index)
     return index
@@ -69,7 +77,7 @@ def path_log_probs(tree: Tree) -> list[Tensor]:
     "Return, per depth, the sum of the edges' log-densities from the root to each node: `(P, W)`."
     total = [tree.log_probs[0]]
     for parents, edge in zip(tree.parents[1:], tree.log_probs[1:]):
-        total.append(total[-1].gather(1, parents.to(edge.device)) + edge)
+        total.append(total[-1].gather(1, parents) + edge)
     return total
 
 # %% ../nbs/08_tree.ipynb #b6cbb471

@@ -4,12 +4,14 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 import yaml
+from filelock import FileLock, Timeout
 
 from branchgrpo.recipes import get
 from branchgrpo.reproduction.pages import jobs as all_jobs
@@ -156,3 +158,31 @@ def test_the_printed_numbers_are_there():
     for paper, tables in (("branchgrpo", (1, 2, 3, 4)), ("pro_grpo", range(1, 15))):
         for n in tables:
             assert published(paper, f"Table {n}", folder)
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from filelock import FileLock
+from branchgrpo.reproduction.launch import run_logged
+from branchgrpo.reproduction.run_cache import held_files
+lock = FileLock("run.lock")
+code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('trains'); time.sleep(5); print('saved')"
+with lock, held_files(lock) as files:
+    run_logged([sys.executable, "-c", code], Path("log.txt"), files)
+"""
+
+
+def test_a_launched_training_holds_its_lock_after_a_kill(tmp_path):
+    "Nobody else may train a run while the training of a killed command still saves."
+    log, lock = tmp_path / "log.txt", FileLock(tmp_path / "run.lock")
+    command = subprocess.Popen([sys.executable, "-c", HOLDER], cwd=tmp_path, start_new_session=True)
+    until = time.time() + 60
+    while not (log.exists() and "trains" in log.read_text()) and time.time() < until:
+        time.sleep(0.1)
+    os.killpg(command.pid, signal.SIGKILL)
+    command.wait()
+    with pytest.raises(Timeout):
+        lock.acquire(timeout=0)
+    with lock.acquire(timeout=60):
+        assert log.read_text().endswith("saved\n")

@@ -10,6 +10,7 @@ __all__ = ['text_parts', 'fingerprint', 'checksum', 'read_entry', 'written_entry
 import hashlib
 import json
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +67,7 @@ def write_entry(path: Path, tensors: dict[str, Tensor]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     data = save({key: tensor.cpu().contiguous() for key, tensor in tensors.items()})
     for target, content in ((path, data), (path.with_suffix(".sum"), checksum(data).encode())):
-        temporary = Path(f"{target}.{os.getpid()}.tmp")
+        temporary = Path(f"{target}.{socket.gethostname()}.{os.getpid()}.tmp")  # two machines may share a folder
         temporary.write_bytes(content)
         os.replace(temporary, target)
 
@@ -91,9 +92,13 @@ class EmbeddingFolder:
 class EmbeddingCache(EmbeddingFolder):
     "Embeddings of prompts on disk: `ahead(prompts)` writes what is missing, `get(prompts)` reads."
 
+    def missing(self, prompts: list[str]) -> list[str]:
+        "Return the prompts without a readable entry, each once."
+        return [p for p in dict.fromkeys(prompts) if read_entry(self.path(p)) is None]
+
     def ahead(self, prompts: list[str]) -> int:
         "Encode the prompts without a readable entry; return how many there were."
-        missing = [p for p in dict.fromkeys(prompts) if read_entry(self.path(p)) is None]
+        missing = self.missing(prompts)
         for start in range(0, len(missing), self.batch):
             part = missing[start : start + self.batch]
             made = self.encode(part)

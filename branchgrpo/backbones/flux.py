@@ -27,11 +27,11 @@ def encode_flux(policy, prompts: list[str]) -> dict[str, Tensor]:
     return policy.on_device(prompt_embeds=embeds, pooled=pooled)
 
 # %% ../../nbs/backbones/04_flux.ipynb #7e6a2c73
-def image_ids(grid: tuple[int, int]) -> Tensor:
+def image_ids(grid: tuple[int, int], device: torch.device | str = "cpu") -> Tensor:
     "Return the position ids `(N, 3)` of the image tokens: row and column of each."
-    ids = torch.zeros(*grid, 3)
-    ids[..., 1] += torch.arange(grid[0])[:, None]
-    ids[..., 2] += torch.arange(grid[1])[None, :]
+    ids = torch.zeros(*grid, 3, device=device)
+    ids[..., 1] += torch.arange(grid[0], device=device)[:, None]
+    ids[..., 2] += torch.arange(grid[1], device=device)[None, :]
     return ids.flatten(0, 1)
 
 # %% ../../nbs/backbones/04_flux.ipynb #a926064f
@@ -45,19 +45,19 @@ def predict_flux(policy, latents: Tensor, time: Tensor, conditioning: dict[str, 
         guidance=row * policy.guidance_scale if policy.denoiser.config.guidance_embeds else None,
         pooled_projections=conditioning["pooled"],
         encoder_hidden_states=embeds,
-        img_ids=image_ids(policy.grid).to(latents.device, policy.dtype),
+        img_ids=image_ids(policy.grid, latents.device).to(policy.dtype),
         txt_ids=torch.zeros(embeds.shape[1], 3, device=latents.device, dtype=policy.dtype),
         return_dict=False,
     )[0]
 
 # %% ../../nbs/backbones/04_flux.ipynb #49b2ff2f
 @torch.no_grad()
-def decode_flux(policy, latents: Tensor, max_batch: int = 64) -> Tensor:
+def decode_flux(policy, latents: Tensor, max_batch: int | None = None) -> Tensor:
     "Return images `(B, 3, H, W)` float32 in [0, 1] from packed x̂₀ latents."
     pipeline, vae = policy.pipeline, policy.pipeline.vae
     packed = latents.to(vae.device, vae.dtype)
     z = pipeline._unpack_latents(packed, policy.height, policy.width, pipeline.vae_scale_factor)
-    return decode_images(vae, z / vae.config.scaling_factor + vae.config.shift_factor, max_batch)
+    return decode_images(vae, z / vae.config.scaling_factor + vae.config.shift_factor, max_batch or policy.decode_batch)
 
 # %% ../../nbs/backbones/04_flux.ipynb #c4b325b6
 class FluxPolicy(PipelinePolicy):

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from .base import FAMILIES
 from .guidance import guided
-from .pipeline import ATTENTION, PipelinePolicy, channel_statistics, on_meta, unit_range
+from branchgrpo.backbones.pipeline import (
+    ATTENTION,
+    PipelinePolicy,
+    channel_statistics,
+    images_per_call,
+    on_meta,
+    unit_range,
+)
 
 # %% ../../nbs/backbones/05_qwen_image.ipynb #49cc7274
 def padded(policy, texts: list[str]) -> tuple[Tensor, Tensor]:
@@ -72,12 +79,13 @@ def predict_qwen_image(policy, latents: Tensor, time: Tensor, conditioning: dict
 
 # %% ../../nbs/backbones/05_qwen_image.ipynb #a45b27da
 @torch.no_grad()
-def decode_qwen_image(policy, latents: Tensor, max_batch: int = 16) -> Tensor:
+def decode_qwen_image(policy, latents: Tensor, max_batch: int | None = None) -> Tensor:
     "Return images `(B, 3, H, W)` float32 in [0, 1] from packed x̂₀ latents."
     pipeline, vae = policy.pipeline, policy.pipeline.vae
     mean, std = channel_statistics(vae)
     packed = latents.to(vae.device, vae.dtype)
     z = pipeline._unpack_latents(packed, policy.height, policy.width, pipeline.vae_scale_factor) * std + mean
+    max_batch = max_batch or policy.decode_batch or images_per_call(vae, z.shape[1:], most=16)
     return unit_range(torch.cat([vae.decode(part, return_dict=False)[0][:, :, 0] for part in z.split(max_batch)]))
 
 # %% ../../nbs/backbones/05_qwen_image.ipynb #a5a7d151

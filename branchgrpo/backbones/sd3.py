@@ -64,10 +64,11 @@ class SD3Policy(PipelinePolicy):
     predict = predict_sd3
 
     @torch.no_grad()
-    def decode(self, latents: Tensor, max_batch: int = 64) -> Tensor:
+    def decode(self, latents: Tensor, max_batch: int | None = None) -> Tensor:
         "Return images `(B, 3, H, W)` float32 in [0, 1] from x̂₀ latents."
         config = self.pipeline.vae.config
-        return decode_images(self.pipeline.vae, latents / config.scaling_factor + config.shift_factor, max_batch)
+        z = latents / config.scaling_factor + config.shift_factor
+        return decode_images(self.pipeline.vae, z, max_batch or self.decode_batch)
 
     def blank(self, batch: int = 1) -> dict[str, Tensor]:
         "Return conditioning of the right shapes and no content, on the denoiser's device."

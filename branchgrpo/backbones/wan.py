@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .guidance import guided
-from .pipeline import PipelinePolicy, channel_statistics, on_meta, unit_range
+from .pipeline import PipelinePolicy, channel_statistics, images_per_call, on_meta, unit_range
 
 # %% ../../nbs/backbones/08_wan.ipynb #1b830448
 @torch.no_grad()
@@ -45,10 +45,11 @@ def predict_wan(policy, latents: Tensor, time: Tensor, conditioning: dict[str, T
 
 # %% ../../nbs/backbones/08_wan.ipynb #8557db0c
 @torch.no_grad()
-def decode_wan(policy, latents: Tensor, max_batch: int = 8) -> Tensor:
+def decode_wan(policy, latents: Tensor, max_batch: int | None = None) -> Tensor:
     "Return clips `(B, 3, F, H, W)` float32 in [0, 1] from x̂₀ latents."
     vae = policy.pipeline.vae
     mean, std = channel_statistics(vae)
+    max_batch = max_batch or policy.decode_batch or images_per_call(vae, latents.shape[1:], most=8)
     parts = [z.to(vae.device, vae.dtype) * std + mean for z in latents.split(max_batch)]
     return unit_range(torch.cat([vae.decode(z, return_dict=False)[0] for z in parts]))
 

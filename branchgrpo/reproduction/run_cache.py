@@ -4,24 +4,22 @@
 
 # %% auto #0
 __all__ = ['NUMBERS', 'NOT_HASHED', 'plain', 'hashed_settings', 'cache_key', 'run_folder', 'is_readable', 'is_finished',
-           'train_apart', 'ResultNeeded', 'PlannedRun', 'planning', 'get_or_train']
+           'holds_run', 'set_aside', 'held_files', 'get_or_train']
 
 # %% ../../nbs/reproduction/01_run_cache.ipynb #c22d8935
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
-import shlex
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from .launch import Nodes, train_apart
 from ..training.checkpoints import checkpoints, newest
 from ..training.config import TrainConfig
 from ..training.runs import Run
@@ -99,81 +97,74 @@ def is_finished(run: Run, iterations: int) -> bool:
     return run.path.exists() and run.finished and len(run.metrics) >= iterations
 
 # %% ../../nbs/reproduction/01_run_cache.ipynb #7683b99f
-def train_apart(config: TrainConfig, launch: str) -> Run:
-    """Train with `branchgrpo train`, started by the command `launch`; return the run.
+def holds_run(path: Path) -> bool:
+    "Return whether a folder holds more than the logs of attempts that did not begin."
+    return path.exists() and any(not file.name.startswith("log") for file in path.iterdir())
 
-    Raises `RuntimeError` with the last line of the error output if the command fails.
-    """
-    import yaml
 
-    settings = {name: value for name, value in dataclasses.asdict(config).items() if value is not None}
-    lists = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.yaml"
-        path.write_text(yaml.safe_dump(lists), encoding="utf-8")
-        command = [*shlex.split(launch), "-m", "branchgrpo.cli", "train", "--config", str(path)]
-        result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode:
-        lines = result.stderr.strip().splitlines() or ["no message"]
-        raise RuntimeError(f"{config.output}: {lines[-1]}")
-    return Run(Path(config.output))
+def set_aside(run: Run) -> None:
+    "Rename the folder of a run that cannot be read."
+    if holds_run(run.path) and not is_readable(run):
+        run.path.rename(run.path.with_name(f"{run.path.name}.damaged-{time.time_ns()}"))
 
 # %% ../../nbs/reproduction/01_run_cache.ipynb #37e711e5
-def _find_or_train(run: Run, config: TrainConfig) -> Run:
+@contextlib.contextmanager
+def held_files(lock: FileLock) -> Iterator[tuple[int, ...]]:
+    "Yield the open file of a lock for the processes that shall hold it too; a copy, since filelock closes its own."
+    file = lock._context.lock_file_fd
+    copies = () if file is None else (os.dup(file),)
+    try:
+        yield copies
+    finally:
+        for copy in copies:
+            os.close(copy)
+
+# %% ../../nbs/reproduction/01_run_cache.ipynb #d28981ba
+def _find_or_train(run: Run, config: TrainConfig, lock: FileLock) -> Run:
     "Return the run if it is finished; else continue it, or train it anew if it is missing or damaged."
     from branchgrpo.training.trainer import Trainer
 
-    if run.path.exists() and not is_readable(run):
-        run.path.rename(run.path.with_name(f"{run.path.name}.damaged-{time.time_ns()}"))
-    elif is_finished(run, config.iterations):
-        return run
-    config = dataclasses.replace(config, output=str(run.path))
-    launch = os.environ.get("BRANCHGRPO_LAUNCH")
-    return train_apart(config, launch) if launch else Trainer(config).fit()
-
-# %% ../../nbs/reproduction/01_run_cache.ipynb #f7db5776
-_PLANNED: ContextVar[list | None] = ContextVar("planned", default=None)
-
-
-class ResultNeeded(Exception):
-    "A page reads the result of a run that is only planned."
-
-# %% ../../nbs/reproduction/01_run_cache.ipynb #e5ef1ec8
-class PlannedRun:
-    "A run that is only planned: it has no results yet."
-
-    def __getattr__(self, name: str):
-        raise ResultNeeded(name)
-
-# %% ../../nbs/reproduction/01_run_cache.ipynb #fdcb3e96
-@contextmanager
-def planning() -> Iterator[list]:
-    "Collect requested runs as `(config, root)` in the list that is yielded; train nothing."
-    planned = []
-    token = _PLANNED.set(planned)
+    word = "leave"
     try:
-        yield planned
+        set_aside(run)
+        if holds_run(run.path) and is_finished(run, config.iterations):
+            return run
+        word = "join"
     finally:
-        _PLANNED.reset(token)
+        Nodes.here().tell(Path(lock.lock_file), word)
+    launch = os.environ.get("BRANCHGRPO_LAUNCH")
+    if not launch:
+        return Trainer(config).fit()
+    with held_files(lock) as files:
+        train_apart(config, launch, files)
+    return run
+
+# %% ../../nbs/reproduction/01_run_cache.ipynb #ce52e8fc
+def _join(config: TrainConfig, lock: FileLock) -> None:
+    "Train with the first task of this job, if it trains; that task reports how the training has ended."
+    if Nodes.here().hear(Path(lock.lock_file)) == "join":
+        with contextlib.suppress(RuntimeError):  # a failure, or a signal to stop
+            train_apart(config, os.environ["BRANCHGRPO_LAUNCH"])
 
 # %% ../../nbs/reproduction/01_run_cache.ipynb #24ed58f4
 def get_or_train(
     config: TrainConfig,
     root: str | Path = "runs",  # the folder of all cached runs
     wait: bool = True,  # wait while another process trains this run; otherwise return None
-) -> Run | PlannedRun | None:
+) -> Run | None:
     """Return the finished run of `config`: from the cache, continued from its checkpoint, or trained now.
 
+    Returns None also in a task that has joined the training of another node.
     Raises `ValueError` on a wrong setting, before anything is written.
     """
-    planned = _PLANNED.get()
-    if planned is not None:
-        planned.append((config, str(root)))
-        return PlannedRun()
     run, locks = Run(run_folder(config, root)), Path(root) / ".locks"
+    config = dataclasses.replace(config, output=str(run.path))
     locks.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(locks / f"{run.path.name}.lock")
+    if Nodes.here().rank:
+        return _join(config, lock)
     try:
-        with FileLock(locks / f"{run.path.name}.lock").acquire(timeout=-1 if wait else 0):
-            return _find_or_train(run, config)
+        with lock.acquire(timeout=-1 if wait else 0):
+            return _find_or_train(run, config, lock)
     except Timeout:
         return None

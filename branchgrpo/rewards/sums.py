@@ -9,7 +9,7 @@ __all__ = ['sum_within_prompts', 'within_prompts', 'RewardSum']
 import torch
 from torch import Tensor
 
-from .contract import Reward, as_scores
+from .contract import Reward, as_scores, within_memory
 
 # %% ../../nbs/rewards/01_sums.ipynb #03732687
 def sum_within_prompts(values: Tensor, group: Tensor, groups: int) -> Tensor:
@@ -50,10 +50,11 @@ class RewardSum:
 
     def parts(self, images: Tensor, prompts: list[str], metadata: list[dict] | None = None) -> dict[str, Tensor]:
         "Return the scores `{name: (B,)}` of every reward."
-        return {
-            name: as_scores(reward(images, prompts, metadata), name, len(images), images.device)
-            for name, (_, reward) in self.members.items()
-        }
+        scores = {}
+        for name, (_, reward) in self.members.items():
+            with within_memory(name, len(images)):
+                scores[name] = as_scores(reward(images, prompts, metadata), name, len(images), images.device)
+        return scores
 
     def together(self, parts: dict[str, Tensor], prompts: list[str]) -> Tensor:
         "Return the sum `(B,)` of `parts`."

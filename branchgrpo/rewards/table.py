@@ -23,25 +23,35 @@ class Entry(NamedTuple):
     target: str  # module:Class, called as Class(where, device=device)
     where: str | None  # a hub name, a folder, a file or an address; None: no weights
     about: str  # the reward, its scale and its range
+    gb: float = 0.0  # what its weights take on the device
 
 
 _PUBLISHED = {
-    "hps-v2.1": Entry("branchgrpo.rewards.hps:HPSReward", "xswu/HPSv2", "HPS-v2.1: cosine, about 0.2 to 0.4"),
+    "hps-v2.1": Entry("branchgrpo.rewards.hps:HPSReward", "xswu/HPSv2", "HPS-v2.1: cosine, about 0.2 to 0.4", 3.95),
     "pickscore": Entry(
-        "branchgrpo.rewards.pickscore:PickScoreReward", "yuvalkirstain/PickScore_v1", "100 × cosine, about 18 to 26"
+        "branchgrpo.rewards.pickscore:PickScoreReward",
+        "yuvalkirstain/PickScore_v1",
+        "100 × cosine, about 18 to 26",
+        3.95,
     ),
     "imagereward": Entry(
-        "branchgrpo.rewards.imagereward:ImageReward", "zai-org/ImageReward", "ImageReward: a z-score, about −2 to 2"
+        "branchgrpo.rewards.imagereward:ImageReward",
+        "zai-org/ImageReward",
+        "ImageReward: a z-score, about −2 to 2",
+        1.79,
     ),
-    "clip": Entry("branchgrpo.rewards.clip:ClipReward", "openai/clip-vit-base-patch32", "CLIP score: cosine"),
+    "clip": Entry("branchgrpo.rewards.clip:ClipReward", "openai/clip-vit-base-patch32", "CLIP score: cosine", 0.61),
     "aesthetic": Entry(
-        "branchgrpo.rewards.aesthetic:AestheticReward", "sac+logos+ava1-l14-linearMSE.pth", "LAION: about 4 to 7"
+        "branchgrpo.rewards.aesthetic:AestheticReward", "sac+logos+ava1-l14-linearMSE.pth", "LAION: about 4 to 7", 1.72
     ),
     "unified-reward": Entry(
         "branchgrpo.rewards.unified:UnifiedReward", "http://localhost:8080/v1", "UnifiedReward on a server: 1 to 5"
     ),
     "videoalign": Entry(
-        "branchgrpo.rewards.videoalign:VideoAlignReward", "KwaiVGI/VideoReward", "VideoAlign: motion quality, a z-score"
+        "branchgrpo.rewards.videoalign:VideoAlignReward",
+        "KwaiVGI/VideoReward",
+        "VideoAlign: motion quality, a z-score",
+        4.42,
     ),
 }
 

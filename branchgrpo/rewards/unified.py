@@ -90,6 +90,8 @@ def pooled_session(connections: int) -> Any:
 class ChatClient:
     "The settings and the connections of a client."
 
+    remote = True
+
     def __init__(
         self,
         where: str = "http://localhost:8080/v1",  # base address of an OpenAI-compatible server
@@ -109,6 +111,7 @@ class ChatClient:
         self.in_flight = in_flight
         self.side = side
         self.session = pooled_session(in_flight)
+        self.pool = ThreadPoolExecutor(in_flight, thread_name_prefix="requests")  # of all calls together
 
 # %% ../../nbs/rewards/13_unified.ipynb #d351421b
 def request_score(client: ChatClient, body: dict) -> float:
@@ -142,6 +145,5 @@ class UnifiedReward(ChatClient):
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict] | None = None) -> Tensor:
         check_prompts(images, prompts)
         stills = images[:, :, images.shape[2] // 2] if images.ndim == 5 else images
-        with ThreadPoolExecutor(self.in_flight) as pool:
-            scores = list(pool.map(self.one, stills.cpu(), prompts))
+        scores = list(self.pool.map(self.one, stills.cpu(), prompts))
         return torch.tensor(scores, dtype=torch.float32)

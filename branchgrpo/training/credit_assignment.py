@@ -22,12 +22,12 @@ from ..tree import Tree
 # %% ../../nbs/training/07_credit_assignment.ipynb #d9f23277
 def counted_leaves(s: Settings, rewards: Tensor, unscored: Tensor, noise: Noise) -> Tensor:
     "Return which leaves count, (P, leaves) bool: all, or those of a group selection; none of an unscored prompt."
-    scored = ~unscored.cpu()[:, None]
-    everyone = torch.ones(rewards.shape, dtype=torch.bool) & scored
+    scored = ~unscored.to(rewards.device)[:, None]
+    everyone = torch.ones_like(rewards, dtype=torch.bool) & scored
     if s.group_selection == "all":
         return everyone
     generators = [noise.generator(p, GROUP) for p in noise.prompts]
-    kept = choose(s.group_selection, rewards.cpu(), s.group_keep, generators)
+    kept = choose(s.group_selection, rewards.cpu(), s.group_keep, generators).to(rewards.device)
     return torch.zeros_like(everyone).scatter(1, kept, True) & scored
 
 # %% ../../nbs/training/07_credit_assignment.ipynb #e1010211

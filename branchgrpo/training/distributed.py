@@ -70,7 +70,7 @@ def fill(module: nn.Module, state: dict[str, Tensor], device: torch.device) -> N
         for name, buffer in module.named_buffers():
             buffer.copy_(buffers[name])
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(module, state, options=options)
+    set_model_state_dict(module, dict(state), options=options)  # it empties the table that it is given
 
 # %% ../../nbs/training/20_distributed.ipynb #faa85d1e
 def sharded_parts(module: nn.Module) -> list[FSDPModule]:

@@ -28,6 +28,7 @@ from ..pruning import PRUNINGS
 from ..registry import unknown
 from ..rewards.base import check_name, reward_name, source_digest
 from .config import Settings, TrainConfig
+from .speed import check_speed
 from ..settings import check_types
 
 # %% ../../nbs/training/03_resolve.ipynb #93a199c3
@@ -166,6 +167,7 @@ def check_together(s: Settings) -> None:
         raise ValueError(f"sharding: {s.sharding!r} needs mixed_precision no or bf16, not fp16")
     if s.mixed_precision == "fp16" and not torch.cuda.is_available():
         raise ValueError("mixed_precision: fp16 needs a GPU; use no or bf16")
+    check_speed(s)
     if s.adaptive and (isinstance(s.splits, str) or not s.splits):
         raise ValueError(f"splits: {s.splits!r} are no steps; adaptive splits need their number and the latest")
     plan = plan_of(s)

@@ -84,7 +84,7 @@ def check_folder(path: str | Path) -> None:
     path = Path(path)
     if (path / "run.json").exists():
         return
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    if path.exists() and (not path.is_dir() or any(not p.name.startswith("log") for p in path.iterdir())):
         raise ValueError(f"output: {str(path)!r} exists and is not a run")
     parent = next(p for p in (path, *path.absolute().parents) if p.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):

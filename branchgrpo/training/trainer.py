@@ -61,7 +61,7 @@ class Trainer:
         self.policy.first_frames = self.prompts.first_frames
         self.conditioner = make_conditioner(s, self.policy, self.accelerator.device)
         self.collector = Collector(s, self.policy, self.scorer, self.prompts, self.conditioner, self.accelerator)
-        self.evaluator = Evaluator(s, self.prompts, self.conditioner, self.scorer, self.held_out)
+        self.evaluator = Evaluator(s, self.prompts, self.conditioner, self.scorer, self.held_out, self.accelerator)
         self.learner = make_learner(self.policy, s, self.accelerator)
         self.callbacks = [*usual_callbacks(s.tracker), *callbacks]
         self.progress = Progress()

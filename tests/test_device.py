@@ -1,0 +1,207 @@
+"""Everything runs where it should on a GPU, shown on a virtual one: recipes, families, copies inside the loops."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from virtual_device import GPU, VirtualDevice, WrongDevice
+
+from branchgrpo import recipes
+from branchgrpo.planning import process_of
+from branchgrpo.training.config import TrainConfig
+from branchgrpo.training.trainer import Trainer, assign_credit, resume
+from branchgrpo.training.update import accumulate, shared_micro_batches
+
+SMALL = dict(prompts_per_iteration=2, iterations=1, evaluation_prompts=2, tracker="none")
+SHORT = dict(steps=4, splits=(0, 2))
+CLIPS = dict(recipe="branchgrpo", prompts="clips", reward="motion", **SHORT)
+FUNNEL = {"roots": 6, "prune_at": {6: 4, 8: 3}}
+# fewer nodes than the recipes have, and as many depths
+NARROW = {
+    **dict.fromkeys(("dancegrpo", "dancegrpo-tf0.6", "mixgrpo", "mixgrpo-flash"), {"branch_factor": 3}),
+    "flow-grpo": {"roots": 3},
+    **dict.fromkeys(("uniform-subsample", "ovf"), {"roots": 4, "group_keep": 2}),
+    **dict.fromkeys(("pro-grpo", "pro-grpo-flash", "pro-grpo-sd"), FUNNEL),
+}
+FAMILIES = {
+    "sd3": dict(recipe="flow-grpo", backbone="tiny-sd3", guidance_scale=3.0, roots=4, steps=4),
+    "sd": dict(recipe="branchgrpo", backbone="tiny-sd", **SHORT),
+    "sd, guidance with gradient": dict(
+        recipe="branchgrpo", guidance_scale=3.0, backbone="tiny-sd", guidance_grad=True, **SHORT
+    ),
+    "wan": dict(backbone="tiny-wan", **CLIPS),
+    "wan-i2v": dict(backbone="tiny-wan-i2v", **CLIPS),
+}
+MIXES = {
+    "adapter": dict(lora_rank=4, kl=0.1, ratio="guard", updates_per_rollout=2),
+    "kl": dict(kl=0.1, advantage="broadcast", transition="cps", eta=0.5),
+    "leave-one-out": dict(advantage="leave-one-out", max_batch=3, train_batch=2),
+    "leaf-backup": dict(advantage="leaf-backup", prune="parent-top1"),
+    "joint": dict(advantage="joint", pool_std=True, split_noise="scaled", prune="extreme", prune_keep=1),
+    "few nodes": dict(min_nodes=4, weights="edge", beta=1.0, group_selection="ovf", group_keep=2),
+    "bf16": dict(mixed_precision="bf16", gradient_checkpointing=True, vae_slicing=True),
+    "sum": dict(reward="norm(0.7*tiny-clip+0.3*tiny-hps)", held_out="tiny-pickscore"),
+}
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    "A process whose device is the virtual GPU."
+    monkeypatch.setattr(Accelerator, "device", property(lambda self: GPU))
+    with VirtualDevice() as device:
+        yield device
+
+
+def trainer(tmp_path, **changes):
+    return Trainer(TrainConfig.from_dict(SMALL | {"output": str(tmp_path / "run")} | changes))
+
+
+def whole_run(t) -> dict:
+    "Evaluate, train one iteration, save and export; read the checkpoint again; return the iteration's metrics."
+    run = t.fit()
+    resume(t, run)
+    assert t.progress.iteration == 1
+    return run.metrics[0]
+
+
+@pytest.mark.parametrize("recipe", recipes.names())
+def test_recipe_on_a_gpu(gpu, tmp_path, recipe):
+    assert whole_run(trainer(tmp_path, recipe=recipe, **NARROW.get(recipe, {})))["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family_on_a_gpu(gpu, tmp_path, name):
+    assert whole_run(trainer(tmp_path, **FAMILIES[name]))["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_settings_on_a_gpu(gpu, tmp_path, name):
+    assert whole_run(trainer(tmp_path, recipe="branchgrpo", **(SHORT | MIXES[name])))["grad_norm"] > 0
+
+
+def test_embeddings_on_a_gpu(gpu, tmp_path):
+    t = trainer(tmp_path, recipe="branchgrpo", embeddings=str(tmp_path / "embeddings"), **SHORT)
+    assert whole_run(t)["grad_norm"] > 0
+    assert t.policy.pipeline.text_encoder.device.type == "cpu"
+
+
+LOOPS = {
+    "flux": dict(recipe="branchgrpo", max_batch=3, **SHORT),
+    "flux, adapter": dict(recipe="branchgrpo", **(SHORT | MIXES["adapter"])),
+    "flux, solver": dict(recipe="mixgrpo-flash", branch_factor=2),
+    **FAMILIES,
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_rollout_uploads_noise_and_nothing_else(gpu, tmp_path, name):
+    t = trainer(tmp_path, **LOOPS[name])
+    rolled = t.collector(0)
+    in_steps = [transfer for transfer in gpu.transfers if transfer.within("take_step")]
+    assert [transfer.kind for transfer in in_steps] == ["upload"] * len(
+        rolled.tree.plan.stochastic - {rolled.tree.steps - 1}
+    )
+    assert all(transfer.within("draw_children") for transfer in in_steps)
+
+
+def test_a_pruning_step_waits_for_its_rewards_once(gpu, tmp_path):
+    t = trainer(tmp_path, recipe="pro-grpo", **FUNNEL)
+    plan = t.collector(0).tree.plan
+    in_steps = [transfer for transfer in gpu.transfers if transfer.within("prune_or_split")]
+    of_engine = [transfer.kind for transfer in in_steps if not transfer.within("score")]
+    assert of_engine == ["download", "upload"] * len(plan.prune_at)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_micro_batch_copies_nothing_and_waits_for_nothing(gpu, tmp_path, name):
+    t = trainer(tmp_path, **LOOPS[name])
+    noise = t.collector.noise(0)
+    rolled, _ = assign_credit(t.learner, t.collector(0), process_of(t.settings, t.policy, 0), noise)
+    batches = shared_micro_batches(t.learner, rolled.tree, rolled.edge_mask)
+    counts = []
+    for some in (batches[:1], batches):
+        gpu.transfers.clear()
+        accumulate(t.learner, rolled, some)
+        counts.append(len(gpu.transfers))
+    assert len(batches) > 1
+    assert counts[0] == counts[1], gpu.transfers
+
+
+ROWS = torch.tensor([0, 1])
+REFUSED = {
+    "an index on the GPU into the CPU": lambda x, on_cpu: on_cpu[ROWS.to(GPU)],
+    "a gather from the CPU": lambda x, on_cpu: on_cpu.gather(0, ROWS.to(GPU)[None]),
+    "a gather by an index on the CPU": lambda x, on_cpu: x.gather(0, ROWS[None]),
+    "a sum of both": lambda x, on_cpu: x + on_cpu,
+    "a number on the GPU and a vector on the CPU": lambda x, on_cpu: x.sum() * on_cpu,
+    "a mask on the CPU": lambda x, on_cpu: x.masked_fill(on_cpu > 0, 0.0),
+    "a concatenation": lambda x, on_cpu: torch.cat([x, on_cpu]),
+    "a stack of numbers": lambda x, on_cpu: torch.stack([x.sum(), on_cpu.sum()]),
+    "numpy": lambda x, on_cpu: x.numpy(),
+    "a generator of the CPU": lambda x, on_cpu: torch.randn(2, device=x.device, generator=torch.Generator()),
+}
+ALLOWED = {
+    "an index on the CPU": (lambda x: x[ROWS], GPU),
+    "a number on the CPU": (lambda x: x * torch.tensor(2.0), GPU),
+    "a copy": (lambda x: torch.zeros(3, 4).copy_(x), torch.device("cpu")),
+    "made like it": (lambda x: torch.zeros_like(x), GPU),
+    "made from it": (lambda x: x.new_ones(2), GPU),
+    "a view": (lambda x: x[1:].flatten()[::2], GPU),
+    "a reshape that copies": (lambda x: x[:, 1:3].reshape(6), GPU),
+    "moved back": (lambda x: x.cpu(), torch.device("cpu")),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_virtual_device_refuses(what):
+    with VirtualDevice():
+        x, on_cpu = torch.ones(3, 4, device=GPU), torch.ones(3, 4)
+        with pytest.raises(WrongDevice):
+            REFUSED[what](x, on_cpu)
+
+
+@pytest.mark.parametrize("what", ALLOWED)
+def test_virtual_device_allows(what):
+    operation, device = ALLOWED[what]
+    with VirtualDevice():
+        assert operation(torch.ones(3, 4).to(GPU)).device == device
+
+
+def transfers_of(operation) -> list[str]:
+    "The kinds of transfers of an operation on a tensor of the GPU."
+    with VirtualDevice() as device:
+        x = torch.ones(3, 4).to(GPU)
+        device.transfers.clear()
+        operation(x)
+        return [transfer.kind for transfer in device.transfers]
+
+
+@pytest.mark.parametrize(
+    ("operation", "kinds"),
+    [
+        (lambda x: x.sum().item(), ["wait"]),
+        (lambda x: bool(x.isfinite().all()), ["wait"]),
+        (lambda x: x.tolist(), ["wait"]),
+        (lambda x: x[x > 0], ["wait"]),
+        (lambda x: x[ROWS], ["upload"]),
+        (lambda x: torch.tensor([1.0], device=x.device), ["upload"]),
+        (lambda x: x.cpu(), ["download"]),
+        (lambda x: x.to(GPU) + torch.arange(4, device=GPU), []),
+        (lambda x: (x * torch.tensor(2.0)).mean(0).repeat_interleave(3), []),
+    ],
+)
+def test_virtual_device_counts(operation, kinds):
+    assert transfers_of(operation) == kinds
+
+
+def test_virtual_device_watches_what_is_computed_again():
+    weight = torch.nn.Linear(2, 2)
+
+    def layer(x: Tensor) -> Tensor:
+        return weight(x) * torch.ones(2, device=x.device)
+
+    with VirtualDevice():
+        x = torch.ones(3, 2).to(GPU).requires_grad_()
+        weight.to(GPU)
+        torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False).sum().backward()
+        assert x.grad is not None and x.grad.device == GPU

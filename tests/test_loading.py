@@ -1,0 +1,60 @@
+"""Two processes of one machine: one reads the denoiser, one encodes the prompts."""
+
+import json
+import shutil
+
+import torch
+from test_training import SMALL, together
+
+from branchgrpo.backbones.base import resolve
+
+LOADS = """
+import os, sys, torch, torch.distributed as dist
+from branchgrpo.backbones.base import load
+dist.init_process_group("gloo")
+folders, out = sys.argv[1:3], sys.argv[-1]
+policy = load(folders[dist.get_rank()], together=True)
+torch.save({n: p.detach() for n, p in policy.denoiser.named_parameters()}, f"{out}.{dist.get_rank()}")
+dist.barrier()
+os._exit(0)
+"""
+
+
+def test_one_process_reads_the_denoiser_for_both(tmp_path):
+    "The second process has a folder without the denoiser's weights."
+    blind = tmp_path / "blind"
+    shutil.copytree(resolve("tiny-flux"), blind)
+    for file in (blind / "transformer").glob("*.safetensors"):
+        file.unlink()
+    for code, log in together(2, LOADS, resolve("tiny-flux"), str(blind), tmp_path / "weights"):
+        assert code == 0, log
+    one, two = torch.load(tmp_path / "weights.0"), torch.load(tmp_path / "weights.1")
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+TRAINS = """
+import os, sys, json, torch
+from branchgrpo import TrainConfig, Trainer
+from branchgrpo.backbones.embeddings import text_parts
+t = Trainer(TrainConfig.from_dict(json.loads(sys.argv[1])))
+run = t.fit()
+table = {"encoders": len(text_parts(t.policy.pipeline)), "rewards": [row["reward"] for row in run.metrics]}
+store = t.conditioner.store
+print(json.dumps(table | {"made": store.made if store else 0}), flush=True)
+os._exit(0)
+"""
+
+
+def test_one_process_encodes_for_both(tmp_path):
+    "The rewards are those of a run that keeps its encoders."
+    found = {}
+    for name, changes in (("memory", {}), ("folder", {"embeddings": str(tmp_path / "embeddings")})):
+        table = json.dumps(SMALL | {"output": str(tmp_path / name), "splits": [0, 2], "iterations": 2} | changes)
+        done = together(2, TRAINS, table, tmp_path / f"log-{name}")
+        for code, log in done:
+            assert code == 0, log
+        found[name] = [json.loads(log.strip().splitlines()[-1]) for _, log in done]
+    assert [process["encoders"] for process in found["folder"]] == [2, 0]
+    assert found["folder"][0]["made"] > 0 and found["folder"][1]["made"] == 0
+    torch.testing.assert_close(found["folder"][0]["rewards"], found["memory"][0]["rewards"], rtol=0, atol=1e-4)
