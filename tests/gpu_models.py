@@ -128,6 +128,7 @@ def without_adapter(policy):
     if hasattr(denoiser, "_original_forward"):
         denoiser.forward = denoiser._original_forward
         del denoiser._original_forward
+    denoiser._is_accelerate_prepared = False  # else accelerate leaves it as it is, without autocast
     for module in denoiser.modules():
         module._compiled_call_impl = None
     denoiser.disable_gradient_checkpointing()
