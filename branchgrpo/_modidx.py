@@ -2141,6 +2141,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                            'branchgrpo/training/update.py'),
                                             'branchgrpo.training.update.reference_mean': ( 'training/update.html#reference_mean',
                                                                                            'branchgrpo/training/update.py'),
+                                            'branchgrpo.training.update.revisited': ( 'training/update.html#revisited',
+                                                                                      'branchgrpo/training/update.py'),
                                             'branchgrpo.training.update.shared_micro_batches': ( 'training/update.html#shared_micro_batches',
                                                                                                  'branchgrpo/training/update.py'),
                                             'branchgrpo.training.update.update': ( 'training/update.html#update',

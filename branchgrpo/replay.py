@@ -42,7 +42,7 @@ def revisit(
 ) -> tuple[Gaussian, Tensor]:  # of N parents; their stored children (N, K, …)
     """Return the Gaussians of a step's parents under the policy as it is now, with gradient, and their children.
 
-    `rows` on the tree's device and `pad_to` spare the GPU waits and new shapes; they change no result."""
+    `rows` on the tree's device spare a copy; `pad_to` spares a GPU new shapes, and may change the rounding."""
     factor = tree.plan.splits.get(step, 1)
     # every K-th child names its parent; after a pruning step only survivors are parents
     parents = tree.parents[step + 1][:, ::factor]

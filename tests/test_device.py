@@ -7,7 +7,8 @@ from torch import Tensor
 from virtual_device import GPU, VirtualDevice, WrongDevice
 
 from branchgrpo import recipes
-from branchgrpo.planning import process_of
+from branchgrpo.planning import plan_of, process_of
+from branchgrpo.rollout import replay, rollout
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.trainer import Trainer, assign_credit, resume
 from branchgrpo.training.update import accumulate, shared_micro_batches
@@ -125,6 +126,39 @@ def test_a_micro_batch_copies_nothing_and_waits_for_nothing(gpu, tmp_path, name)
         counts.append(len(gpu.transfers))
     assert len(batches) > 1
     assert counts[0] == counts[1], gpu.transfers
+
+
+def shapes_of(policy, call) -> tuple[set[int], object]:
+    "The batch sizes of the denoiser's calls, and what `call` returns."
+    sizes = set()
+    hook = policy.denoiser.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.add(len(kwargs["hidden_states"])), with_kwargs=True
+    )
+    result = call()
+    hook.remove()
+    return sizes, result
+
+
+def test_filled_batches_have_one_shape_and_give_the_same_tree_and_gradient(tmp_path):
+    t = trainer(tmp_path, recipe="branchgrpo", **SHORT)
+    noise, process = t.collector.noise(0), process_of(t.settings, t.policy, 0)
+    given = (plan_of(t.settings), t.policy, t.conditioner(t.collector.draw(0)), process, noise)
+    whole = rollout(*given, max_batch=3)
+    sizes, tree = shapes_of(t.policy, lambda: rollout(*given, max_batch=3, pad=True))
+    assert sizes == {3}
+    for d in range(tree.steps + 1):
+        assert torch.allclose(tree.latents[d], whole.latents[d], atol=1e-4), "as close as other batches are"
+
+    def gradient(pad_to):
+        t.learner.optimizer.zero_grad()
+        rows = torch.tensor([0, 3])
+        sizes, edges = shapes_of(t.policy, lambda: replay(whole, *given[1:4], 2, rows, pad_to))
+        edges.sum().backward()
+        assert sizes == {pad_to or 2}
+        return torch.cat([p.grad.flatten() for p in t.learner.parameters.values() if p.grad is not None])
+
+    plain = gradient(None)
+    assert (gradient(5) - plain).norm() < 1e-5 * plain.norm()
 
 
 ROWS = torch.tensor([0, 1])
