@@ -12,7 +12,8 @@ import torch
 from test_training import SMALL, free_port
 
 from branchgrpo.reproduction.warm import popen
-from branchgrpo.training.checkpoints import checkpoints, is_sound, newest, read_table
+from branchgrpo.training.checkpoint_folders import checkpoints, is_sound, newest
+from branchgrpo.training.checkpoints import read_table
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.trainer import Trainer
 

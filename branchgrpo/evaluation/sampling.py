@@ -19,7 +19,8 @@ from ..plan import RolloutPlan
 from ..planning import sampling_process
 from ..policy import Policy
 from ..rollout import Noise, rollout
-from ..training.checkpoints import newest, read_table
+from ..training.checkpoint_folders import newest
+from ..training.checkpoints import read_table
 from ..training.runs import Run
 
 # %% ../../nbs/evaluation/01_sampling.ipynb #2e627f1c

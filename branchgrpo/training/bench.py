@@ -24,8 +24,9 @@ from ..planning import process_of
 from ..rollout import chunks
 from .collection import RolloutRewards, roll, rollout_hooks
 from .config import TrainConfig
+from .micro_batches import micro_batches
 from .trainer import Trainer, assign_credit
-from .update import Rolled, accumulate, micro_batches
+from .update import Rolled, accumulate
 
 # %% ../../nbs/training/19_bench.ipynb #a539be80
 def wait_for(device: torch.device) -> None:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['DTYPES', 'make_accelerator', 'sharded_start', 'open_policy', 'check_rank', 'make_trainable', 'nothing', 'Learner',
-           'reference_policy', 'frozen_copy', 'shard_policy', 'make_optimizer', 'prepared', 'make_learner']
+           'autocast', 'reference_policy', 'frozen_copy', 'shard_policy', 'make_optimizer', 'prepared', 'make_learner']
 
 # %% ../../nbs/training/04_model.ipynb #a2675556
 import copy
@@ -110,7 +110,7 @@ def make_trainable(policy: Any, s: Settings) -> None:
 def nothing() -> None:
     "Do nothing."
 
-
+# %% ../../nbs/training/04_model.ipynb #e05761ab
 @dataclass
 class Learner:
     "A policy and all that an update changes or needs."
@@ -139,13 +139,14 @@ class Learner:
         "Whether every process holds a slice of the weights, so that each backward is one of all processes."
         return self.settings.sharding != "none"
 
-    def autocast(self) -> AbstractContextManager:
-        "Return a context of the run's precision, for calls of a module that has no precision of its own."
-        return nullcontext() if self.is_sharded else self.accelerator.autocast()
-
     def reference(self):
         "Return a context in which the policy before training predicts."
         return reference_policy(self)
+
+# %% ../../nbs/training/04_model.ipynb #c75e221f
+def autocast(learner: Learner) -> AbstractContextManager:
+    "Return a context of the run's precision, for calls of a module that has no precision of its own."
+    return nullcontext() if learner.is_sharded else learner.accelerator.autocast()
 
 # %% ../../nbs/training/04_model.ipynb #7bedbb38
 @contextmanager

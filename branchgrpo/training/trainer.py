@@ -4,13 +4,11 @@
 
 # %% auto #0
 __all__ = ['assign_credit', 'Trainer', 'step', 'count', 'check_stop', 'watch_micro_batches', 'fit', 'iterate', 'save', 'evaluate',
-           'notify', 'open_shared', 'problem_of', 'resume', 'close']
+           'notify']
 
 # %% ../../nbs/training/14_trainer.ipynb #2b1c1ccf
 import time
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -19,18 +17,18 @@ from ..planning import process_of
 from ..prompts import load_prompts
 from ..rollout import Noise
 from .callbacks import usual_callbacks
-from .checkpoints import Progress, Saver, load_checkpoint
+from .checkpoints import Progress, Saver
 from .collection import Collected, Collector, TooManyUnscored, held_part, make_scorers
-from .conditioning import encode_ahead, make_conditioner
+from .conditioning import make_conditioner
 from .config import TrainConfig
 from .credit_assignment import advantages_of, counted_leaves, trained_edges
 from .distributed import any_process, from_main, gathered
-from .export import export
 from .held_out import Evaluator, record
+from .lifetime import close, open_shared, resume
 from .metrics import over_processes, reward_metrics
 from .model import Learner, make_accelerator, make_learner, open_policy
 from .resolve import resolve
-from .runs import Run, check_folder, open_run, rewind
+from .runs import Run, check_folder
 from .signals import Preempted, StopSignal
 from .update import Rolled, TooManySkipped, check_mismatch, update
 from ..transition import Transition
@@ -93,6 +91,7 @@ def step(t: Trainer) -> dict[str, Any]:
     means = over_processes(stats, t.accelerator)
     check_mismatch(t.settings, means["rollout_mismatch"])
     done = time.perf_counter()
+    seconds = {"seconds_rollout": rollout_end - start, "seconds_update": done - rollout_end}
     count(t, collected, means.pop("calls"), done - start)
     return {
         "iteration": t.progress.iteration,
@@ -101,8 +100,7 @@ def step(t: Trainer) -> dict[str, Any]:
         **t.progress.counts,
         "splits": list(collected.tree.plan.splits),
         "seconds": t.progress.seconds,
-        "seconds_rollout": rollout_end - start,
-        "seconds_update": done - rollout_end,
+        **seconds,
     }
 
 # %% ../../nbs/training/14_trainer.ipynb #19f2592f
@@ -195,43 +193,3 @@ def notify(t: Trainer, event: str, *what: Any) -> None:
     "Call one method of all callbacks."
     for callback in t.callbacks:
         getattr(callback, event)(t, *what)
-
-# %% ../../nbs/training/14_trainer.ipynb #61d087b9
-def open_shared(t: Trainer) -> Run:
-    "Return the run's folder, made or found by the main process. Raise its `ValueError` on all processes."
-    settings = t.settings.to_dict()
-    run = Run(Path(settings.pop("output")))
-    problem = from_main(t.accelerator, lambda: problem_of(open_run, run.path, settings))
-    if problem:
-        raise ValueError(problem)
-    if any_process(t.accelerator, not (run.path / "run.json").exists())[0]:
-        raise ValueError(f"output: {str(run.path)!r} is not seen by all processes; it must be on a disk of all nodes")
-    return run
-
-# %% ../../nbs/training/14_trainer.ipynb #a9638aa8
-def problem_of(function: Callable, *args: Any) -> str | None:
-    "Return the text of the `ValueError` that a call raises; None if it raises none."
-    try:
-        function(*args)
-    except ValueError as error:
-        return str(error)
-    return None
-
-# %% ../../nbs/training/14_trainer.ipynb #bb63d8a6
-def resume(t: Trainer, run: Run) -> None:
-    "Go on from the checkpoint, if there is one, and encode the prompts that are still to come."
-    t.progress = load_checkpoint(run.path, t.learner)
-    if t.accelerator.is_main_process:
-        rewind(run, t.progress.iteration)
-    t.accelerator.wait_for_everyone()
-    ahead = [p for i in range(t.progress.iteration, t.settings.iterations) for p in t.collector.draw(i)]
-    encode_ahead(t.conditioner, ahead + list(t.prompts.test[: t.settings.evaluation_prompts]))
-
-# %% ../../nbs/training/14_trainer.ipynb #357e7c01
-def close(t: Trainer, run: Run) -> Run:
-    "Write the result and mark the run as finished."
-    export(t.learner, run.path, t.settings.export_ema)
-    if t.accelerator.is_main_process:
-        run.set_state(state="finished", settings=run.info["settings"] | {"iterations": t.settings.iterations})
-    t.accelerator.wait_for_everyone()
-    return run
