@@ -62,7 +62,11 @@ def decode_and_score(
 # %% ../../nbs/training/05_scoring.ipynb #2a7148d3
 def joined(waiting: list[Future], scorer: Scorer) -> dict[str, Tensor]:
     "Wait for the chunks, and return the scores `{name: (B,)}` of every part. Raise what a chunk raised."
-    parts = [future.result() for future in waiting]
+    try:
+        parts = [future.result() for future in waiting]
+    finally:
+        for future in waiting:
+            future.cancel()  # if one failed: those that have not begun
     return {name: torch.cat([part[name] for part in parts] or [torch.zeros(0)]) for name in part_names(scorer.reward)}
 
 # %% ../../nbs/training/05_scoring.ipynb #b9880355
