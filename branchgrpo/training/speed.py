@@ -15,7 +15,6 @@ from torch import nn
 from ..registry import unknown
 from .activations import checkpoint_blocks, skip_adapter_casts
 from .config import Settings
-from .distributed import blocks_of
 
 # %% ../../nbs/training/18_speed.ipynb #f40278cc
 def check_attention(name: str | None) -> None:
@@ -38,7 +37,8 @@ def check_speed(s: Settings) -> None:
 # %% ../../nbs/training/18_speed.ipynb #4502b22b
 def repeated_blocks(denoiser: nn.Module) -> list[nn.Module]:
     "Return the blocks that the model repeats, in order. Raise `ValueError` if it declares none."
-    blocks = blocks_of(denoiser)
+    classes = getattr(denoiser, "_repeated_blocks", None) or getattr(denoiser, "_no_split_modules", None) or ()
+    blocks = [module for module in denoiser.modules() if type(module).__name__ in classes]
     if not blocks:
         raise ValueError(f"compile: {type(denoiser).__name__} declares no repeated blocks, so it cannot be compiled")
     return blocks
