@@ -10,7 +10,6 @@ __all__ = ['GB', 'GPU', 'MARGIN', 'GPUS_PER_NODE', 'PHASES', 'RUNTIME', 'Part', 
            'peak', 'fits', 'memory_table']
 
 # %% ../../nbs/training/16_memory.ipynb #193daf67
-import json
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..backbones.base import PUBLISHED, family, resolve
+from ..backbones.base import PUBLISHED, resolve
 from ..backbones.loading import encoder_names
 from ..backbones.pipeline import DECODE_BYTES, decode_costs
 from ..backbones.published import ENCODING_BYTES, T5_XXL
