@@ -25,7 +25,7 @@ class Entry(NamedTuple):
     about: str  # the reward, its scale and its range
     gb: float = 0.0  # what its weights take on the device
 
-
+# %% ../../nbs/rewards/04_table.ipynb #e17a5b02
 _PUBLISHED = {
     "hps-v2.1": Entry("branchgrpo.rewards.hps:HPSReward", "xswu/HPSv2", "HPS-v2.1: cosine, about 0.2 to 0.4", 3.95),
     "pickscore": Entry(

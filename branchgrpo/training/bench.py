@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['wait_for', 'seconds', 'interleaved', 'peak_memory', 'Work', 'prepare', 'roll_again', 'update_again', 'rollout_floor',
-           'update_floor', 'node_by_node', 'edge_gradient', 'edge_by_edge']
+           'update_floor', 'without_denoiser', 'node_by_node', 'edge_gradient', 'edge_by_edge']
 
 # %% ../../nbs/training/19_bench.ipynb #2638a570
 import gc
@@ -125,6 +125,17 @@ def update_floor(work: Work) -> None:
         output = work.trainer.policy.predict(latents, rolled.process.times[batch.step], work.rows(n))
         output.float().square().mean().backward()
     work.trainer.learner.optimizer.zero_grad()
+
+# %% ../../nbs/training/19_bench.ipynb #13dbf46c
+def without_denoiser(work: Work, job: Callable[[Work], None]) -> float:
+    "Return the median seconds of a job when the denoiser costs nothing."
+    policy, factor = work.trainer.policy, next(iter(work.trainer.learner.parameters.values()))
+    real = policy.predict
+    policy.predict = lambda x, *_: x * factor.flatten()[0]
+    try:
+        return interleaved({"job": lambda: job(work)}, 5, work.device)["job"]
+    finally:
+        policy.predict = real
 
 # %% ../../nbs/training/19_bench.ipynb #0773b1c5
 @torch.no_grad()

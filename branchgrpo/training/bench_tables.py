@@ -26,6 +26,7 @@ from branchgrpo.training.bench import (
     seconds,
     update_again,
     update_floor,
+    without_denoiser,
 )
 from .config import TrainConfig
 from .runs import environment
@@ -61,6 +62,7 @@ def floor_rows(work: Work, rounds: int) -> list[dict[str, Any]]:
         one_by_one = seconds(partial(published, work), work.device)
         row = {"part": part, "seconds": took[part], "floor": took[f"floor {part}"]}
         row["× floor"] = row["seconds"] / row["floor"]
+        row["engine alone"] = without_denoiser(work, PARTS[part][0])
         rows.append(row | {"one by one": one_by_one, "× faster": one_by_one / row["seconds"]})
     return rows
 

@@ -15,7 +15,8 @@ from typing import Any
 from ..costs import plan_cost
 from .config import Settings
 from .counting import Counted, counted_policy
-from .memory import GPU, Part, Share, by_phase, decoding, fits, memory_parts, peak
+from .held import Part, Share, decoding
+from .memory import GPU, by_phase, fits, memory_parts, peak
 
 # %% ../../nbs/training/16_estimate.ipynb #880dd8a0
 def training_flops(c: Counted, s: Settings) -> float:

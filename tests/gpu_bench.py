@@ -1,0 +1,383 @@
+"""What a GPU says: three calls of ten minutes on one H100 or H200, without network and without real weights.
+
+    python tests/gpu_bench.py smoke    --json figures/gpu/smoke.json
+    python tests/gpu_bench.py train    --json figures/gpu/train.json
+    python tests/gpu_bench.py variants --json figures/gpu/variants.json
+
+smoke     every family and many recipes through fit, evaluate, save, resume and export; rollout mismatch by batch sizes
+train     FLUX.1-dev at 720², LoRA 32: floors, rollout and update of five recipes; SD3.5-Medium with Pro-GRPO's funnel
+variants  attention kernels, compiled blocks, checkpointing, casts, decoding of 1 to 64 images
+
+The json is written after every line, so what a time limit cuts off is kept; a part that fails leaves its error as a
+line. `--tiny` runs the same at a small size on any machine.
+
+It needs torch 2.9, diffusers 0.42, transformers, accelerate, peft, safetensors, scipy, pillow, pyyaml and typeguard;
+no torchvision, nbdev, fastcore, jsonargparse or tensorboard. Where a machine has PyTorch but not the others, carry
+wheels, and set PYTHONPATH to their folder and to this repository's root:
+
+    pip download --no-deps -d wheels diffusers==0.42.1 typeguard==4.6.0
+    python -m pip install -q --no-index --no-deps --target site wheels/*.whl
+    PYTHONPATH=site:. PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 python tests/gpu_bench.py smoke --json smoke.json
+"""
+
+import argparse
+import gc
+import json
+import tempfile
+import time
+import traceback
+import warnings
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from gpu_models import RandomReward, flux, sd3, without_adapter
+
+from branchgrpo.planning import process_of
+from branchgrpo.prompts import PromptSet
+from branchgrpo.testbed.quiet import quiet
+from branchgrpo.training.activations import checkpoint_blocks
+from branchgrpo.training.bench import interleaved, peak_memory, seconds
+from branchgrpo.training.config import TrainConfig
+from branchgrpo.training.runs import environment
+from branchgrpo.training.speed import compile_blocks, compiled_graphs, set_attention, use_tf32
+from branchgrpo.training.trainer import Trainer, assign_credit
+from branchgrpo.training.update import update
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PROMPTS = PromptSet([f"prompt {n}" for n in range(64)], [f"test {n}" for n in range(16)])
+SHORT = {"steps": 6, "splits": (0, 2)}  # 17 calls: enough for a mismatch
+TINY = {"steps": 3, "splits": (0, 1)}
+FLUX_RECIPES = ("branchgrpo", "branchgrpo-mix", "branchgrpo-deppru", "mixgrpo", "dancegrpo")  # dearest last
+
+
+class Lines:
+    "The lines of a part, written to a file after each; and the clock."
+
+    def __init__(self, part: str, tiny: bool, limit: float, path: str | None):
+        self.start, self.limit, self.tiny, self.path = time.time(), limit, tiny, path
+        self.record = {"part": part, "tiny": tiny, "date": time.strftime("%Y-%m-%d"), **environment(), "lines": []}
+
+    def add(self, table: str, **values) -> None:
+        "Add one line to a table."
+        values = {name: round(v, 6) if isinstance(v, float) else v for name, v in values.items()}
+        self.record["lines"].append({"table": table, **values})
+        self.record["seconds"] = round(time.time() - self.start)
+        print(f"{self.record['seconds']:5} s  {table:12} {values}", flush=True)
+        if self.path:
+            Path(self.path).parent.mkdir(parents=True, exist_ok=True)
+            Path(self.path).write_text(json.dumps(self.record, indent=1), encoding="utf-8")
+
+    def left(self) -> float:
+        "Return the seconds that are left."
+        return self.limit - (time.time() - self.start)
+
+    def attempt(self, table: str, name: str, job, needed: float = 10.0):
+        "Return what a job returns; an error, or too little time for it, becomes a line."
+        try:
+            if self.left() < needed:
+                raise TimeoutError(f"left out: {self.left():.0f} s left, {needed:.0f} s needed")
+            return job()
+        except Exception as error:
+            self.add(table, name=name, error=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+            if not isinstance(error, TimeoutError):
+                traceback.print_exc(limit=-4)
+        gc.collect()
+        torch.cuda.empty_cache()
+        return None
+
+
+def config_of(**changes) -> TrainConfig:
+    "Return a config without evaluations and trackers, in a folder of its own."
+    table = {"evaluate_every": 0, "tracker": "none", "output": f"{tempfile.mkdtemp()}/run"}
+    return TrainConfig.from_dict(table | changes)
+
+
+def large(lines: Lines, policy, reward, **changes) -> Trainer:
+    "Return a trainer of one prompt with an adapter on a bfloat16 base, as one would train on a GPU."
+    table = {"backbone": "random", "reward": "random", "prompts": "random", "prompts_per_iteration": 1}
+    table |= {"mixed_precision": "bf16", "lora_rank": 32, "base_dtype": "bfloat16", "gradient_checkpointing": True}
+    table |= {"max_batch": 4} | (TINY if lines.tiny else {}) | changes | ({"lora_rank": 4} if lines.tiny else {})
+    return Trainer(config_of(**table), policy=without_adapter(policy), reward=reward, prompts=PROMPTS)
+
+
+def short(lines: Lines, policy, reward, **changes) -> Trainer:
+    "Return a trainer like `large` with few denoiser calls."
+    return large(lines, policy, reward, **(TINY if lines.tiny else SHORT) | changes)
+
+
+def call(policy, batch: int, backward: bool = False):
+    "Return a job: one denoiser call of a batch, with its backward."
+    x = torch.randn(batch, *policy.latent_shape, device=DEVICE)
+    rows = policy.encode([f"prompt {n}" for n in range(batch)])
+
+    def job():
+        with torch.set_grad_enabled(backward), torch.autocast(DEVICE.type, torch.bfloat16):
+            output = policy.predict(x, torch.tensor(0.5), rows)
+            if backward:
+                output.float().square().mean().backward()
+
+    return job
+
+
+def per_latent(policy, batch: int, backward: bool = False, rounds: int = 3) -> float:
+    "Return seconds per latent of a call, and drop its gradient."
+    took = interleaved({"call": call(policy, batch, backward)}, rounds, DEVICE)["call"] / batch
+    policy.denoiser.zero_grad()
+    return took
+
+
+def iteration(trainer: Trainer, lines: Lines, table: str, name: str, floors: dict[str, float] | None = None) -> None:
+    "Add the line of one iteration: seconds of its parts, peaks, mismatch; and its ratios to the floors."
+    start = time.perf_counter()
+    collected, rollout_peak = peak_memory(lambda: trainer.collector(0), DEVICE)
+    middle = time.perf_counter()
+    process = process_of(trainer.settings, trainer.policy, 0)
+    rolled, _ = assign_credit(trainer.learner, collected, process, trainer.collector.noise(0))
+    stats, update_peak = peak_memory(lambda: update(trainer.learner, rolled), DEVICE)
+    end = time.perf_counter()
+    plan, images, passes = collected.tree.plan, collected.images, trainer.settings.updates_per_rollout
+    decode = seconds(lambda: trainer.policy.decode(collected.tree.latents[-1].flatten(0, 1)), DEVICE)
+    reward = seconds(lambda: trainer.scorer(images, ["x"] * len(images), [{}] * len(images)), DEVICE)
+    line = {"calls": plan.denoiser_calls, "trained_calls": stats["calls"] * passes, "rollout": middle - start}
+    line |= {"update": end - middle, "decode": decode, "reward": reward}
+    line |= {"rollout_peak_gb": rollout_peak, "update_peak_gb": update_peak}
+    line |= {key: float(stats[key]) for key in ("rollout_mismatch", "clip_fraction", "grad_norm")}
+    if floors:
+        scoring = (decode + reward) * (1 + collected.previews / len(images))
+        line["rollout_over_floor"] = (middle - start - scoring) / (line["calls"] * floors["forward"])
+        line["update_over_floor"] = (end - middle) / (line["trained_calls"] * floors["backward"])
+    lines.add(table, name=name, **line)
+
+
+def roofs(lines: Lines) -> None:
+    "Add what the machine can do: matrix products and copies."
+    n = 256 if lines.tiny else 8192
+    a, b = (torch.randn(n, n, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    took = interleaved({"product": lambda: a @ b}, 10, DEVICE, warm_up=2)["product"]
+    lines.add("machine", name="bf16 matrix product, TFLOP/s", value=2 * n**3 / took / 1e12)
+    x = torch.zeros(1 << (20 if lines.tiny else 30), device=DEVICE, dtype=torch.uint8)
+    y = torch.empty_like(x)
+    took = interleaved({"copy": lambda: y.copy_(x)}, 10, DEVICE, warm_up=2)["copy"]
+    lines.add("machine", name="copy, read and written, GB/s", value=2 * x.numel() / took / 1e9)
+
+
+CLIPS = {"prompts": "clips", "reward": "motion"}
+RUNS = [("tiny-flux", recipe, {}) for recipe in ("branchgrpo", "dancegrpo", "mixgrpo-flash", "branchgrpo-adaptive")]
+RUNS += [("tiny-sd3", "pro-grpo", {}), ("tiny-sd", "pro-grpo-sd", {}), ("tiny-wan", "branchgrpo", CLIPS)]
+RUNS += [("tiny-wan-i2v", "branchgrpo", CLIPS), ("tiny-flux", "flow-grpo", {"lora_rank": 4})]
+RUNS += [("tiny-flux", f"branchgrpo-{name}", {}) for name in ("widpru", "extreme", "deppru", "mix")]
+RUNS += [("tiny-flux", "treegrpo", {}), ("tiny-flux", "branch-pro", {"gradient_checkpointing": True})]
+RUNS += [("tiny-flux", "branchgrpo", {"sharding": "full"})]
+BATCHES = [
+    {},
+    {"train_batch": 1},
+    {"train_batch": 3},
+    {"gradient_checkpointing": True},
+    {"recipe": "branchgrpo-extreme"},
+]
+
+
+def whole_run(lines: Lines, backbone: str, recipe: str, precision: str, more: dict) -> None:
+    "Train two iterations, resume for a third, and add the run's line."
+    table = {"backbone": backbone, "recipe": recipe, "mixed_precision": precision, "iterations": 2}
+    table |= {"prompts_per_iteration": 2, "evaluate_every": 2, "evaluation_prompts": 4, "checkpoint_every": 1}
+    config = config_of(**table | {"export_ema": True} | more | (TINY if lines.tiny else {}))
+    start = time.perf_counter()
+    Trainer(config).fit()
+    run = Trainer(replace(config, iterations=3)).fit()
+    rows = run.metrics
+    written = [place for place in ("model", "lora") if (run.path / place).is_dir()]
+    numbers = {key: max(row[key] for row in rows) for key in ("rollout_mismatch", "grad_norm")}
+    took = time.perf_counter() - start
+    name = f"{backbone} {recipe} {precision} {more or ''}".strip()
+    lines.add("runs", name=name, iterations=len(rows), exported=written, seconds=took, **numbers)
+
+
+def mismatch(lines: Lines, more: dict) -> None:
+    "Add an iteration of tiny-flux whose update has other batches or kernels than its rollout."
+    table = {"prompts_per_iteration": 2, "max_batch": 4, "mixed_precision": "bf16"} | (TINY if lines.tiny else SHORT)
+    iteration(Trainer(config_of(**table | more)), lines, "mismatch", f"tiny-flux {more or 'the same batches'}")
+
+
+def compiled_run(lines: Lines) -> None:
+    "Add how many graphs are compiled in each of three iterations: only the first may compile."
+    backend = "eager" if lines.tiny else "inductor"
+    trainer = Trainer(config_of(prompts_per_iteration=2, max_batch=4, **TINY if lines.tiny else SHORT))
+    compile_blocks(trainer.policy.denoiser, backend)
+    graphs = [compiled_graphs()]
+    for _ in range(3):
+        trainer.step()
+        graphs.append(compiled_graphs())
+    made = [after - before for before, after in zip(graphs, graphs[1:])]
+    lines.add("compiled", name=f"tiny-flux, {backend}: graphs made in each iteration", graphs=made)
+
+
+def smoke(lines: Lines) -> None:
+    "Every family and many recipes, from the first iteration to the exported weights."
+    roofs(lines)
+    for backbone, recipe, more in RUNS[:1] if lines.tiny else RUNS:
+        for precision in ("bf16",) if lines.tiny else ("no", "bf16"):
+            name = f"{backbone} {recipe} {precision}"
+            lines.attempt("runs", name, partial(whole_run, lines, backbone, recipe, precision, more), 20)
+    for more in BATCHES[:2] if lines.tiny else BATCHES:
+        lines.attempt("mismatch", str(more), partial(mismatch, lines, more))
+    lines.attempt("compiled", "tiny-flux", lambda: compiled_run(lines), 30)
+
+
+def floors_of(lines: Lines, name: str, policy, batches: tuple[int, ...]) -> dict[str, float]:
+    "Add seconds per latent of calls by batch size; return the least of each kind."
+    found = {"forward": [], "backward": []}
+    for kind, values in found.items():
+        for batch in batches if kind == "forward" else batches[:3]:
+            took = lines.attempt(
+                "floors", f"{name} {kind} {batch}", partial(per_latent, policy, batch, kind == "backward")
+            )
+            if took:
+                lines.add("floors", name=name, kind=kind, batch=batch, seconds_per_latent=took)
+                values.append(took)
+    return {kind: min(values) for kind, values in found.items() if values}
+
+
+def trees(lines: Lines, reward) -> None:
+    "Add FLUX.1-dev at 720² with an adapter of rank 32: floors by batch, and an iteration of each recipe."
+    policy = flux(DEVICE, 64 if lines.tiny else 720, lines.tiny)
+    size = sum(p.numel() for p in policy.denoiser.parameters()) / 1e9
+    lines.add("machine", name="FLUX.1-dev, billion weights", value=size)
+    large(lines, policy, reward)
+    floors = floors_of(lines, "FLUX.1-dev", policy, (1, 2) if lines.tiny else (1, 2, 4, 8))
+    needed = 0 if lines.tiny else 200 * (floors["forward"] + floors["backward"])  # a tree's calls, about
+    for recipe in FLUX_RECIPES[:1] if lines.tiny else FLUX_RECIPES:
+
+        def job(recipe=recipe):
+            iteration(large(lines, policy, reward, recipe=recipe), lines, "FLUX.1-dev", recipe, floors)
+
+        lines.attempt("FLUX.1-dev", recipe, job, needed)
+
+
+def funnel(lines: Lines, reward) -> None:
+    "Add SD3.5-Medium with Pro-GRPO's funnel: 48 chains, cut to 24 and 12."
+    policy = sd3(DEVICE, 64 if lines.tiny else 512, lines.tiny)
+    chains = {"roots": 4, "prune_at": {1: 2}, "splits": ()} if lines.tiny else {}
+    trainer = large(lines, policy, reward, recipe="pro-grpo", max_batch=2 if lines.tiny else 12, **chains)
+    floors = floors_of(lines, "SD3.5-M", policy, (1, 2) if lines.tiny else (1, 4, 12))
+    iteration(trainer, lines, "SD3.5-M", "pro-grpo", floors)
+
+
+def train(lines: Lines) -> None:
+    "The real architectures with random weights: what an iteration costs, and over its floor."
+    roofs(lines)
+    reward = RandomReward(DEVICE, lines.tiny)
+    lines.attempt("FLUX.1-dev", "all", lambda: trees(lines, reward))
+    lines.attempt("SD3.5-M", "pro-grpo", lambda: funnel(lines, reward), 0 if lines.tiny else 60)
+
+
+def kernels(lines: Lines, policy, batch: int) -> None:
+    "Add seconds per latent by attention kernel, and of the frozen model with and without autocast."
+    for name in ("native", "_native_cudnn", "_native_flash"):
+
+        def job(name=name):
+            set_attention(policy.denoiser, name)
+            lines.add("attention", name=name, batch=batch, seconds_per_latent=per_latent(policy, batch))
+
+        lines.attempt("attention", name, job)
+    set_attention(policy.denoiser, "native")
+    with torch.autocast(DEVICE.type, enabled=False), torch.no_grad():
+        x = torch.randn(batch, *policy.latent_shape, device=DEVICE)
+        rows = policy.encode(["x"] * batch)
+        bare = interleaved({"call": lambda: policy.predict(x, torch.tensor(0.5), rows)}, 3, DEVICE)["call"]
+    lines.add("casts", name="frozen, no autocast", seconds_per_latent=bare / batch)
+    lines.add("casts", name="frozen, autocast", seconds_per_latent=per_latent(policy, batch))
+
+
+def decoding(lines: Lines, policy) -> None:
+    "Add seconds and peak memory of decoding, by the number of images and by images per call."
+    for count, size in ((1, 1), (4, 4), (16, 16), (32, 32), (64, 64), (64, None)):
+        if lines.tiny and count > 4:
+            continue
+        latents = torch.randn(count, *policy.latent_shape, device=DEVICE)
+
+        def job(latents=latents, size=size):
+            more = () if size is None else (size,)
+            took, peak = peak_memory(lambda: seconds(lambda: policy.decode(latents, *more), DEVICE), DEVICE)
+            lines.add("decode", name=f"{len(latents)} images", per_call=size, seconds=took, peak_gb=peak)
+
+        lines.attempt("decode", f"{count} images", job)
+
+
+def activations(lines: Lines, policy, reward) -> None:
+    "Add seconds and peak memory of one forward and backward, by how many blocks are computed again."
+    for every in (1, 2, 3, 4, None):
+
+        def job(every=every):
+            trainer = large(lines, policy, reward, gradient_checkpointing=False)
+            if every:
+                checkpoint_blocks(trainer.policy.denoiser, every)
+            took, peak = peak_memory(lambda: per_latent(policy, 1, True, 2), DEVICE)
+            lines.add("checkpoint", name=f"every {every or 'none'}", seconds_per_latent=took, peak_gb=peak)
+
+        lines.attempt("checkpoint", f"every {every}", job, 15)
+
+
+def compiled(lines: Lines, policy, reward, batch: int) -> None:
+    "Add the seconds of compiled blocks: first call, forward, backward; and the mismatch of an iteration."
+    trainer = short(lines, policy, reward)
+    compile_blocks(policy.denoiser, "eager" if lines.tiny else "inductor")
+    first = seconds(call(policy, batch), DEVICE)
+    lines.add("compiled", name="first call", seconds=first, graphs=compiled_graphs())
+    for backward in (False, True):
+        name = "forward and backward" if backward else "forward"
+        lines.add("compiled", name=name, seconds_per_latent=per_latent(policy, batch, backward))
+    lines.attempt(
+        "compiled", "17 calls", lambda: iteration(trainer, lines, "compiled", "17 calls"), 0 if lines.tiny else 90
+    )
+    lines.add("compiled", name="all", graphs=compiled_graphs())
+
+
+def variants(lines: Lines) -> None:
+    "What each setting of speed and memory gives at the real size."
+    policy = flux(DEVICE, 64 if lines.tiny else 720, lines.tiny)
+    batch = 2 if lines.tiny else 4
+    kernels(lines, policy, batch)
+    decoding(lines, policy)
+    reward = RandomReward(DEVICE, lines.tiny)
+    images = torch.rand(4 if lines.tiny else 16, 3, 224, 224, device=DEVICE)
+    lines.add("tf32", name="reward, float32", seconds=interleaved({"r": lambda: reward(images, None)}, 3, DEVICE)["r"])
+    large(lines, policy, reward)
+    lines.add("casts", name="adapter", seconds_per_latent=per_latent(policy, batch))
+    lines.add("casts", name="adapter, backward", seconds_per_latent=per_latent(policy, batch, True))
+    activations(lines, policy, reward)
+    for train_batch in (4,) if lines.tiny else (4, 1):
+
+        def job(train_batch=train_batch):
+            trainer = short(lines, policy, reward, train_batch=train_batch)
+            iteration(trainer, lines, "mismatch", f"FLUX.1-dev, train_batch {train_batch}")
+
+        lines.attempt("mismatch", f"train_batch {train_batch}", job, 20)
+    use_tf32()
+    lines.add("tf32", name="reward, TF32", seconds=interleaved({"r": lambda: reward(images, None)}, 3, DEVICE)["r"])
+    lines.attempt("compiled", "all", lambda: compiled(lines, policy, reward, batch), 60)
+
+
+PARTS = {"smoke": smoke, "train": train, "variants": variants}
+
+
+def main(words: list[str] | None = None) -> dict:
+    "Run one part; return its record."
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--json", help="the file of the numbers")
+    parser.add_argument("--tiny", action="store_true", help="the same at a small size, on any machine")
+    parser.add_argument("--seconds", type=float, default=540, help="no new measurement begins that would end later")
+    given = parser.parse_args(words)
+    quiet()
+    warnings.filterwarnings("ignore")
+    lines = Lines(given.part, given.tiny, given.seconds, given.json)
+    lines.attempt(given.part, "the whole part", lambda: PARTS[given.part](lines), 0)
+    lines.add("machine", name="seconds in all", value=round(time.time() - lines.start))
+    return lines.record
+
+
+if __name__ == "__main__":
+    main()

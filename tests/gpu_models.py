@@ -1,0 +1,137 @@
+"""Real architectures with random weights: FLUX.1-dev, SD3.5-Medium, their autoencoder, HPS's vision tower.
+
+Speed and memory do not depend on the weights, so no download is needed. `tiny` is the same at a small size.
+"""
+
+import hashlib
+from types import SimpleNamespace
+
+import torch
+
+from branchgrpo.backbones.flux import FLUX_DEV, FluxPolicy
+from branchgrpo.backbones.sd3 import SD35_MEDIUM, SD3Policy
+from branchgrpo.rewards.hps import VIT_H14, pad_square
+
+SMALL = {"num_layers": 2, "num_attention_heads": 2}
+SMALL_TOWER = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+VAE = {
+    "in_channels": 3,
+    "out_channels": 3,
+    "down_block_types": ["DownEncoderBlock2D"] * 4,
+    "up_block_types": ["UpDecoderBlock2D"] * 4,
+    "block_out_channels": [128, 256, 512, 512],
+    "layers_per_block": 2,
+    "latent_channels": 16,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+    "shift_factor": 0.1159,
+    "scaling_factor": 0.3611,
+}
+SMALL_VAE = VAE | {"block_out_channels": [32] * 4, "layers_per_block": 1}
+
+
+def built(model: type, config: dict, device, dtype: torch.dtype):
+    "Return a frozen model with random weights, made on the device."
+    torch.manual_seed(0)
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return model(**config).eval().requires_grad_(False)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def random_rows(policy, prompts: list[str], tokens: int) -> dict[str, torch.Tensor]:
+    "Return random conditioning of the right shapes, the same for the same prompt."
+    rows = {name: [] for name in policy.blank()}
+    for prompt in prompts:
+        seed = int(hashlib.md5(prompt.encode()).hexdigest()[:8], 16)
+        generator = torch.Generator().manual_seed(seed)
+        for name, value in policy.blank().items():
+            shape = value.shape[1:] if value.dim() == 2 else (min(tokens, value.shape[1]), *value.shape[2:])
+            rows[name].append(torch.randn(*shape, generator=generator))
+    return policy.on_device(**{name: torch.stack(values) for name, values in rows.items()})
+
+
+class RandomFlux(FluxPolicy):
+    "FLUX.1-dev's architecture: 11.9 billion random weights."
+
+    tokens = 512
+
+    def encode(self, prompts: list[str]) -> dict[str, torch.Tensor]:
+        return random_rows(self, prompts, self.tokens)
+
+
+class RandomSD3(SD3Policy):
+    "SD3.5-Medium's architecture: 2.2 billion random weights."
+
+    tokens = 333
+
+    def encode(self, prompts: list[str]) -> dict[str, torch.Tensor]:
+        return random_rows(self, prompts, self.tokens)
+
+
+def flux(device, side: int, tiny: bool, dtype: torch.dtype = torch.bfloat16) -> RandomFlux:
+    "Return FLUX.1-dev at `side` × `side` pixels."
+    from diffusers import AutoencoderKL, FluxPipeline, FluxTransformer2DModel
+
+    config = FLUX_DEV | SMALL | {"num_single_layers": 2} if tiny else FLUX_DEV
+    parts = SimpleNamespace(
+        transformer=built(FluxTransformer2DModel, config, device, dtype),
+        vae=built(AutoencoderKL, SMALL_VAE if tiny else VAE, device, dtype),
+        vae_scale_factor=8,
+        _unpack_latents=FluxPipeline._unpack_latents,
+    )
+    policy = RandomFlux(parts, side, side, 3.5)
+    policy.tokens = 16 if tiny else RandomFlux.tokens
+    return policy
+
+
+def sd3(device, side: int, tiny: bool, dtype: torch.dtype = torch.bfloat16) -> RandomSD3:
+    "Return SD3.5-Medium at `side` × `side` pixels."
+    from diffusers import AutoencoderKL, SD3Transformer2DModel
+
+    small = {"caption_projection_dim": 128, "dual_attention_layers": (0,)}
+    config = SD35_MEDIUM | SMALL | small if tiny else SD35_MEDIUM
+    parts = SimpleNamespace(
+        transformer=built(SD3Transformer2DModel, config, device, dtype),
+        vae=built(AutoencoderKL, SMALL_VAE if tiny else VAE, device, dtype),
+        vae_scale_factor=8,
+    )
+    policy = RandomSD3(parts, side, side, 4.5)
+    policy.tokens = 16 if tiny else RandomSD3.tokens
+    return policy
+
+
+class RandomReward:
+    "HPS's vision tower with random weights: scores without meaning, at the real cost."
+
+    def __init__(self, device, tiny: bool):
+        from transformers import CLIPVisionConfig, CLIPVisionModel
+
+        config = {name: value for name, value in VIT_H14["vision_config"].items() if name != "projection_dim"}
+        config |= SMALL_TOWER if tiny else {}
+        self.device = device
+        self.model = built(lambda **known: CLIPVisionModel(CLIPVisionConfig(**known)), config, device, torch.float32)
+        self.weights = torch.randn(config["hidden_size"], generator=torch.Generator().manual_seed(0)).to(device) / 36
+
+    @torch.no_grad()
+    def __call__(self, images, prompts, metadata=None):
+        return self.model(pad_square(images.to(self.device).float(), 224)).pooler_output @ self.weights
+
+
+def without_adapter(policy):
+    "Undo what a trainer did to a policy: its adapter, its wrapped forward, checkpointing and compiled blocks."
+    denoiser = policy.denoiser
+    if getattr(denoiser, "peft_config", None):
+        denoiser.delete_adapters(list(denoiser.peft_config))
+    if hasattr(denoiser, "_original_forward"):
+        denoiser.forward = denoiser._original_forward
+        del denoiser._original_forward
+    denoiser._is_accelerate_prepared = False  # else accelerate leaves it as it is, without autocast
+    for module in denoiser.modules():
+        module._compiled_call_impl = None
+    denoiser.disable_gradient_checkpointing()
+    denoiser.requires_grad_(False)
+    policy.call = denoiser
+    return policy

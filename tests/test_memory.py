@@ -1,0 +1,119 @@
+"""The settings of the README and of the scale `paper` fit on the GPUs that they name, by the doctor's count."""
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from branchgrpo.cli import COMMANDS
+from branchgrpo.options import parse, parser_of
+from branchgrpo.reproduction.command import parameter
+from branchgrpo.reproduction.page_runs import planned_runs
+from branchgrpo.reproduction.pages import jobs
+from branchgrpo.training.config import TrainConfig
+from branchgrpo.training.doctor import costs
+from branchgrpo.training.estimate import advice, estimate, verdict
+from branchgrpo.training.memory import GPU, fits, memory_parts, peak
+
+ROOT = Path(__file__).parents[1]
+
+
+def commands() -> list[list[str]]:
+    "Return the words of every command in the README's blocks."
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = [block for block in text.split("```")[1::2] if block.startswith("\n")]
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True) for line in lines if line.strip()]
+
+
+def trained_by_readme() -> list[tuple[TrainConfig, int]]:
+    "Return the config and the number of GPUs of every `train` in the README."
+    parser = parser_of("branchgrpo train", "", COMMANDS["train"].classes(), config=True)
+    found = []
+    for words in commands():
+        if "train" in words and "branchgrpo" in " ".join(words[:6]):
+            gpus = int(words[words.index("--num_processes") + 1]) if "--num_processes" in words else 1
+            given = parse(parser, words[words.index("train") + 1 :])
+            given.pop("print_config")
+            found.append((TrainConfig.from_dict(given), gpus))
+    return found
+
+
+def test_every_training_of_the_readme_fits():
+    found = trained_by_readme()
+    assert len(found) >= 2
+    for config, gpus in found:
+        s = config.settings()
+        assert s.prompts_per_iteration % gpus == 0
+        assert verdict(s, gpus).startswith("fits: yes"), verdict(s, gpus)
+
+
+def large() -> tuple[TrainConfig, int]:
+    "Return the README's training of FLUX."
+    return next((config, gpus) for config, gpus in trained_by_readme() if "FLUX" in config.backbone)
+
+
+def test_the_readme_says_how_all_weights_fit():
+    config, _ = large()
+    whole = replace(config, lora_rank=0, learning_rate=None, base_dtype="float32", sharding="full")
+    assert fits(peak(whole.settings(), 16))
+    assert not fits(peak(replace(whole, sharding="none").settings(), 16))
+
+
+def pages() -> list[str]:
+    table = yaml.safe_load((ROOT / "reproduce/scales.yaml").read_text(encoding="utf-8"))
+    return [name for name, scales in table.items() if "paper" in scales]
+
+
+@pytest.mark.parametrize("name", pages())
+def test_every_run_of_the_paper_scale_fits_on_its_gpus(name):
+    job = jobs([name], "paper", ROOT / "reproduce")[0]
+    for config, _ in planned_runs(job):
+        gpus, s = job.runner["gpus"], config.settings()
+        assert s.prompts_per_iteration % gpus == 0, f"{s.recipe}: {s.prompts_per_iteration} prompts on {gpus} GPUs"
+        cost = estimate(s, gpus)
+        assert fits(cost.peak_gb), verdict(s, gpus)
+        assert cost.hours > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpus", "cures"),
+    [
+        ({"lora_rank": 0, "base_dtype": "float32", "learning_rate": None}, 8, {"sharding"}),
+        ({"lora_rank": 0, "base_dtype": "float32", "learning_rate": None}, 1, {"lora_rank", "base_dtype"}),
+        ({"gradient_checkpointing": False}, 8, {"gradient_checkpointing"}),
+        ({"decode_batch": 64}, 8, {"decode_batch"}),
+        ({"max_batch": None, "decode_batch": None}, 8, {"max_batch"}),
+    ],
+    ids=["all weights", "all weights, one GPU", "no checkpointing", "64 images", "no max_batch"],
+)
+def test_what_does_not_fit_is_told_with_a_cure(changes, gpus, cures):
+    config, _ = large()
+    s = replace(config, **changes).settings()
+    found = advice(s, gpus)
+    assert found is not None and cures <= found.keys()
+    text = verdict(s, gpus)
+    assert text.startswith("fits: NO") and all(f"--{name.replace('_', '-')}" in text for name in cures)
+    assert fits(peak(replace(s, **found), gpus))
+
+
+def test_the_parts_add_up():
+    "Weights, gradients and AdamW of an adapter are counted once each; the report shows them, and the sum."
+    config, gpus = large()
+    s = config.settings()
+    parts = {part.name: part.gb for part in memory_parts(s, gpus)}
+    assert parts["denoiser"] == pytest.approx(2 * 11.9014, rel=1e-3)
+    assert parts["adapter"] == parts["gradients"] == parts["averaged weights"] == parts["optimiser"] / 2
+    lines = costs(s, gpus)
+    assert any(line.startswith("sum") for line in lines)
+    assert any(line.startswith("fits: yes") for line in lines)
+    assert max(float(value) for value in next(line for line in lines if line.startswith("sum")).split()[1:]) < GPU
+
+
+def test_a_table_given_at_the_shell_keeps_the_scale_s_other_values():
+    given = dict([parameter("extra={lora_rank: 32, sharding: none}")])
+    extra = jobs(["branchgrpo/table1"], "paper", ROOT / "reproduce", given=given)[0].parameters["extra"]
+    assert extra["lora_rank"] == 32 and extra["sharding"] == "none"
+    assert extra["gradient_checkpointing"] is True and extra["max_batch"] == 4 and extra["embeddings"]
