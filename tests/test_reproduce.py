@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import nbformat
 import pytest
 import yaml
 
@@ -28,6 +29,17 @@ def test_every_notebook_has_its_scales_and_every_parameter_is_known():
         assert {"smoke", "testbed"} <= scales.keys(), name
     for scale in ("smoke", "quickstart", "testbed", "paper"):
         all_jobs([], scale, ROOT / "reproduce")
+
+
+@pytest.mark.parametrize("path", sorted(templates(ROOT / "reproduce").values()), ids=lambda path: path.stem)
+def test_every_run_of_a_page_is_declared(path):
+    "A page trains only what its cells tagged `arms` declare, which the runner reads."
+    cells = [cell for cell in nbformat.read(path, 4).cells if cell.cell_type == "code"]
+    declared = "".join(cell.source for cell in cells if "arms" in cell.metadata.get("tags", []))
+    others = "".join(cell.source for cell in cells if "arms" not in cell.metadata.get("tags", []))
+    assert ("arms = Arms(" in declared) == ("compare(arms" in others)
+    assert not [word for word in ("get_or_train", "base_config", ".fit()") if word in others]
+    assert not [word for word in ("compare(", "import torch", "Trainer") if word in declared]
 
 
 def reproduce(folder, *words, part=""):

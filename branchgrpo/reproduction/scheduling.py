@@ -19,8 +19,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, Thr
 from pathlib import Path
 
 from . import warm
+from .execution import Result, execute, execute_apart
 from .page_runs import missing_runs
-from .pages import Job, Result, execute, execute_apart
+from .pages import Job
 from .run_cache import get_or_train
 from .run_progress import IterationCount, minutes_left, progress_line, say, time_left
 from ..training.config import TrainConfig

@@ -16,8 +16,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from .execution import execute
 from .page_runs import missing_runs
-from .pages import Job, execute
+from .pages import Job
 from .scheduling import train_run
 from ..training.signals import Preempted
 
