@@ -26,7 +26,8 @@ from branchgrpo import TrainConfig, Trainer, process_of
 from branchgrpo.training.checkpoints import Progress, Saver, load_checkpoint
 from branchgrpo.training.distributed import gathered, sharded_parts, whole
 from branchgrpo.training.trainer import assign_credit
-from branchgrpo.training.update import accumulate, optimiser_step, update
+from branchgrpo.training.steps import optimiser_step
+from branchgrpo.training.update import accumulate, update
 t = Trainer(TrainConfig.from_dict(json.loads(sys.argv[1])))
 rank, out = t.accelerator.process_index, sys.argv[2]
 everything = lambda table: {name: whole(value.detach()).clone() for name, value in table.items()}

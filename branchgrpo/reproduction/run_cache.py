@@ -47,7 +47,7 @@ NOT_HASHED = frozenset(
     ]
 )
 
-
+# %% ../../nbs/reproduction/01_run_cache.ipynb #4abebe0f
 def plain(value: object) -> object:
     "Return a setting in a form that does not depend on whether it comes from a config or from a run.json."
     if isinstance(value, float):

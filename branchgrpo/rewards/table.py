@@ -26,7 +26,7 @@ class Entry(NamedTuple):
     gb: float = 0.0  # what its weights take on the device
 
 # %% ../../nbs/rewards/04_table.ipynb #e17a5b02
-_PUBLISHED = {
+_PREFERENCES = {
     "hps-v2.1": Entry("branchgrpo.rewards.hps:HPSReward", "xswu/HPSv2", "HPS-v2.1: cosine, about 0.2 to 0.4", 3.95),
     "pickscore": Entry(
         "branchgrpo.rewards.pickscore:PickScoreReward",
@@ -40,6 +40,10 @@ _PUBLISHED = {
         "ImageReward: a z-score, about −2 to 2",
         1.79,
     ),
+}
+
+# %% ../../nbs/rewards/04_table.ipynb #2fd1c1b3
+_OTHERS = {
     "clip": Entry("branchgrpo.rewards.clip:ClipReward", "openai/clip-vit-base-patch32", "CLIP score: cosine", 0.61),
     "aesthetic": Entry(
         "branchgrpo.rewards.aesthetic:AestheticReward", "sac+logos+ava1-l14-linearMSE.pth", "LAION: about 4 to 7", 1.72
@@ -68,7 +72,7 @@ _SMALL = {
         "branchgrpo.rewards.aesthetic:AestheticReward", f"{TESTBED}/tiny-aesthetic", "aesthetic, testbed: 1 to 10"
     ),
 }
-REWARDS = Registry("reward", "rewards", _PUBLISHED | _SMALL)
+REWARDS = Registry("reward", "rewards", _PREFERENCES | _OTHERS | _SMALL)
 
 # %% ../../nbs/rewards/04_table.ipynb #b4d76493
 def about(entry: Any) -> str:

@@ -15,7 +15,8 @@ from typing import Any
 from ..costs import plan_cost
 from .config import Settings
 from .counting import Counted, counted_policy
-from .held import Part, Share, decoding
+from .held import decoding
+from .share import Part, Share
 from .memory import GPU, by_phase, fits, memory_parts, peak
 
 # %% ../../nbs/training/16_estimate.ipynb #880dd8a0

@@ -9,9 +9,6 @@ __all__ = ['GPU', 'MARGIN', 'RUNTIME', 'memory_parts', 'by_phase', 'peak', 'fits
 from .config import Settings
 from .counting import counted_policy
 from branchgrpo.training.held import (
-    PHASES,
-    Part,
-    Share,
     denoiser_parts,
     encoder_parts,
     image_parts,
@@ -19,6 +16,7 @@ from branchgrpo.training.held import (
     trained_parts,
     working_parts,
 )
+from .share import PHASES, Part, Share
 
 # %% ../../nbs/training/16_memory.ipynb #b2280eaa
 GPU = 85.5  # GB that an H100 80GB has

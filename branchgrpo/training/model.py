@@ -140,10 +140,6 @@ class Learner:
         "Whether every process holds a slice of the weights, so that each backward is one of all processes."
         return self.settings.sharding != "none"
 
-    def reference(self):
-        "Return a context in which the policy before training predicts."
-        return reference_policy(self)
-
 # %% ../../nbs/training/04_model.ipynb #c75e221f
 def autocast(learner: Learner) -> AbstractContextManager:
     "Return a context of the run's precision, for calls of a module that has no precision of its own."

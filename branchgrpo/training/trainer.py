@@ -30,7 +30,8 @@ from .model import Learner, make_accelerator, make_learner, open_policy
 from .resolve import resolve
 from .runs import Run, check_folder
 from .signals import Preempted, StopSignal
-from .update import Rolled, TooManySkipped, check_mismatch, update
+from .steps import TooManySkipped, check_mismatch
+from .update import Rolled, update
 from ..transition import Transition
 
 # %% ../../nbs/training/14_trainer.ipynb #316a7a38
@@ -86,8 +87,7 @@ def step(t: Trainer) -> dict[str, Any]:
     rollout_end = time.perf_counter()
     process = process_of(t.settings, t.policy, iteration)
     rolled, leaf_mask = assign_credit(t.learner, collected, process, t.collector.noise(iteration))
-    stats = update(t.learner, rolled)
-    stats |= reward_metrics(t.settings, collected, leaf_mask, t.accelerator)
+    stats = update(t.learner, rolled) | reward_metrics(t.settings, collected, leaf_mask, t.accelerator)
     means = over_processes(stats, t.accelerator)
     check_mismatch(t.settings, means["rollout_mismatch"])
     done = time.perf_counter()
