@@ -113,7 +113,7 @@ def hand_to_slurm(jobs: list, o: PageOptions, slurm: SlurmOptions) -> int:
     "Hand runs and notebooks to Slurm as job arrays, or show their scripts."
     from branchgrpo.reproduction.slurm import slurm_scripts, submit
 
-    asked = {"scale": o.scale, "gpus": slurm.gpus_per_node, "nodes": slurm.nodes, "hours": slurm.hours}
+    asked: dict[str, Any] = {"scale": o.scale, "gpus": slurm.gpus_per_node, "nodes": slurm.nodes, "hours": slurm.hours}
     asked |= {"more": slurm.slurm_options, "launch": o.launch or ""}
     folder = f"{o.output}/slurm"
     if o.dry_run:
