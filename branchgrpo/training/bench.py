@@ -22,6 +22,7 @@ from ..gaussian import edge_log_probs
 from ..objective import edge_loss
 from ..planning import process_of
 from ..rollout import chunks
+from ..shares import WHOLE
 from .collection import RolloutRewards, roll, rollout_hooks
 from .config import TrainConfig
 from .micro_batches import micro_batches
@@ -96,9 +97,8 @@ def prepare(config: TrainConfig, **objects: Any) -> Work:
 def roll_again(work: Work) -> None:
     "Roll out the first iteration once more, up to the leaves' latents."
     c = work.trainer.collector
-    prompts = c.draw(0)
-    rewards_of = RolloutRewards(c.scorer, prompts, c.prompts.metadata, c.accelerator.device)
-    roll(c, 0, prompts, rollout_hooks(c.settings, c.policy, rewards_of, c.noise(0), c.accelerator))
+    rewards_of = RolloutRewards(c.policy, c.scorer, c.draw(0), c.prompts.metadata, c.accelerator)
+    roll(c, 0, rollout_hooks(c.settings, rewards_of, c.noise(0), c.accelerator), WHOLE)
 
 
 def update_again(work: Work) -> None:

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,7 +40,8 @@ def plain_denoiser(policy, state: dict[str, torch.Tensor]) -> Iterator[None]:
 
     pipeline, sharded = policy.pipeline, policy.denoiser
     with init_empty_weights():
-        plain = plain_class(sharded).from_config(sharded.config)
+        model: Any = plain_class(sharded)
+        plain = model.from_config(sharded.config)
     plain.load_state_dict(state, assign=True)
     setattr(pipeline, policy.component, plain)
     try:

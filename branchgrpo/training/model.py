@@ -28,7 +28,7 @@ from .averages import AveragedWeights
 from .config import Settings
 from .distributed import check_launch, fill, mesh_of, plain_class, shard
 from .ranks import check_ranks
-from .speed import speed_up
+from .speed import compile_blocks, speed_up
 
 # %% ../../nbs/training/04_model.ipynb #a7fc33ac
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # how latents are stored
@@ -38,7 +38,7 @@ def make_accelerator(s: Settings) -> Accelerator:
     "Return accelerate's view of this process. Raise `ValueError` if the prompts cannot be shared evenly."
     check_launch()
     AcceleratorState._reset_state()  # else a second trainer of another precision in one process is refused
-    handlers = [
+    handlers: list[Any] = [
         InitProcessGroupKwargs(timeout=timedelta(minutes=s.timeout_minutes)),
         DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
     ]
@@ -56,7 +56,8 @@ def sharded_start(name: str, dtype: torch.dtype) -> nn.Module:
     if dist.is_initialized() and dist.get_rank() > 0:
         return empty
     part = declared(family(name), "component")
-    return plain_class(empty).from_pretrained(folder_of(name), subfolder=part, dtype=dtype).requires_grad_(False).eval()
+    model: Any = plain_class(empty)
+    return model.from_pretrained(folder_of(name), subfolder=part, dtype=dtype).requires_grad_(False).eval()
 
 
 def open_policy(s: Settings, device, policy: Any = None) -> Any:
@@ -205,6 +206,8 @@ def make_learner(policy: Any, s: Settings, accelerator: Accelerator) -> Learner:
     make_trainable(policy, s)
     speed_up(policy, s)
     before = frozen_copy(policy) if s.kl and not s.lora_rank else None
+    if before is not None and s.compile:
+        compile_blocks(before.call)  # a copy is not compiled
     if s.sharding != "none":
         shard_policy(policy, before, s, accelerator.device)
     parameters, optimizer, module = prepared(policy, s, accelerator)

@@ -98,6 +98,7 @@ def accumulate(learner: Learner, rolled: Rolled, batches: list[MicroBatch] | Non
     s, accelerator = learner.settings, learner.accelerator
     batches = batches or shared_micro_batches(learner, rolled.tree, rolled.edge_mask)
     edges = int(torch.stack([batch.mask.sum() for batch in batches]).sum())
+    calls = sum(len(batch.rows) for batch in batches if not batch.is_empty)
     mean_edges = accelerator.reduce(torch.tensor(float(edges), device=accelerator.device), "mean")
     sums = torch.zeros(4, device=accelerator.device)
     worst = torch.zeros((), device=accelerator.device)
@@ -112,7 +113,7 @@ def accumulate(learner: Learner, rolled: Rolled, batches: list[MicroBatch] | Non
         worst = torch.maximum(worst, largest)
     worst = accelerator.gather(worst[None]).max()
     means = dict(zip(("ratio", "clip_fraction", "loss", "kl"), sums / mean_edges))
-    return means | {"rollout_mismatch": worst, "edges": edges, "calls": sum(len(batch.rows) for batch in batches)}
+    return means | {"rollout_mismatch": worst, "edges": edges, "calls": calls}
 
 # %% ../../nbs/training/08_update.ipynb #4134991a
 MISMATCH_LIMIT = 1e-2  # of |ρ − 1|; rounding in bfloat16 stays a hundred times below
