@@ -41,7 +41,7 @@ class SlurmOptions:
     slurm: bool = False  # hand the runs, and after them the notebooks, to Slurm (with --dry-run: show the scripts)
     slurm_options: str = ""  # further #SBATCH options: partition=a100,account=x
     hours: int = 24  # time limit of a task; a task that reaches it goes back into the queue
-    nodes: int = 1  # nodes per run
+    nodes: int | None = None  # nodes per run; none: as many as the scale's number of GPUs needs
     gpus_per_node: int = 8  # GPUs per node of a run
     snakefile: str | None = None  # write runs and notebooks as a Snakefile, for other schedulers, and stop
 

@@ -184,6 +184,7 @@ def train_apart(config: TrainConfig, launch: str, held: tuple[int, ...] = ()) ->
     command = [*shlex.split(os.path.expandvars(launch)), "-m", "branchgrpo.cli", "train", "--config", str(settings)]
     ended = run_logged(command, log, held)
     if ended.preempted():
-        raise Preempted(f"stopped by {ended.told[0] if ended.told else 'another process'}")
+        by = ended.told[0] if ended.told else None
+        raise Preempted(f"stopped by {by or 'another process'}", by)
     if ended.code:
         raise RuntimeError("\n".join([f"{log}: {ended.reason()}", *ended.last]))

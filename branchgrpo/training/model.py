@@ -26,7 +26,7 @@ from ..backbones.base import resolve as folder_of
 from ..backbones.loading import is_reader
 from .averages import AveragedWeights
 from .config import Settings
-from .distributed import check_launch, fill, mesh_of, plain_class, shard
+from .distributed import check_launch, check_processes, fill, mesh_of, plain_class, shard
 from .ranks import check_ranks
 from .speed import compile_blocks, speed_up
 
@@ -46,6 +46,7 @@ def make_accelerator(s: Settings) -> Accelerator:
     accelerator = Accelerator(
         mixed_precision=s.mixed_precision, log_with=log_with, project_dir=s.output, kwargs_handlers=handlers
     )
+    check_processes(accelerator.num_processes)
     check_ranks(s, accelerator.num_processes)
     return accelerator
 

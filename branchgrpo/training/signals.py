@@ -16,7 +16,11 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
 
 class Preempted(RuntimeError):
-    "The run was told to stop; a checkpoint holds all that it has done."
+    "The run was told to stop, by a signal if that is known; a checkpoint holds all that it has done."
+
+    def __init__(self, text: str, signal: str | None = None):
+        super().__init__(text)
+        self.signal = signal  # its name
 
 # %% ../../nbs/training/22_signals.ipynb #f78a7648
 class StopSignal:

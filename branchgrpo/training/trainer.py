@@ -119,7 +119,8 @@ def count(t: Trainer, rolled: Collected, mean_calls: float, seconds: float) -> N
 def check_stop(t: Trainer) -> None:
     "Raise `Preempted` on all processes if one was told to stop. Collective."
     if any_process(t.accelerator, t.stop.received is not None)[0]:
-        raise Preempted(f"stopped by {t.stop.received or 'another process'} at iteration {t.progress.iteration}")
+        by = t.stop.received or "another process"
+        raise Preempted(f"stopped by {by} at iteration {t.progress.iteration}", t.stop.received)
 
 # %% ../../nbs/training/14_trainer.ipynb #cff6ac73
 def watch_micro_batches(t: Trainer) -> None:
