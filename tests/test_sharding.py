@@ -89,17 +89,24 @@ PRUNED = {"prune": "extreme", "prune_keep": 1, "train_fraction": 0.6, "advantage
 FUNNEL = {"roots": 6, "splits": [], "prune_at": {"2": 4}, "group_selection": "ovf", "group_keep": 3, "kl": 0.1}
 
 
-CASES = {"tree": PLAIN, "pruned": PRUNED, "funnel": FUNNEL, "tree, one prompt lost": PLAIN}
+WHOLE = {}  # DDP
+CASES = {
+    "tree": (PLAIN, [(2, WHOLE), (4, WHOLE), (4, HYBRID)]),
+    "pruned": (PRUNED, [(2, FULL), (4, FULL)]),
+    "funnel": (FUNNEL, [(4, WHOLE), (2, FULL)]),
+    "tree, one prompt lost": (PLAIN, [(2, WHOLE), (2, FULL)]),
+}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_any_number_of_processes_and_any_sharding_do_the_same(tmp_path, case):
     "Trees, rewards, gradients, weights and averages; with KL, uneven micro-batches, pruning, and a lost prompt."
     lose = "lose" if "lost" in case else ""
-    table = settings(tmp_path / "run", **CASES[case], max_batch=5, learning_rate=1e-4)
+    changes, ways = CASES[case]
+    table = settings(tmp_path / "run", **changes, max_batch=5, learning_rate=1e-4)
     one = processes(1, BEGIN + STEP + END, table, tmp_path / f"one{lose}")
     assert one["grads"] and any(grad.abs().max() > 0 for grad in one["grads"].values())
-    for n, sharding in [(2, {}), (2, FULL), (4, FULL if lose else HYBRID)]:
+    for n, sharding in ways:
         many = processes(n, BEGIN + STEP + END, table | sharding, tmp_path / f"many{lose}{n}{len(sharding)}")
         assert (many["sharded"] > 1) == bool(sharding)
         torch.testing.assert_close(many["leaves"], one["leaves"], rtol=0, atol=2e-4)
@@ -244,6 +251,7 @@ KINDS = {
     "bfloat16": {"mixed_precision": "bf16", "gradient_checkpointing": True},
     "adapter": {"mixed_precision": "bf16", "base_dtype": "bfloat16", "lora_rank": 4, "kl": 0.1},
     "SD3": {"backbone": "tiny-sd3", "embeddings": "EMBEDDINGS"},
+    "tree over processes": {"ranks_per_prompt": 2, "prompts_per_iteration": 1},
     "clips": {"backbone": "tiny-wan", "reward": "motion", "prompts": "clips", "kl": 0.1},
 }
 
@@ -252,7 +260,8 @@ KINDS = {
 def test_precisions_adapters_and_families_are_sharded(tmp_path, kind):
     changes = {key: str(tmp_path) if value == "EMBEDDINGS" else value for key, value in KINDS[kind].items()}
     table = settings(tmp_path / "run", **{"prompts_per_iteration": 2} | changes)
-    one = processes(1, BEGIN + LOADED.replace("0.6", "1.1") + END, table | FULL, tmp_path / "one")
+    alone = FULL | {"ranks_per_prompt": 1}
+    one = processes(1, BEGIN + LOADED.replace("0.6", "1.1") + END, table | alone, tmp_path / "one")
     two = processes(2, BEGIN + LOADED + END, table | FULL, tmp_path / "two")
     torch.testing.assert_close(one["reward"], two["reward"], rtol=0, atol=2e-3)
 
