@@ -33,7 +33,7 @@ SMALL = TrainConfig(
 def submit(folder: Path, nodes: int, launch: str, config: TrainConfig):
     "Submit a run to submitit's executor of this machine, with one task per node."
     executor = executor_class("local")(folder / "slurm", max_num_timeout=10)
-    prepare(executor, "local", own_options("runs", "smoke", nodes, 0) | {"time": 10, "signal_delay_s": 1}, [])
+    prepare(executor, "local", own_options("runs", "smoke", (nodes, 0)) | {"time": 10, "signal_delay_s": 1}, [])
     environment = {"ACCELERATE_USE_CPU": "true"} | ({"BRANCHGRPO_LAUNCH": launch} if launch else {})
     return executor.submit(Resumed(train_run, environment), config, str(folder / "runs"))
 
