@@ -43,7 +43,7 @@ def whole_numbers(o: BenchOptions) -> list[int]:
 
 # %% ../nbs/26_commands_bench.ipynb #30ea0680
 def bench(given: dict[str, Any]) -> int:
-    "Measure rollouts, updates and recipes on this machine, beside their floors and the papers' seconds."
+    "Measure the seconds of rollouts, updates and recipes here, beside bare denoiser calls and BranchGRPO's Table 1."
     import json
     import warnings
 

@@ -1,4 +1,4 @@
-"""What a GPU says: three calls of ten minutes on one H100 or H200, without network and without real weights.
+"""Measure on a GPU: three calls of ten minutes on one H100 or H200, without network and without real weights.
 
     python tests/gpu_bench.py smoke    --json figures/gpu/smoke.json
     python tests/gpu_bench.py train    --json figures/gpu/train.json

@@ -45,7 +45,7 @@ def lines_of(process: subprocess.Popen, log: Path, start: int) -> Iterator[str]:
 
 # %% ../../nbs/reproduction/20_launch.ipynb #cc41eaea
 def show(line: str) -> None:
-    "Show a line of a log to whoever watches: the runner of this page, or else a terminal."
+    "Send a line of a log to the runner of this page, or else print it on a terminal."
     if "BRANCHGRPO_PROGRESS" in os.environ:
         report_progress(line)
     elif os.isatty(1):

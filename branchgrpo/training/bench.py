@@ -21,7 +21,7 @@ from torch import Tensor
 from ..gaussian import edge_log_probs
 from ..objective import edge_loss
 from ..planning import process_of
-from ..rollout import chunks
+from ..batches import chunks
 from ..shares import WHOLE
 from .collection import RolloutRewards, roll, rollout_hooks
 from .config import TrainConfig

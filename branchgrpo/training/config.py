@@ -25,7 +25,7 @@ class RunSettings:
     reward_retries: int = 2  # further calls of a reward that fails
     max_unscored: float = 0.5  # the run stops if more than this share of an iteration's prompts has no reward
     prompts: str = "digit-pairs"  # a name, a .txt or .jsonl file, a folder, or a hub data set
-    output: str = "runs/demo"  # the run's folder; an unfinished run there goes on
+    output: str = "runs/demo"  # the run's folder; an unfinished run there continues
     iterations: int = 50  # rollouts, each with its update
 
 # %% ../../nbs/training/02_config.ipynb #cea84c3a
@@ -55,8 +55,8 @@ class MemorySettings:
     gradient_checkpointing: bool = False  # compute activations again in the backward pass
     guidance_grad: bool = False  # gradient through the unconditional branch of guidance too
     max_batch: int | None = None  # latents per denoiser call, in rollout and update; none: all nodes of a depth
-    train_batch: int | None = None  # the same for the update alone; none: max_batch, so that the first ratio is 1
-    decode_batch: int | None = None  # images per call of the VAE; none: as many as 4 GB hold, at most 64
+    train_batch: int | None = None  # the same for the update alone; none: max_batch, so that the kernels are the same
+    decode_batch: int | None = None  # images per call of the VAE; none: as many as 4 GB hold, at most 64 (clips: 8)
     vae_slicing: bool = False  # decode one image at a time
     vae_tiling: bool = False  # decode large images in tiles (changes their seams)
     offload: bool = False  # autoencoder and text encoders wait on the CPU, layer by layer

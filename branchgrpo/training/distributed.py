@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 # %% ../../nbs/training/20_distributed.ipynb #7cbaf8f4
 def check_launch() -> None:
-    "Raise `ValueError` if accelerate was told to distribute the model itself."
+    "Raise `ValueError` if accelerate is set to distribute the model itself."
     for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):
         if os.environ.get(f"ACCELERATE_USE_{kind}", "false").lower() in ("true", "1"):
             raise ValueError(f"launch: accelerate's {kind} is not supported; start with --multi_gpu, and set sharding")

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['REQUIRED', 'OPTIONAL', 'SERVE', 'CHECKPOINTS', 'NOT_COUNTED', 'Finding', 'package', 'gpus_here', 'packages',
-           'is_inside', 'is_hub_name', 'is_here', 'backbone_here', 'server_here', 'reward_here', 'prompts_here',
-           'found', 'work_lines', 'costs', 'report']
+           'is_inside', 'is_here', 'backbone_here', 'server_here', 'reward_here', 'prompts_here', 'found', 'work_lines',
+           'costs', 'report']
 
 # %% ../../nbs/training/17_doctor.ipynb #5609cfba
 import platform
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..backbones.base import resolve
+from ..backbones.base import is_hub_name, resolve
 from ..prompts import load_prompts
 from ..rewards.base import Entry, split_name, terms
 from .config import Settings
@@ -66,11 +66,6 @@ def packages() -> list[Finding]:
 def is_inside(place: str) -> bool:
     "Return whether a file or folder belongs to this package."
     return Path(place).is_relative_to(str(files("branchgrpo")))
-
-# %% ../../nbs/training/17_doctor.ipynb #78454266
-def is_hub_name(place: str) -> bool:
-    "Return whether a place reads owner/model."
-    return place.count("/") == 1 and not Path(place).exists()
 
 # %% ../../nbs/training/17_doctor.ipynb #320eb9f5
 def is_here(place: str, file: str) -> bool:

@@ -138,7 +138,7 @@ class Learner:
 
     @property
     def is_sharded(self) -> bool:
-        "Whether every process holds a slice of the weights, so that each backward is one of all processes."
+        "Return whether every process holds a slice of the weights, so that each backward is one of all processes."
         return self.settings.sharding != "none"
 
 # %% ../../nbs/training/04_model.ipynb #c75e221f

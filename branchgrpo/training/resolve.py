@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['WHOLE_FROM_ONE', 'WHOLE_FROM_ZERO', 'ABOVE_ZERO', 'FINITE_FROM_ZERO', 'OPTIONAL_FROM_ONE', 'OPEN_CHOICES',
-           'CLOSED_CHOICES', 'fitted', 'names_of', 'digests', 'is_ours', 'resolve', 'require', 'is_finite',
-           'check_numbers', 'check_choices', 'check_together', 'check_rewards', 'listed']
+           'CLOSED_CHOICES', 'fitted', 'names_of', 'digests', 'resolve', 'require', 'is_finite', 'check_numbers',
+           'check_choices', 'check_together', 'check_rewards', 'listed']
 
 # %% ../../nbs/training/03_resolve.ipynb #449439f9
 import dataclasses
@@ -27,6 +27,7 @@ from ..planning import check_process, plan_of
 from ..pruning import PRUNINGS
 from ..registry import unknown
 from ..rewards.base import check_name, reward_name, source_digest
+from ..rewards.own import is_ours
 from .config import Settings, TrainConfig
 from .speed import check_speed
 from ..settings import check_types
@@ -62,11 +63,6 @@ def digests(config: TrainConfig, reward=None, prompts=None) -> dict[str, str]:
         chosen = table.get(getattr(config, setting))
         own[setting] = None if is_ours(chosen) else source_digest(chosen)
     return {name: digest for name, digest in own.items() if digest}
-
-# %% ../../nbs/training/03_resolve.ipynb #c052b3e5
-def is_ours(entry: Any) -> bool:
-    "Return whether an entry of a registry belongs to this package."
-    return getattr(entry, "__module__", "").partition(".")[0] == "branchgrpo"
 
 # %% ../../nbs/training/03_resolve.ipynb #6136a531
 def resolve(config: TrainConfig, policy=None, reward=None, prompts=None) -> Settings:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..rewards.base import Scorer
 from ..rewards.base import load as load_reward
 from ..rewards.scorer import is_remote, part_names, start_scoring
-from ..rollout import chunks
+from ..batches import chunks
 from ..shares import WHOLE, Whole
 from .config import Settings
 from .ranks import together

@@ -15,7 +15,7 @@ from .distributed import whole
 from .model import Learner
 
 # %% ../../nbs/training/08_steps.ipynb #a61e39fd
-MISMATCH_LIMIT = 1e-2  # of |ρ − 1|; rounding in bfloat16 stays a hundred times below
+MISMATCH_LIMIT = 1e-2  # of |ρ − 1|: more than rounding is expected to reach; no GPU has tested it
 
 
 class RolloutMismatch(ValueError):

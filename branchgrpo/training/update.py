@@ -110,7 +110,7 @@ def accumulate(learner: Learner, rolled: Rolled, batches: list[MicroBatch] | Non
         sums += some
         worst = torch.maximum(worst, largest)
     worst = accelerator.gather(worst[None]).max()
-    means = dict(zip(("ratio", "clip_fraction", "loss", "kl"), sums / mean_edges))
+    means = dict(zip(("ratio_minus_1", "clip_fraction", "loss", "kl"), sums / mean_edges))
     return means | {"rollout_mismatch": worst, "edges": edges, "calls": calls}
 
 # %% ../../nbs/training/08_update.ipynb #642e1184
@@ -129,4 +129,4 @@ def update(learner: Learner, rolled: Rolled) -> dict[str, Any]:
         learner.average()
     count_skipped(learner, steps > 0)
     skipped = learner.settings.updates_per_rollout - steps
-    return stats | {"rollout_mismatch": mismatch, "ratio": 1 + stats["ratio"], "skipped_steps": skipped}
+    return stats | {"rollout_mismatch": mismatch, "ratio": 1 + stats.pop("ratio_minus_1"), "skipped_steps": skipped}
