@@ -117,7 +117,7 @@ def held_tree(share: Whole, tree: Tree) -> Tree:
         return tree
     parents = list(tree.parents)
     for i, rows in share.parents.items():
-        parents[i + 1] = rows.repeat_interleave(tree.plan.splits.get(i, 1), 1)
+        parents[i + 1] = rows.to(tree.device).repeat_interleave(tree.plan.splits.get(i, 1), 1)
     return replace(tree, parents=parents, log_probs=held_values(share, tree, tree.log_probs))
 
 # %% ../nbs/08_tree_spread.ipynb #060e7602
@@ -137,7 +137,7 @@ def trained_here(share: Whole, tree: Tree, edge_mask: list[Tensor]) -> list[Tens
         return edge_mask
     own = held_values(share, tree, edge_mask)
     for d in range(1, tree.steps + 1):
-        place = torch.arange(own[d].shape[1])
+        place = torch.arange(own[d].shape[1], device=own[d].device)
         if d - 1 in share.takers:
             here = share.rank * len(place) + place < tree.plan.populations[d]
         else:

@@ -1,5 +1,7 @@
 """Everything runs where it should on a GPU, shown on a virtual one: recipes, families, copies inside the loops."""
 
+from functools import partial
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -9,6 +11,7 @@ from virtual_device import GPU, VirtualDevice, WrongDevice
 from branchgrpo import recipes
 from branchgrpo.planning import plan_of, process_of
 from branchgrpo.rollout import replay, rollout
+from branchgrpo.spread import Spread
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.trainer import Trainer, assign_credit, resume
 from branchgrpo.training.update import accumulate, shared_micro_batches
@@ -84,6 +87,14 @@ def test_embeddings_on_a_gpu(gpu, tmp_path):
     t = trainer(tmp_path, recipe="branchgrpo", embeddings=str(tmp_path / "embeddings"), **SHORT)
     assert whole_run(t)["grad_norm"] > 0
     assert t.policy.pipeline.text_encoder.device.type == "cpu"
+
+
+def test_a_spread_tree_on_a_gpu(gpu, tmp_path, monkeypatch):
+    "One of two processes that share each tree; what the other would send is what this one has."
+    share = partial(Spread, 0, 2, lambda own: torch.stack([own, own]))
+    monkeypatch.setattr("branchgrpo.training.collection.new_share", lambda group: share())
+    for changes in ({"recipe": "branchgrpo", **SHORT}, {"recipe": "pro-grpo", **FUNNEL}):
+        assert trainer(tmp_path, **changes).step()["grad_norm"] >= 0
 
 
 LOOPS = {

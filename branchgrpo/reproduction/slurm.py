@@ -89,7 +89,8 @@ Size = tuple[int, int]  # nodes, and GPUs of each
 def size_of(job: Job, nodes: int | None, gpus: int) -> Size:
     "Return the size of a page's runs: as given, or as many nodes of `gpus` GPUs as the page's runs need."
     wanted = job.runner.get("gpus", gpus)
-    return (nodes, gpus) if nodes else (max(1, math.ceil(wanted / max(gpus, 1))), min(wanted, gpus))
+    count = nodes or max(1, math.ceil(wanted / max(gpus, 1)))
+    return count, gpus if nodes else min(math.ceil(wanted / count), gpus)
 
 # %% ../../nbs/reproduction/08_slurm.ipynb #0d323099
 def runs_by_size(todo: list[Job], nodes: int | None, gpus: int) -> dict[Size, list[tuple[TrainConfig, str]]]:

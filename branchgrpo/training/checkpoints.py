@@ -12,6 +12,7 @@ import shutil
 import time
 import warnings
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,7 @@ class Saver:
     run: Path
     settings: Settings
     accelerator: Any
+    saved: int = 0  # the iteration of the last checkpoint; nothing is lost at iteration 0
     written_at: float = field(default_factory=time.monotonic)
     pending: Any = None  # (future, temporary folder, folder, facts) of a checkpoint that is being written
     group: Any = None  # the processes' connection for the thread that writes
@@ -86,8 +88,8 @@ class Saver:
 
     def save(self, learner: Learner, progress: Progress) -> None:
         "Write a checkpoint, or begin to. Collective. Raises `ValueError` if a weight is not finite."
-        check_weights(learner, progress.iteration)
         self.finish()
+        check_weights(learner, progress.iteration)
         begin_checkpoint(self, learner, progress)
         if not self.settings.checkpoint_async:
             self.finish()
@@ -107,11 +109,13 @@ def begin_checkpoint(saver: Saver, learner: Learner, progress: Progress) -> None
         temporary.mkdir(parents=True)
     saver.accelerator.wait_for_everyone()
     alone = not dist.is_initialized()
+    scaler = learner.accelerator.scaler  # of fp16
     facts = asdict(progress) | {"averaging_steps": learner.ema.steps, "processes": saver.accelerator.num_processes}
+    facts |= {"scaler": None if scaler is None else scaler.state_dict()}
     writer = dcp.FileSystemWriter(temporary)
     future = None
     if saver.settings.checkpoint_async and not alone and saver.group is None:
-        saver.group = dist.new_group(backend="gloo")
+        saver.group = dist.new_group(backend="gloo", timeout=timedelta(minutes=saver.settings.timeout_minutes))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is")  # one process needs no group
         if saver.settings.checkpoint_async:
@@ -130,11 +134,13 @@ def finish_checkpoint(saver: Saver, wait: bool) -> None:
     if future is not None:
         future.result()
     saver.pending = None
+    saver.saved = facts["iteration"]
     saver.accelerator.wait_for_everyone()
     if saver.accelerator.is_main_process:
         put_in_place(temporary, folder, facts)
-        for old in superfluous(checkpoints(saver.run), saver.settings.keep_checkpoints, saver.settings.keep_every):
-            shutil.rmtree(old)
+        earlier = [path for path in checkpoints(saver.run) if path.name <= folder.name]  # a later one is damaged
+        for old in superfluous(earlier, saver.settings.keep_checkpoints, saver.settings.keep_every):
+            shutil.rmtree(old, ignore_errors=True)
     saver.accelerator.wait_for_everyone()
 
 # %% ../../nbs/training/09_checkpoints.ipynb #8f4aabac
@@ -148,6 +154,8 @@ def load_checkpoint(run: Path, learner: Learner) -> Progress:
         dcp.load(state_of(learner), storage_reader=dcp.FileSystemReader(folder), no_dist=not dist.is_initialized())
     saved = json.loads((folder / "progress.json").read_text())
     learner.ema.steps = saved["averaging_steps"]
+    if learner.accelerator.scaler is not None and saved["scaler"]:
+        learner.accelerator.scaler.load_state_dict(saved["scaler"])
     return Progress(saved["iteration"], saved["seconds"], Progress().counts | saved["counts"])
 
 # %% ../../nbs/training/09_checkpoints.ipynb #a7cb28f0

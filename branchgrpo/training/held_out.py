@@ -92,9 +92,10 @@ def draw_block(e: Evaluator, policy, block: Block, prompts: list[str]) -> tuple[
     latents = sample(e.settings, policy, conditioning, block.places)[: block.kept]
     kept = [prompts[p] for p in block.places[: block.kept]]
     size = images_per_call(e.settings, list(e.scorers.values()))
-    images, waiting = decode_and_score(policy, latents, e.scorers, kept, e.prompts.metadata(kept), size)
-    if e.prompts.check and block.kept:
-        waiting["check"] = [attempt(e.prompts.check, images, kept)]
+    with together(e.processes):
+        images, waiting = decode_and_score(policy, latents, e.scorers, kept, e.prompts.metadata(kept), size)
+        if e.prompts.check and block.kept:
+            waiting["check"] = [attempt(e.prompts.check, images, kept)]
     return images.cpu(), waiting
 
 # %% ../../nbs/training/11_held_out.ipynb #8be8a411

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .checkpoint_folders import remove_leftovers
 from .checkpoints import load_checkpoint
 from .conditioning import encode_ahead
 from .distributed import any_process, from_main
@@ -43,6 +44,7 @@ def resume(t: Any, run: Run) -> None:
     t.progress = load_checkpoint(run.path, t.learner)
     if t.accelerator.is_main_process:
         rewind(run, t.progress.iteration)
+        remove_leftovers(run.path)
     t.accelerator.wait_for_everyone()
     ahead = [p for i in range(t.progress.iteration, t.settings.iterations) for p in t.collector.draw(i)]
     encode_ahead(t.conditioner, ahead + list(t.prompts.test[: t.settings.evaluation_prompts]))

@@ -136,7 +136,7 @@ def fit(t: Trainer) -> Run:
     if from_main(t.accelerator, lambda: run.finished and len(run.metrics) >= t.settings.iterations):
         return run
     resume(t, run)
-    saver = Saver(run.path, t.settings, t.accelerator)
+    saver = Saver(run.path, t.settings, t.accelerator, saved=t.progress.iteration)
     notify(t, "on_start")
     with t.stop:
         watch_micro_batches(t)
@@ -175,9 +175,11 @@ def iterate(t: Trainer, run: Run, saver: Saver) -> None:
 
 # %% ../../nbs/training/14_trainer.ipynb #07eb96b5
 def save(t: Trainer, saver: Saver) -> None:
-    "Write a checkpoint, and wait until it is there."
-    saver.save(t.learner, t.progress)
+    "Write a checkpoint if there is none of this iteration, and wait until it is there."
     saver.finish()
+    if saver.saved != t.progress.iteration:
+        saver.save(t.learner, t.progress)
+        saver.finish()
 
 # %% ../../nbs/training/14_trainer.ipynb #b4ffda4e
 def evaluate(t: Trainer, run: Run, at: dict[str, Any]) -> dict[str, float]:
