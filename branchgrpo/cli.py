@@ -33,7 +33,7 @@ def leave(accelerator: Any, error: BaseException) -> None:
     sys.stderr.flush()
     os._exit(2 if isinstance(error, ValueError) else 1)
 
-
+# %% ../nbs/27_cli.ipynb #bd6837dd
 def train(given: dict[str, Any]) -> int:
     "Train a model with a recipe; what is not given comes from the recipe."
     from branchgrpo.training.config import TrainConfig

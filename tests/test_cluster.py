@@ -15,7 +15,8 @@ from filelock import FileLock, Timeout
 
 from branchgrpo.reproduction.run_cache import get_or_train
 from branchgrpo.reproduction.scheduling import train_run
-from branchgrpo.reproduction.slurm import Resumed, executor_class, own_options, prepare, torchrun
+from branchgrpo.reproduction.slurm import executor_class, own_options, prepare
+from branchgrpo.reproduction.tasks import Resumed, torchrun
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.runs import Run
 

@@ -141,7 +141,7 @@ def train_only(jobs: list, names: tuple[str, ...]) -> int:
 # %% ../../nbs/reproduction/15_command.ipynb #bae137fb
 def write_snakefile(jobs: list, o: PageOptions, slurm: SlurmOptions) -> int:
     "Write runs and notebooks as a Snakefile."
-    from branchgrpo.reproduction.slurm import torchrun
+    from branchgrpo.reproduction.tasks import torchrun
     from branchgrpo.reproduction.snakefile import snakefile
 
     words = ["--scale", o.scale, "--folder", o.folder, "--output", o.output]

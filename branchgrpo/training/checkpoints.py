@@ -8,6 +8,7 @@ __all__ = ['Progress', 'optimizer_state', 'state_of', 'check_weights', 'Saver', 
 
 # %% ../../nbs/training/09_checkpoints.ipynb #04c0f988
 import json
+import math
 import shutil
 import time
 import warnings
@@ -78,13 +79,12 @@ class Saver:
     saved: int = 0  # the iteration of the last checkpoint; nothing is lost at iteration 0
     written_at: float = field(default_factory=time.monotonic)
     pending: Any = None  # (future, temporary folder, folder, facts) of a checkpoint that is being written
-    group: Any = None  # the processes' connection for the thread that writes
+    group: Any = None  # connects the threads that write
 
     @property
     def is_due(self) -> bool:
         "Return whether `checkpoint_minutes` have passed since the last checkpoint."
-        minutes = self.settings.checkpoint_minutes
-        return minutes is not None and time.monotonic() - self.written_at >= 60 * minutes
+        return time.monotonic() - self.written_at >= 60 * (self.settings.checkpoint_minutes or math.inf)
 
     def save(self, learner: Learner, progress: Progress) -> None:
         "Write a checkpoint, or begin to. Collective. Raises `ValueError` if a weight is not finite."
