@@ -33,7 +33,7 @@ def trained_by_readme() -> list[tuple[TrainConfig, int]]:
     parser = parser_of("branchgrpo train", "", COMMANDS["train"].classes(), config=True)
     found = []
     for words in commands():
-        if "train" in words and "branchgrpo" in " ".join(words[:6]):
+        if "train" in words and "branchgrpo" in " ".join(words[: words.index("train")]):
             gpus = int(words[words.index("--num_processes") + 1]) if "--num_processes" in words else 1
             given = parse(parser, words[words.index("train") + 1 :])
             given.pop("print_config")
@@ -43,7 +43,7 @@ def trained_by_readme() -> list[tuple[TrainConfig, int]]:
 
 def test_every_training_of_the_readme_fits():
     found = trained_by_readme()
-    assert len(found) >= 2
+    assert len(found) >= 2, "the README trains on a CPU and on GPUs"
     for config, gpus in found:
         s = config.settings()
         assert s.prompts_per_iteration % gpus == 0
