@@ -55,7 +55,7 @@ class RatioRule:
     "How the loss sees the log-ratio `(N, K)`: `function(log_ratio, dist, old_mean)`, with the Gaussian `dist` of now."
 
     function: Callable[[Tensor, Any, Tensor | None], Tensor]
-    needs_means: bool = False  # the rollout must keep its means (`keep_means`)
+    needs_means: bool = False  # the update must keep the means of its first pass
 
 # %% ../nbs/16_objective.ipynb #4fa63699
 def _ppo(log_ratio, dist, old_mean):

@@ -16,7 +16,6 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from ..adaptive import AdaptiveSplits
-from ..objective import RATIOS
 from ..ovf import choose
 from ..planning import plan_of, process_of, sibling_s
 from ..prompts import PromptSet
@@ -164,7 +163,6 @@ def roll(c: Collector, iteration: int, hooks: RolloutHooks, share: Whole) -> tup
         s.max_batch,
         select=hooks.select,
         decide=hooks.decide,
-        keep_means=RATIOS.get(s.ratio).needs_means,
         share=share,
         pad=s.pad_batches,
     )

@@ -25,12 +25,12 @@ class MicroBatch:
     rows: Tensor  # (N,) places among the flattened parents (P·W)
     mask: Tensor  # (N, K) bool
     is_empty: bool = False  # no edges: only a backward pass that the other processes wait for
-    old: tuple[Tensor, Tensor] | None = None  # log π_old (N, K) and means (N, …) of the first pass
+    old: tuple[Tensor, Tensor | None] | None = None  # log π_old (N, K) and means (N, …) of the first pass
 
-    def first_pass(self, log_probs: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
+    def first_pass(self, log_probs: Tensor, means: Tensor | None) -> tuple[Tensor, Tensor | None]:
         "Return the first pass's log-densities and means, without gradient: these, if this is the first."
         if self.old is None:
-            self.old = (log_probs.detach(), means.detach())
+            self.old = (log_probs.detach(), None if means is None else means.detach())
         return self.old
 
 # %% ../../nbs/training/08_micro_batches.ipynb #5de709f5

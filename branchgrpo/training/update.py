@@ -70,10 +70,11 @@ def edge_terms(learner: Learner, rolled: Rolled, batch: MicroBatch) -> EdgeTerms
         return depth[step + 1].reshape(-1, batch.mask.shape[1])[batch.rows].to(dist.mean.device)
 
     log_probs = edge_log_probs(dist, children)
-    old_log_probs, old_means = batch.first_pass(log_probs, dist.mean)
+    rule = RATIOS.get(s.ratio)
+    old_log_probs, old_means = batch.first_pass(log_probs, dist.mean if rule.needs_means else None)
     # log ρ = log π_θ − log π_old
     log_ratio = log_probs - old_log_probs
-    guarded = RATIOS.get(s.ratio).function(log_ratio, dist, old_means)
+    guarded = rule.function(log_ratio, dist, old_means)
     # −min(ρ A, clip(ρ, 1 − ε, 1 + ε) A)
     loss = edge_loss(guarded, torch.zeros_like(log_ratio), of_batch(rolled.advantages), s.clip_range)
     kl = torch.zeros_like(loss[:, :1])
