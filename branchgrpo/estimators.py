@@ -9,7 +9,7 @@ __all__ = ['joint', 'normalised_leaves', 'leaf_backup', 'broadcast', 'others_mea
 import torch
 from torch import Tensor
 
-from .credit import CreditOptions, depthwise_advantages
+from .credit import CreditOptions, clips_itself, depthwise_advantages
 from .fusion import fuse_rewards
 from .tree import Tree
 
@@ -18,26 +18,27 @@ def joint(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> list[Tens
     "Return the fused rewards normalised over all nodes of a tree but the root, a list over depths of `(P, W_d)`."
     root, *values = fuse_rewards(tree, leaf_rewards, options.beta, options.weights, options.leaf_mask)
     group = torch.cat(values, 1)
-    together = depthwise_advantages([group], clip=None, pool_std=options.pool_std, reduce=options.reduce)[0]
+    together = depthwise_advantages([group], clip=None, std=options.std, reduce=options.reduce)[0]
     return [torch.zeros_like(root), *together.split([value.shape[1] for value in values], 1)]
 
 # %% ../nbs/12_estimators.ipynb #0205dd53
-def normalised_leaves(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> Tensor:
+def normalised_leaves(leaf_rewards: Tensor, options: CreditOptions, clip: float | None = None) -> Tensor:
     "Return the leaves' rewards normalised within each tree, `(P, leaves)`; 0 where a leaf does not count."
     if options.leaf_mask is not None:
         leaf_rewards = leaf_rewards.masked_fill(~options.leaf_mask.to(leaf_rewards.device), torch.nan)
-    return depthwise_advantages([leaf_rewards], clip=None, pool_std=options.pool_std, reduce=options.reduce)[0]
+    return depthwise_advantages([leaf_rewards], clip, std=options.std, reduce=options.reduce)[0]
 
 # %% ../nbs/12_estimators.ipynb #00e1dd09
 def leaf_backup(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> list[Tensor]:
     "Return the normalised rewards of the leaves, fused upwards. Source: TreeGRPO (arXiv 2512.08153)."
-    leaf = normalised_leaves(tree, leaf_rewards, options)
+    leaf = normalised_leaves(leaf_rewards, options)
     return [v.nan_to_num() for v in fuse_rewards(tree, leaf, options.beta, options.weights, options.leaf_mask)]
 
 # %% ../nbs/12_estimators.ipynb #d231ba14
+@clips_itself
 def broadcast(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> list[Tensor]:
-    "Return for each node the sum of the normalised rewards of the leaves below it."
-    advantages = [normalised_leaves(tree, leaf_rewards, options)]
+    "Return for each node the sum of the normalised rewards, each clipped by itself, of the leaves below it."
+    advantages = [normalised_leaves(leaf_rewards, options, options.clip)]
     for d in range(tree.steps, 0, -1):
         below = advantages[0]
         sums = torch.zeros(tree.parents[d - 1].shape, device=below.device)

@@ -70,9 +70,9 @@ def fuse_rewards(
     weights: str = "path",  # path (Eq. 3) or edge (the children's own edges)
     leaf_mask: Tensor | None = None,  # (P, leaves) bool: leaves that count; None: all
 ) -> list[Tensor]:  # r̄(n): per depth (P, W_d) float32
-    """Return the fused reward of every node; NaN if no counted leaf is below it.
+    """Return the fused reward of every node; NaN if no counted leaf is below it. Source: BranchGRPO Eq. 3, Eq. 9.
 
-    β is meant for log-densities that are means over a latent's elements. Source: BranchGRPO Eq. 3, Eq. 9.
+    β multiplies log-densities that are means over elements (`branchgrpo.beta` has other scales).
     Raises `ValueError` if `weights` is another one, the shape is wrong or a reward is not finite.
     """
     if weights not in WEIGHTS:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .plan import RolloutPlan
 from .registry import Registry
-from .tree import Tree
+from .tree import Tree, first_leaves
 from .windows import Window
 
 # %% ../nbs/13_pruning.ipynb #7d64f61c
@@ -86,19 +86,23 @@ def depth_window(
     return [torch.full((1, width), d - 1 not in dropped) for d, width in enumerate(plan.populations)]
 
 # %% ../nbs/13_pruning.ipynb #67661bcb
-def random_steps(plan: RolloutPlan, fraction: float, generators: Sequence[torch.Generator]) -> list[Tensor]:
-    """Return a depth mask that keeps ⌊fraction · trained steps⌋ (at least one) of the trained steps, drawn per prompt.
+def random_steps(tree: Tree, fraction: float, generators: Sequence[torch.Generator]) -> list[Tensor]:
+    """Return a depth mask that keeps ⌊fraction · trained steps⌋ (at least one) of the trained steps, drawn per leaf.
 
-    Raises `ValueError` if the fraction is not above 0 and at most 1. Source: DanceGRPO, BranchGRPO Table 1.
+    Raises `ValueError` if the fraction is not above 0 and at most 1.
+    Source: DanceGRPO (train_grpo_flux.py, l. 536), BranchGRPO Table 1.
     """
     if not 0 < fraction <= 1:
         raise ValueError(f"train_fraction: {fraction} is not above 0 and at most 1")
-    steps = sorted(plan.trained)
-    order = torch.stack([torch.randperm(len(steps), generator=g) for g in generators])
-    chosen = order.argsort(1) < max(1, int(fraction * len(steps)))
-    keep = [torch.ones(len(generators), width, dtype=torch.bool) for width in plan.populations]
+    steps, leaves = sorted(tree.plan.trained), tree.parents[-1].shape[1]
+    # (P, leaves, steps): each step's place in the leaf's random order
+    place = torch.stack([torch.rand(leaves, len(steps), generator=g).argsort(1).argsort(1) for g in generators])
+    chosen = (place < max(1, int(fraction * len(steps)))).to(tree.device)
+    keep = [torch.ones_like(parents, dtype=torch.bool) for parents in tree.parents]
+    first = first_leaves(tree)
     for n, step in enumerate(steps):
-        keep[step + 1] &= chosen[:, n, None]
+        # `paths` prunes a node without a leaf
+        keep[step + 1] = chosen[:, :, n].gather(1, first[step + 1].clamp(max=leaves - 1))
     return keep
 
 # %% ../nbs/13_pruning.ipynb #cb022ff9

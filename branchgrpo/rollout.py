@@ -14,12 +14,13 @@ from torch import Tensor
 
 from .batches import chunks, predict  # noqa: F401
 from .gaussian import Gaussian, edge_log_probs
-from .noise import EVALUATION_SEED, GROUP, PREVIEWS, ROOTS, STEP_SUBSET, Noise, preview_stream  # noqa: F401
+from .noise import EVALUATION_SEED, GROUP, PREVIEWS, ROOTS, STEP_SUBSET, preview_stream  # noqa: F401
+from .noise import Noise, child_lines
 from .plan import RolloutPlan
 from .policy import Policy
 from .replay import replay, revisit  # noqa: F401
 from .shares import WHOLE, Whole
-from .transition import Transition
+from .transition import Transition, scaled_noise
 from .tree import Tree, plan_parents
 
 # %% ../nbs/09_rollout.ipynb #3020897b
@@ -57,8 +58,11 @@ def prune_or_split(tree: Tree, i: int, x: Tensor, output: Tensor, job: RolloutJo
         return x, output
     x0_hat = job.process.x0_hat(i, x.flatten(0, 1), output.flatten(0, 1)).unflatten(0, x.shape[:2])
     if select is not None:
-        survivors = select(i, x0_hat, plan.prune_at[i]).to(tree.device)
+        chosen = select(i, x0_hat, plan.prune_at[i])
+        survivors = chosen.to(tree.device)
         tree.parents[i + 1] = plan_parents(plan, tree.prompts, i + 1, survivors)
+        assert tree.lines is not None, "a tree that grows has lines of noise"
+        tree.lines = tree.lines.gather(1, chosen.cpu())
         return job.share.survivors(tree, i, x, output, survivors)
     if decide is not None and (factor := decide(i, x0_hat)) > 1:
         _add_split(tree, i, factor)
@@ -86,17 +90,21 @@ def take_step(tree: Tree, i: int, job: RolloutJob) -> None:
     output = predict(job.policy, x, job.process.times[i], job.conditioning, job.max_batch, job.pad)
     x, output = prune_or_split(tree, i, x, output, job)
     nodes, factor = x.shape[:2], tree.plan.splits.get(i, 1)
-    stochastic = i in tree.plan.stochastic and i < tree.plan.steps - 1
+    stochastic = i in tree.plan.drawn
     dist = job.process.step(i, x.flatten(0, 1), output.flatten(0, 1), stochastic)
+    assert tree.lines is not None, "a tree that grows has lines of noise"
+    lines = child_lines(tree.lines, factor)
+    tree.lines = lines.flatten(1)
     if stochastic:
-        noise = job.noise.children(i, tree.parents[i + 1].shape[1] // factor, factor, job.s, x.shape[2:])
-        children, log_probs = draw_children(dist, job.share.cut(noise, i), job.dtype)
+        noise = job.noise.children(i, lines, job.s, x.shape[2:])
+        xi = scaled_noise(job.process, i, job.share.cut(noise, i))
+        children, log_probs = draw_children(dist, xi, job.dtype)
         tree.log_probs[i + 1] = log_probs.unflatten(0, nodes).flatten(1, 2)
     else:
         children = dist.mean[:, None].expand(-1, factor, *x.shape[2:]).to(job.dtype)
-    if stochastic and tree.means is not None:
-        tree.means[i] = dist.mean
     tree.latents[i + 1] = children.unflatten(0, nodes).flatten(1, 2)
+    if stochastic and i == tree.plan.steps - 1:
+        tree.x0_hat = dist.x0_hat.to(job.dtype).unflatten(0, nodes)
 
 # %% ../nbs/09_rollout.ipynb #80e75215
 @torch.no_grad()
@@ -111,17 +119,17 @@ def rollout(
     max_batch: int | None = None,  # most latents per denoiser call
     select: Callable[[int, Tensor, int], Tensor] | None = None,  # (step, x̂₀ (P, W, …), k) -> survivors (P, k)
     decide: Callable[[int, Tensor], int] | None = None,  # (step, x̂₀) -> factor of an added split; 0: no split
-    keep_means: bool = False,  # store the parents' means
     share: Whole = WHOLE,  # which nodes are on this process
     pad: bool = False,  # fill every call up to `max_batch` latents, see `predict`
 ) -> Tree:
     """Roll out `plan` for P prompts, and return their tree; its plan includes the splits that `decide` added.
 
-    Raises `ValueError` if steps disagree or `select` is missing. Source: BranchGRPO Sec. 3.2.
+    Raises `ValueError` if steps disagree, if the plan has pruning steps and there is no `select`, or if the plan's
+    noisy last step has std 0. Source: BranchGRPO Sec. 3.2.
     """
     job = RolloutJob(policy, conditioning, process, noise, s, dtype, max_batch, select, decide, share, pad)
     _check_job(plan, job)
-    tree = _roots(plan, job, keep_means)
+    tree = _roots(plan, job)
     for i in range(plan.steps):
         take_step(tree, i, job)
     return share.finish(tree)
@@ -133,12 +141,20 @@ def _check_job(plan: RolloutPlan, job: RolloutJob) -> None:
         raise ValueError(f"steps: the plan has {plan.steps}, the transition {job.process.steps}")
     if plan.prune_at and job.select is None:
         raise ValueError("select: the plan has pruning steps, so `select` is needed")
+    last = plan.steps - 1
+    if last in plan.drawn and not _draws_noise(job.process, last):
+        raise ValueError(f"noisy_last: the transition draws no noise at step {last}, its std is 0")
+
+
+def _draws_noise(process: Transition, step: int) -> bool:
+    "Return whether a step of `process` has a std above 0."
+    one = torch.ones(1, 1)
+    return process.tail is None and bool(process.step(step, one, one).std > 0)
 
 # %% ../nbs/09_rollout.ipynb #7e4707ad
-def _roots(plan: RolloutPlan, job: RolloutJob, keep_means: bool) -> Tree:
+def _roots(plan: RolloutPlan, job: RolloutJob) -> Tree:
     "Return trees that have only their roots' latents."
     tree = Tree.from_plan(plan, len(job.noise.prompts), job.policy.device)
-    tree.means = [None] * plan.steps if keep_means else None
-    noise = job.noise.roots(plan.roots, tuple(job.policy.latent_shape))
+    noise = job.noise.roots(plan.roots, tuple(job.policy.latent_shape), plan.same_root)
     tree.latents[0] = noise.to(tree.device).to(job.dtype)
     return tree

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['METHOD_SECTIONS', 'from_recipe', 'PlanSettings', 'WindowSettings', 'ProcessSettings', 'CreditSettings',
-           'SelectionSettings', 'ObjectiveSettings', 'SizeSettings', 'MethodSettings', 'field_types', 'type_name',
-           'check_types']
+           'SelectionSettings', 'ObjectiveSettings', 'OptimiserSettings', 'SizeSettings', 'MethodSettings',
+           'field_types', 'type_name', 'check_types']
 
 # %% ../nbs/21_settings.ipynb #1a8bcac4
 import dataclasses
@@ -29,13 +29,15 @@ class PlanSettings:
 
     seed: int = 0  # seed of every random draw: prompts, noise, windows
     steps: int = from_recipe()  # denoising steps
-    roots: int = from_recipe()  # initial noises per prompt
+    roots: int = from_recipe()  # chains that begin for each prompt
+    same_root: bool = from_recipe()  # all of a prompt's roots have the same initial noise
     splits: tuple[int, ...] | str = from_recipe()  # steps that branch; window: all its steps; window-start: its first
     branch_factor: int = from_recipe()  # children per node at a split
     adaptive: bool = from_recipe()  # place the splits by the std of preview rewards (splits: how many, and the latest)
     prune_at: dict[int, int] = from_recipe()  # pruning steps and survivors, e.g. 5:24,7:12
     selection: str = from_recipe()  # how a pruning step chooses: ovf, random, best
     stochastic: str = from_recipe()  # steps that draw noise: all, window, splits+window
+    noisy_last: bool = from_recipe()  # the last step draws noise and is trained, though its x̂₀ is the image
 
 # %% ../nbs/21_settings.ipynb #8ae641f2
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class ProcessSettings:
     shift: float = from_recipe()  # time shift of the noise schedule; above 1: more steps at high noise
     s: float = from_recipe()  # private per shared noise of siblings (Eq. 2); inf: independent
     split_noise: str = from_recipe()  # correlated (Eq. 2), or scaled: noise of split steps times s
+    split_density: str = from_recipe()  # density at scaled splits: drawn (of the noise drawn), or plain (without s)
 
 # %% ../nbs/21_settings.ipynb #fdd6e265
 @dataclass(frozen=True)
@@ -68,8 +71,9 @@ class CreditSettings:
 
     advantage: str = from_recipe()  # depthwise, joint, leave-one-out, leaf-backup, broadcast
     beta: float = from_recipe()  # β of Eq. 3: how much a path's log-probability weighs in reward fusion
+    beta_scale: str = from_recipe()  # log-densities in Eq. 3 over D elements: mean, sum, or sqrt (mean times √D)
     weights: str = from_recipe()  # log-probabilities in Eq. 3: of the path, or of the edge
-    pool_std: bool = from_recipe()  # one standard deviation for all prompts
+    std: str = from_recipe()  # an advantage's divisor: own (of each tree), pooled (within all trees), global (of all)
     min_nodes: int = from_recipe()  # depths with fewer nodes take the pooled standard deviation
     advantage_clip: float = from_recipe()  # bound of an advantage's absolute value
 
@@ -82,21 +86,36 @@ class SelectionSettings:
     group_keep: int = from_recipe()  # how many leaves count
     prune: str = from_recipe()  # edges that are trained: none, parent-top1, extreme, depth-window
     prune_keep: int = from_recipe()  # b of extreme: best and worst leaves kept
-    train_fraction: float = from_recipe()  # share of the steps that is trained, drawn for each prompt
+    train_fraction: float = from_recipe()  # share of the steps that is trained, drawn for each trajectory
 
 # %% ../nbs/21_settings.ipynb #a195a260
 @dataclass(frozen=True)
 class ObjectiveSettings:
-    "The objective and the optimiser"
+    "The objective"
 
     ratio: str = from_recipe()  # ppo or guard
     clip_range: float = from_recipe()  # ε of Eq. 5
     kl: float = from_recipe()  # weight of the KL to the model before training; 0: no reference
-    updates_per_rollout: int = from_recipe()  # passes over a rollout's edges, each with an optimiser step
+    loss_mean: str = from_recipe()  # of a step's edges: step (their mean), or step*tree (divided by a tree's edges too)
+
+# %% ../nbs/21_settings.ipynb #0be0ca5e
+@dataclass(frozen=True)
+class OptimiserSettings:
+    "The optimiser's steps"
+
+    passes: int = from_recipe()  # times that a rollout's trained edges are used
+    steps_per_pass: int = from_recipe()  # optimiser steps in a pass, each on a part of the edges of its own
+    step_unit: str = from_recipe()  # what a part is made of: prompts, trajectories or edges
     learning_rate: float = from_recipe()  # of AdamW
     weight_decay: float = from_recipe()  # of AdamW
+    adam_beta1: float = from_recipe()  # of AdamW: memory of the mean
+    adam_beta2: float = from_recipe()  # of AdamW: memory of the square
+    adam_eps: float = from_recipe()  # of AdamW: added to the root of the square; smaller gradients lose their scale
     max_grad_norm: float = from_recipe()  # gradients are scaled down to this norm
     ema_decay: float = from_recipe()  # decay of the averaged weights
+    ema_every: int = from_recipe()  # optimiser steps between two averagings
+    ema_ramp: bool = from_recipe()  # the decay starts lower: (1 + n) / (10 + n) after n optimiser steps
+    ema_used: bool = from_recipe()  # evaluations and the result take the averaged weights
 
 # %% ../nbs/21_settings.ipynb #0bece620
 @dataclass(frozen=True)
@@ -104,6 +123,7 @@ class SizeSettings:
     "Sizes and the trained weights"
 
     prompts_per_iteration: int = from_recipe()  # prompts per rollout, over all processes
+    evaluation_steps: int | None = from_recipe()  # denoising steps of an evaluation's images; none: steps
     guidance_scale: float = from_recipe()  # classifier-free guidance; 1: none
     height: int = from_recipe()  # pixels
     width: int = from_recipe()  # pixels
@@ -119,6 +139,7 @@ METHOD_SECTIONS = (
     CreditSettings,
     SelectionSettings,
     ObjectiveSettings,
+    OptimiserSettings,
     SizeSettings,
 )
 
@@ -126,6 +147,7 @@ METHOD_SECTIONS = (
 @dataclass(frozen=True)
 class MethodSettings(
     SizeSettings,
+    OptimiserSettings,
     ObjectiveSettings,
     SelectionSettings,
     CreditSettings,

@@ -91,7 +91,7 @@ def gather_densities(share: Spread, tree: Tree) -> Tree:
     "Return the tree with the log-densities of all processes' nodes."
     plan = tree.plan
     share.width = plan.leaves
-    drawn = [i + 1 for i in sorted(plan.stochastic) if i in share.takers and i < plan.steps - 1]
+    drawn = [i + 1 for i in sorted(plan.drawn) if i in share.takers]
     if not drawn:
         return tree
     own = [tree.log_probs[d] for d in drawn]

@@ -137,10 +137,10 @@ def iteration(trainer: Trainer, lines: Lines, table: str, name: str, floors: dic
     rolled, _ = assign_credit(trainer.learner, collected, process, trainer.collector.noise(0))
     stats, update_peak = peak_memory(lambda: update(trainer.learner, rolled), DEVICE)
     end = time.perf_counter()
-    plan, images, passes = collected.tree.plan, collected.images, trainer.settings.updates_per_rollout
+    plan, images = collected.tree.plan, collected.images
     decode = seconds(lambda: trainer.policy.decode(collected.tree.latents[-1].flatten(0, 1)), DEVICE)
     reward = seconds(lambda: trainer.scorer(images, ["x"] * len(images), [{}] * len(images)), DEVICE)
-    line = {"calls": plan.denoiser_calls, "trained_calls": stats["calls"] * passes, "rollout": middle - start}
+    line = {"calls": plan.denoiser_calls, "trained_calls": stats["calls"], "rollout": middle - start}
     line |= {"update": end - middle, "decode": decode, "reward": reward}
     line |= {"rollout_peak_gb": rollout_peak, "update_peak_gb": update_peak}
     line |= {key: float(stats[key]) for key in ("rollout_mismatch", "clip_fraction", "grad_norm")}
@@ -183,7 +183,7 @@ def whole_run(lines: Lines, backbone: str, recipe: str, precision: str, more: di
     "Train two iterations, resume for a third, and add the run's line."
     table = {"backbone": backbone, "recipe": recipe, "mixed_precision": precision, "iterations": 2}
     table |= {"prompts_per_iteration": 2, "evaluate_every": 2, "evaluation_prompts": 4, "checkpoint_every": 1}
-    config = config_of(**table | {"export_ema": True} | more | (TINY if lines.tiny else {}))
+    config = config_of(**table | {"ema_used": True} | more | (TINY if lines.tiny else {}))
     start = time.perf_counter()
     Trainer(config).fit()
     run = Trainer(replace(config, iterations=3)).fit()

@@ -22,8 +22,8 @@ CLIPS = dict(recipe="branchgrpo", prompts="clips", reward="motion", **SHORT)
 FUNNEL = {"roots": 6, "prune_at": {6: 4, 8: 3}}
 # fewer nodes than the recipes have, and as many depths
 NARROW = {
-    **dict.fromkeys(("dancegrpo", "dancegrpo-tf0.6", "mixgrpo", "mixgrpo-flash"), {"branch_factor": 3}),
-    "flow-grpo": {"roots": 3},
+    **dict.fromkeys(("dancegrpo", "dancegrpo-tf0.6", "mixgrpo-shared", "dancegrpo-released"), {"branch_factor": 3}),
+    **dict.fromkeys(("flow-grpo", "mixgrpo", "mixgrpo-flash", "dancegrpo-sd"), {"roots": 3}),
     **dict.fromkeys(("uniform-subsample", "ovf"), {"roots": 4, "group_keep": 2}),
     **dict.fromkeys(("pro-grpo", "pro-grpo-flash", "pro-grpo-sd"), FUNNEL),
 }
@@ -37,11 +37,11 @@ FAMILIES = {
     "wan-i2v": dict(backbone="tiny-wan-i2v", **CLIPS),
 }
 MIXES = {
-    "adapter": dict(lora_rank=4, kl=0.1, ratio="guard", updates_per_rollout=2),
+    "adapter": dict(lora_rank=4, kl=0.1, ratio="guard", passes=2),
     "kl": dict(kl=0.1, advantage="broadcast", transition="cps", eta=0.5),
     "leave-one-out": dict(advantage="leave-one-out", max_batch=3, train_batch=2),
     "leaf-backup": dict(advantage="leaf-backup", prune="parent-top1"),
-    "joint": dict(advantage="joint", pool_std=True, split_noise="scaled", prune="extreme", prune_keep=1),
+    "joint": dict(advantage="joint", std="global", split_noise="scaled", prune="extreme", prune_keep=1),
     "few nodes": dict(min_nodes=4, weights="edge", beta=1.0, group_selection="ovf", group_keep=2),
     "bf16": dict(mixed_precision="bf16", gradient_checkpointing=True, vae_slicing=True),
     "sum": dict(reward="norm(0.7*tiny-clip+0.3*tiny-hps)", held_out="tiny-pickscore"),

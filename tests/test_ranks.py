@@ -54,7 +54,7 @@ t = Trainer(TrainConfig.from_dict(json.loads(sys.argv[1])))
 out = {"rows": [], "prompts": t.collector.noise(0).prompts}
 predict, collect = t.policy.predict, Collector.__call__
 def counted(latents, time, conditioning):
-    out["rows"] += [len(latents)] if not torch.is_grad_enabled() else []
+    out["rows"] += [] if "collected" in out else [len(latents)]  # calls of the rollout
     return predict(latents, time, conditioning)
 def kept(collector, iteration):
     out["collected"] = collect(collector, iteration)
@@ -71,7 +71,7 @@ torch.save(out, f"{sys.argv[2]}.{t.accelerator.process_index}")
 LEAVES81 = {"steps": 5, "splits": [0, 1, 2, 3], "branch_factor": 3, "prompts_per_iteration": 1}
 PRUNED = {"prune": "extreme", "prune_keep": 2, "advantage": "leave-one-out", "min_nodes": 3, "splits": [0, 1, 3]}
 FUNNEL = {"roots": 12, "splits": [], "prune_at": {"1": 7, "3": 5}, "group_selection": "ovf", "group_keep": 3}
-FUNNEL |= {"pool_std": True, "kl": 0.1, "ratio": "guard", "reward": "norm(tiny-clip+2*tiny-pickscore)"}
+FUNNEL |= {"std": "global", "kl": 0.1, "ratio": "guard", "reward": "norm(tiny-clip+2*tiny-pickscore)"}
 ADAPTIVE = {"splits": [0, 1, 3], "adaptive": True}
 TREES = {  # settings, and (processes, of them for each prompt)
     "81 leaves": (LEAVES81, [(2, 2), (4, 4)]),

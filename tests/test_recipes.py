@@ -49,13 +49,13 @@ def test_recipe_trains(name, tmp_path):
         {"advantage": "leave-one-out"},
         {"advantage": "leaf-backup"},
         {"advantage": "broadcast"},
-        {"ratio": "guard", "updates_per_rollout": 2},
+        {"ratio": "guard", "passes": 2},
         {"kl": 0.1},
         {"kl": 0.1, "lora_rank": 2},
         {"split_noise": "scaled"},
         {"transition": "cps", "eta": 0.5},
         {"min_nodes": 4},
-        {"pool_std": True},
+        {"std": "pooled"},
         {"max_batch": 5},
     ],
     ids=str,
@@ -69,7 +69,7 @@ def test_option_trains(setting, tmp_path):
         splits=(0, 2),
         evaluate_every=0,
         tracker="none",
-        **setting,
+        **{"steps_per_pass": 1} | setting,
     )
     trainer = Trainer(config)
     first, second = trainer.step(), trainer.step()

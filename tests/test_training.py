@@ -66,7 +66,7 @@ def test_shared_siblings_give_the_edge_by_edge_gradient(tmp_path):
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_ratio_is_exactly_one_before_the_first_update(tmp_path, precision):
-    trainer = Trainer(config(tmp_path / "run", mixed_precision=precision))
+    trainer = Trainer(config(tmp_path / "run", mixed_precision=precision, steps_per_pass=1))
     for _ in range(2):
         row = trainer.step()
         assert row["rollout_mismatch"] == 0 and row["ratio"] == 1 and row["clip_fraction"] == 0
@@ -98,7 +98,7 @@ def rows(folder):
 
 
 MOVING = {
-    "recipe": "mixgrpo",
+    "recipe": "mixgrpo-shared",
     "splits": "window-start",
     "branch_factor": 4,
     "window": "random",
@@ -170,7 +170,7 @@ FUNNEL = {
     "prune_at": {"2": 6},
     "group_selection": "ovf",
     "group_keep": 3,
-    "pool_std": True,
+    "std": "global",
     "kl": 0.1,
 }
 PRUNED = {"prune": "extreme", "prune_keep": 1, "train_fraction": 0.6, "advantage": "leave-one-out", "min_nodes": 3}

@@ -49,6 +49,12 @@ BENCHMARKS.entries["vbench"] = Benchmark(
     "vbench_eval_results.json",
     "vbench evaluate --mode=custom_input --videos_path {images} --output_path {results} --dimension motion_smoothness",
 )
+BENCHMARKS.entries["t2i-compbench-spatial"] = Benchmark(
+    benchmark_files.compbench_layout,
+    benchmark_files.read_compbench,
+    "labels/annotation_obj_detection_2d/vqa_result.json",
+    "python UniDet_eval/2D_spatial_eval.py --outpath={images}",
+)
 
 # %% ../../nbs/evaluation/10_benchmarks.ipynb #da8a0784
 def run_command(name: str, command: str, images: Path, results: Path) -> None:

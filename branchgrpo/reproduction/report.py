@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ORDER', 'KINDS', 'HEAD', 'folded', 'has_timed_runs', 'shown_rows', 'tables', 'verdict_line', 'verdicts', 'origin',
-           'Part', 'outputs', 'part_of', 'rank', 'summary', 'write_page']
+           'Part', 'outputs', 'age', 'part_of', 'rank', 'summary', 'write_page']
 
 # %% ../../nbs/reproduction/09_report.ipynb #d5377d76
 import json
@@ -15,7 +15,8 @@ from pathlib import Path
 
 import nbformat
 
-from .pages import templates
+from .earlier import EARLIER, earlier
+from .pages import jobs, templates
 from .paper_tables import PRINTED, markdown_table, published
 from ..training.runs import write_text
 
@@ -43,10 +44,10 @@ def tables(records: list[dict], source: str, folder: Path, shown: bool) -> str:
     "Return a page's numbers, and the tables of `folder` that its `source` reads with `published`."
     parts = []
     for record in records:
-        for key in ("rows", "lines"):
+        for key, title in {"rows": "the numbers", "lines": "the numbers", "why": "what is not computed here"}.items():
             rows = record.get(key)
             if rows and isinstance(rows[0], dict):
-                parts.append(folded("the numbers", markdown_table(shown_rows(record, rows)), shown))
+                parts.append(folded(title, markdown_table(shown_rows(record, rows)), shown))
     read = re.findall(r"""published\("(\w+)", "([^"]+)\"""", source)
     for paper, table in dict.fromkeys(read):
         rows = [{"": row} | numbers for row, numbers in published(paper, table, folder).items()]
@@ -61,7 +62,9 @@ def verdict_line(tested: dict) -> str:
     if key not in (None, "eval_reward", "reward_std_counted"):
         about = f" in {PRINTED.get(key, key.removeprefix('eval_').removeprefix('reward/'))}"
     at_equal = PRINTED.get(tested["at equal"], tested["at equal"])
-    interval = f"{tested['difference']:+.4f} [{tested['low']:+.4f}, {tested['high']:+.4f}]"
+    interval = "–"  # not measured
+    if tested["difference"] is not None:
+        interval = f"{tested['difference']:+.4f} [{tested['low']:+.4f}, {tested['high']:+.4f}]"
     return f"{tested['claim']}{about}, at equal {at_equal}: {interval}, **{tested['verdict']}**"
 
 # %% ../../nbs/reproduction/09_report.ipynb #0e8c0048
@@ -84,11 +87,12 @@ def origin(record: dict) -> str:
 # %% ../../nbs/reproduction/09_report.ipynb #bdd7576d
 @dataclass
 class Part:
-    "The part of the report on one page: its `title`, its Markdown `text` and its `verdicts`."
+    "The part of the report on one page: its `title`, its Markdown `text`, its `verdicts`, and whether it is `earlier`."
 
     title: str
     text: str
     verdicts: list[str]
+    earlier: bool = False
 
     def count(self, pattern: str) -> int:
         "Return how many verdicts begin with a pattern."
@@ -102,6 +106,12 @@ def outputs(source: str, figures: str | Path) -> list[Path]:
     return list(dict.fromkeys(found))
 
 # %% ../../nbs/reproduction/09_report.ipynb #34dd8f06
+def age(name: str, folder: Path, records: list[dict]) -> str:
+    "Return the sentences on records whose runs are not those of the page today."
+    (job,) = jobs([name], "testbed", folder)
+    return "\n".join(filter(None, (earlier(record, job) for record in records)))
+
+# %% ../../nbs/reproduction/09_report.ipynb #c0ffee10
 def part_of(name: str, path: Path, folder: Path, figures: str | Path, report: str | Path) -> Part | None:
     "Return the part on the page `name`; None if it has written nothing under `figures`."
     cells = nbformat.read(path, 4).cells
@@ -121,17 +131,21 @@ def part_of(name: str, path: Path, folder: Path, figures: str | Path, report: st
     foot = f"[notebook]({link[path]}) · {sources}" + (f" · {made}" if made else "")
     numbers = tables(records, source, folder / "published", shown=not images)
     claims = "\n".join(f"- {line}" for line in lines)
-    text = [f"## {title}", claim.lstrip("> "), "\n\n".join(images), claims, numbers, foot]
-    return Part(title, "\n\n".join(filter(None, text)), lines)
+    old = age(name, folder, records)
+    text = [f"## {title}", claim.lstrip("> "), old, "\n\n".join(images), claims, numbers, foot]
+    return Part(title, "\n\n".join(filter(None, text)), lines, bool(old))
 
 # %% ../../nbs/reproduction/09_report.ipynb #8ff02401
 ORDER = ("branchgrpo/", "pro_grpo/", "beyond/", "")
-KINDS = {"hold": "hold", "do not": "does not|do not|differ", "cannot be judged": "cannot"}
+KINDS = {"hold": "hold", "do not": "does not|do not|differ", "equal": "equal", "cannot be judged": "cannot"}
 HEAD = """# Every figure and number
 
 Made by `branchgrpo reproduce`. A JSON file beside each figure holds its numbers, with the run of each, the date and \
 the machine. A verdict is computed: the claim that one setting beats another *holds* if the 95 % t interval of the \
-difference, paired by seed, lies above zero. Intervals are per claim, not corrected for the number of claims."""
+difference, paired by seed, lies above zero. Intervals are per claim, not corrected for the number of claims. \
+*Earlier* marks a page whose runs are not those that it would train today: it says what has changed, and its claims \
+are about the earlier runs. \
+Cost counts the calls of the rollouts and three per trained call, four with a reference model, as Pro-GRPO does."""
 
 
 def rank(name: str) -> tuple[int, str]:
@@ -140,12 +154,13 @@ def rank(name: str) -> tuple[int, str]:
 
 # %% ../../nbs/reproduction/09_report.ipynb #689103f3
 def summary(parts: list[Part]) -> str:
-    "Return a table with one row per part: how many claims hold, do not hold, or cannot be judged."
-    lines = [f"| page | {' | '.join(KINDS)} |", "|---" * (1 + len(KINDS)) + "|"]
+    "Return a table with one row per part: how many claims have each verdict, and whether its runs are earlier ones."
+    lines = [f"| page | {' | '.join(KINDS)} | runs |", "|---" * (2 + len(KINDS)) + "|"]
     for part in parts:
         anchor = re.sub(r"[^\w\- ]", "", part.title.lower()).replace(" ", "-")
         counts = [str(part.count(pattern) or "") for pattern in KINDS.values()]
-        lines.append(f"| [{part.title}](#{anchor}) | {' | '.join(counts)} |")
+        runs = "earlier" if part.earlier else ""
+        lines.append(f"| [{part.title}](#{anchor}) | {' | '.join(counts)} | {runs} |")
     return "\n".join(lines)
 
 # %% ../../nbs/reproduction/09_report.ipynb #4f97e57f

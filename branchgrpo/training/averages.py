@@ -15,21 +15,25 @@ from .distributed import local
 class AveragedWeights:
     "The moving average of parameters: `weights[name]`, of the parameter's shape, dtype, device and slices."
 
-    def __init__(self, parameters: dict[str, nn.Parameter], decay: float):
+    def __init__(self, parameters: dict[str, nn.Parameter], decay: float, every: int = 1, ramp: bool = False):
         self.decay = decay  # d, within 0 and 1
-        self.steps = 0  # n
+        self.every = every  # optimiser steps between two averagings
+        self.ramp = ramp  # the decay begins lower
+        self.steps = 0  # optimiser steps so far
         self.weights: dict[str, Tensor] = {name: p.detach().clone() for name, p in parameters.items()}
 
     @property
     def decay_now(self) -> float:
-        "Return d_n of the step that was taken last."
-        n = self.steps - 1
-        return min((1 + n) / (10 + n), self.decay) if n > 0 else 0.0
+        "Return the decay of the step that was taken last."
+        n = max(0, self.steps - 1)
+        return min((1 + n) / (10 + n), self.decay) if self.ramp else self.decay
 
     @torch.no_grad()
     def step(self, parameters: dict[str, nn.Parameter]) -> None:
-        "Move the average towards the parameters, in place."
+        "Count an optimiser step; if it is the turn, move the average towards the parameters, in place."
         self.steps += 1
+        if self.steps % self.every:
+            return
         share = 1 - self.decay_now
         for name, parameter in parameters.items():
             average = local(self.weights[name])

@@ -26,7 +26,8 @@ from ..shares import WHOLE
 from .collection import RolloutRewards, roll, rollout_hooks
 from .config import TrainConfig
 from .micro_batches import micro_batches
-from .trainer import Trainer, assign_credit
+from .rolled import assign_credit
+from .trainer import Trainer
 from .update import Rolled, accumulate
 
 # %% ../../nbs/training/19_bench.ipynb #a539be80

@@ -107,13 +107,14 @@ class Collected:
 
 # %% ../../nbs/training/06_collection.ipynb #9241690c
 def held_part(
-    c: Collected, advantages: list[Tensor], edge_mask: list[Tensor]
-) -> tuple[Tree, list[Tensor], list[Tensor]]:
-    "Return what this process trains on: its part of the tree, of the advantages and of the trained edges."
+    c: Collected, advantages: list[Tensor], edge_mask: list[Tensor], parts: list[Tensor] | None
+) -> tuple[Tree, list[Tensor], list[Tensor], list[Tensor] | None]:
+    "Return what this process trains on: its part of the tree, of the advantages, the trained edges and their steps."
     return (
         held_tree(c.share, c.tree),
         held_values(c.share, c.tree, advantages),
         trained_here(c.share, c.tree, edge_mask),
+        None if parts is None else held_values(c.share, c.tree, parts),
     )
 
 # %% ../../nbs/training/06_collection.ipynb #7197166c
@@ -173,7 +174,7 @@ def roll(c: Collector, iteration: int, hooks: RolloutHooks, share: Whole) -> tup
 # %% ../../nbs/training/06_collection.ipynb #3d918922
 def check_finite(tree: Tree, iteration: int) -> None:
     "Raise `ValueError` if a leaf's latent is not finite."
-    leaves = tree.latents[-1]
+    leaves = tree.finished
     if not leaves.isfinite().all():
         dtype = str(leaves.dtype).removeprefix("torch.")
         raise ValueError(
@@ -188,7 +189,7 @@ def collect(c: Collector, iteration: int) -> Collected:
     rewards_of = RolloutRewards(c.policy, c.scorer, c.draw(iteration), c.prompts.metadata, c.accelerator, size, share)
     hooks = rollout_hooks(s, rewards_of, c.noise(iteration), c.accelerator)
     tree, conditioning = roll(c, iteration, hooks, share)
-    rewards, parts = rewards_of(tree.latents[-1])
+    rewards, parts = rewards_of(tree.finished)
     unscored_prompts = count_unscored(s, c.accelerator, rewards_of, iteration)
     images, unscored = rewards_of.images, rewards_of.unscored
     return Collected(tree, conditioning, rewards, images, parts, unscored, unscored_prompts, hooks.previews, share)

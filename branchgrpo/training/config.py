@@ -42,7 +42,6 @@ class RecordSettings:
     keep_checkpoints: int = 2  # the newest checkpoints that are kept
     keep_every: int = 0  # checkpoints of every n-th iteration are kept too; 0: none
     max_skipped: int = 10  # the run stops after so many iterations in a row whose gradient is not finite
-    export_ema: bool = False  # the result is the averaged weights
     tracker: str = "tensorboard"  # tensorboard, wandb or none
 
 # %% ../../nbs/training/02_config.ipynb #d701018d
@@ -71,6 +70,7 @@ class SpeedSettings:
     attention: str | None = None  # attention kernel, by diffusers' name: _native_cudnn, flash, sage; none: its default
     tf32: bool = False  # TensorFloat-32 for matrix products of what stays float32 (rewards, VAE)
     pad_batches: bool = True  # fill every batch up to max_batch, so that rollout and update use the same kernels
+    recompute_old: bool = False  # log-densities before training once more, by the kernels of the update
     checkpoint_blocks: int = 1  # with gradient_checkpointing: every n-th block is computed again, the others keep all
 
 # %% ../../nbs/training/02_config.ipynb #5pee2c0de

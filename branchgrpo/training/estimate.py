@@ -26,7 +26,8 @@ def training_flops(c: Counted, s: Settings) -> float:
     if s.gradient_checkpointing and s.checkpoint_blocks > 1:
         once = counted_policy(s, checkpointing=False)[1].training
         training = once + (training - once) / s.checkpoint_blocks
-    return training * s.updates_per_rollout + (c.forward if s.kl > 0 else 0)
+    reference = c.forward if s.kl > 0 else 0
+    return (training + reference) * s.passes + (c.forward if s.recompute_old else 0)
 
 
 def iteration_flops(c: Counted, s: Settings, share: Share, image: float) -> float:
@@ -41,7 +42,7 @@ def evaluation_flops(c: Counted, s: Settings, image: float) -> float:
     if not s.evaluate_every:
         return 0.0
     times = 1 + math.ceil(s.iterations / s.evaluate_every)
-    return times * s.evaluation_prompts * (s.steps * c.forward + image)
+    return times * s.evaluation_prompts * ((s.evaluation_steps or s.steps) * c.forward + image)
 
 # %% ../../nbs/training/16_estimate.ipynb #0bd3df9b
 @dataclass(frozen=True)

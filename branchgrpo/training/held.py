@@ -37,6 +37,7 @@ def trained_parts(c: Counted, s: Settings, share: Share) -> list[Part]:
     return [
         Part("adapter", 4 * each if s.lora_rank else 0),
         Part("averaged weights", 4 * each),
+        Part("trained weights beside", 4 * each if s.ema_used else 0, ("evaluation",)),
         Part("reference for KL", reference if s.kl and not s.lora_rank else 0),
         Part("optimiser", 8 * each, ("evaluation", "rollout", "update", "step")),
         Part("gradients", 4 * each, PHASES if in_buckets else ("update", "step")),

@@ -54,9 +54,10 @@ def prompt_blocks(count: int, process: int, processes: int) -> list[Block]:
 # %% ../../nbs/training/11_held_out.ipynb #97746e54
 @torch.no_grad()
 def sample(s: Settings, policy, conditioning: dict[str, Tensor], places: tuple[int, ...]) -> Tensor:
-    "Return the latents of one image per prompt, sampled without noise in the run's number of steps."
-    plan = RolloutPlan.chains(s.steps, 1, stochastic=())
-    process = process_of(dataclasses.replace(s, tail_ratio=0.0), policy)
+    "Return the latents of one image per prompt, sampled without noise in the run's number of evaluation steps."
+    steps = s.evaluation_steps or s.steps
+    plan = RolloutPlan.chains(steps, 1, stochastic=())
+    process = process_of(dataclasses.replace(s, steps=steps, tail_ratio=0.0), policy)
     noise = Noise(EVALUATION_SEED, 0, places)
     tree = rollout(plan, policy, conditioning, process, noise, max_batch=s.max_batch, pad=s.pad_batches)
     return tree.latents[-1][:, 0]

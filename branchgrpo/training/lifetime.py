@@ -52,7 +52,7 @@ def resume(t: Any, run: Run) -> None:
 # %% ../../nbs/training/24_lifetime.ipynb #c0182836
 def close(t: Any, run: Run) -> Run:
     "Write the result and mark the run as finished."
-    export(t.learner, run.path, t.settings.export_ema)
+    export(t.learner, run.path, t.settings.ema_used)
     if t.accelerator.is_main_process:
         run.set_state(state="finished", settings=run.info["settings"] | {"iterations": t.settings.iterations})
     t.accelerator.wait_for_everyone()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..fusion import effective_sample_size
 from .collection import Collected
+from .credit_assignment import fusion_beta
 from .config import Settings
 
 # %% ../../nbs/training/13_metrics.ipynb #a5975f89
@@ -31,7 +32,7 @@ def reward_metrics(s: Settings, rolled: Collected, leaf_mask: Tensor, accelerato
         "reward": rewards.mean(1),
         "reward_std": rewards.std(1),
         "reward_std_counted": masked_std(rewards, leaf_mask),
-        "ess": effective_sample_size(rolled.tree, s.beta),
+        "ess": effective_sample_size(rolled.tree, fusion_beta(s, rolled.tree)),
     } | {f"reward/{name}": part.mean(1) for name, part in rolled.parts.items()}
     scored = (~rolled.unscored).float()
     everyone = accelerator.reduce(scored.sum(), "mean")

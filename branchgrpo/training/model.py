@@ -183,7 +183,14 @@ def shard_policy(policy: Any, before: Any, s: Settings, device: torch.device) ->
 def make_optimizer(parameters: dict[str, nn.Parameter], s: Settings, device: torch.device) -> torch.optim.Optimizer:
     "Return AdamW over the parameters, fused on a GPU."
     fused = True if device.type == "cuda" else None
-    return torch.optim.AdamW(parameters.values(), lr=s.learning_rate, weight_decay=s.weight_decay, fused=fused)
+    return torch.optim.AdamW(
+        parameters.values(),
+        lr=s.learning_rate,
+        betas=(s.adam_beta1, s.adam_beta2),
+        eps=s.adam_eps,
+        weight_decay=s.weight_decay,
+        fused=fused,
+    )
 
 # %% ../../nbs/training/04_model.ipynb #ef83dfbf
 def prepared(policy: Any, s: Settings, accelerator: Accelerator) -> tuple[dict[str, nn.Parameter], Any, Any]:
@@ -210,4 +217,5 @@ def make_learner(policy: Any, s: Settings, accelerator: Accelerator) -> Learner:
     parameters, optimizer, module = prepared(policy, s, accelerator)
     if hasattr(policy, "call"):
         policy.call = module
-    return Learner(s, policy, accelerator, parameters, optimizer, AveragedWeights(parameters, s.ema_decay), before)
+    averages = AveragedWeights(parameters, s.ema_decay, s.ema_every, s.ema_ramp)
+    return Learner(s, policy, accelerator, parameters, optimizer, averages, before)

@@ -19,7 +19,9 @@ import torch
 
 from .. import recipes
 from ..backbones.base import adapt_recipe, family
+from ..beta import DENSITY_SCALES
 from ..credit import ADVANTAGES
+from ..group_std import STDS
 from ..methods.recipe import Recipe
 from ..objective import RATIOS
 from ..ovf import SELECTIONS
@@ -29,6 +31,7 @@ from ..registry import unknown
 from ..rewards.base import check_name, reward_name, source_digest
 from ..rewards.own import is_ours
 from .config import Settings, TrainConfig
+from .parts import LOSS_MEANS, STEP_UNITS
 from .speed import check_speed
 from ..settings import check_types
 
@@ -86,7 +89,15 @@ def resolve(config: TrainConfig, policy=None, reward=None, prompts=None) -> Sett
     return dataclasses.replace(settings, sources=digests(settings, reward, prompts))
 
 # %% ../../nbs/training/03_resolve.ipynb #4af9a7d0
-WHOLE_FROM_ONE = ("iterations", "prompts_per_iteration", "updates_per_rollout", "checkpoint_every", "steps") + (
+WHOLE_FROM_ONE = (
+    "iterations",
+    "prompts_per_iteration",
+    "passes",
+    "steps_per_pass",
+    "ema_every",
+    "checkpoint_every",
+    "steps",
+) + (
     "branch_factor",
     "prune_keep",
     "evaluation_prompts",
@@ -97,9 +108,9 @@ WHOLE_FROM_ONE = ("iterations", "prompts_per_iteration", "updates_per_rollout", 
     "ranks_per_prompt",
 )
 WHOLE_FROM_ZERO = ("seed", "evaluate_every", "reward_retries", "lora_rank", "min_nodes", "group_keep", "keep_every")
-ABOVE_ZERO = ("learning_rate", "clip_range", "shift", "timeout_minutes")
+ABOVE_ZERO = ("learning_rate", "clip_range", "shift", "timeout_minutes", "adam_eps")
 FINITE_FROM_ZERO = ("eta", "kl", "weight_decay", "guidance_scale", "tail_ratio")
-OPTIONAL_FROM_ONE = ("max_batch", "train_batch", "decode_batch", "height", "width", "frames")
+OPTIONAL_FROM_ONE = ("max_batch", "train_batch", "decode_batch", "height", "width", "frames", "evaluation_steps")
 
 # %% ../../nbs/training/03_resolve.ipynb #1f904a8c
 def require(settings: Settings, names: tuple[str, ...], rule: Callable[[Any], bool], allowed: str) -> None:
@@ -126,6 +137,7 @@ def check_numbers(s: Settings) -> None:
     require(s, ("beta",), is_finite, "a finite number")
     require(s, ("s",), lambda v: v >= 0, "a number of at least 0, or inf")
     require(s, ("ema_decay",), lambda v: 0 <= v <= 1, "within 0 and 1")
+    require(s, ("adam_beta1", "adam_beta2"), lambda v: 0 <= v < 1, "within 0 and below 1")
     require(s, ("max_unscored",), lambda v: 0 <= v < 1, "within 0 and below 1")
     require(s, ("checkpoint_minutes",), lambda v: v is None or is_finite(v) and v > 0, "a finite number above 0")
     require(s, ("train_fraction",), lambda v: 0 < v <= 1, "above 0 and at most 1")
@@ -136,12 +148,17 @@ OPEN_CHOICES = {
     "ratio": RATIOS,
     "prune": PRUNINGS,
     "selection": SELECTIONS,
+    "step_unit": STEP_UNITS,
 }
 CLOSED_CHOICES = {
     "mixed_precision": ("no", "bf16", "fp16"),
     "base_dtype": ("float32", "bfloat16"),
     "tracker": ("tensorboard", "wandb", "none"),
     "weights": ("path", "edge"),
+    "beta_scale": tuple(DENSITY_SCALES),
+    "std": tuple(STDS),
+    "loss_mean": LOSS_MEANS,
+    "split_density": ("drawn", "plain"),
     "sharding": ("none", "full", "hybrid"),
 }
 
@@ -169,7 +186,7 @@ def check_together(s: Settings) -> None:
     plan = plan_of(s)
     leaves = plan.leaves
     if not (plan.trained or s.adaptive):
-        raise ValueError(f"steps: {s.steps} leaves no step to train; the last step of a plan is never trained")
+        raise ValueError(f"steps: {s.steps} leaves no step to train; the last step is not trained by default")
     if s.group_selection != "all" and not 1 <= s.group_keep <= leaves:
         raise ValueError(f"group_keep: {s.group_keep} is not within 1…{leaves}, the leaves of a tree")
 

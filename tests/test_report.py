@@ -1,0 +1,83 @@
+"""The report and README.md say which figures show runs of earlier recipes; each curve has the colour of its recipe."""
+
+import json
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from branchgrpo import recipes
+from branchgrpo.reproduction.looks import colour_of
+from branchgrpo.reproduction.page_runs import planned_runs
+from branchgrpo.reproduction.pages import jobs, templates
+from branchgrpo.reproduction.run_cache import cache_key
+
+ROOT = Path(__file__).parents[1]
+MARK = "**Runs of earlier recipes**"
+PAGES = templates(ROOT / "reproduce")
+
+
+def names_today(page: str) -> set[str]:
+    "Return the names of the runs that a page would train today."
+    (job,) = jobs([page], "testbed", ROOT / "reproduce")
+    return {cache_key(config.settings().to_dict()) for config, _ in planned_runs(job)}
+
+
+def names_recorded(page: str) -> set[str] | None:
+    "Return the names of the runs in a page's record; None if the page has written nothing."
+    source = "".join(cell.source for cell in nbformat.read(PAGES[page], 4).cells if cell.cell_type == "code")
+    paths = [ROOT / f"figures/testbed/{name}.json" for name in re.findall(r"\{output\}/(\w+)\.json", source)]
+    records = [path.read_text(encoding="utf-8") for path in paths if path.exists()]
+    if not records:
+        return None
+    return {Path(name).name for record in records for name in re.findall(r'"run": "([^"]+)"', record)}
+
+
+def section(page: str) -> str:
+    "Return the section of the report on a page."
+    parts = re.split(r"^## ", (ROOT / "figures/README.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return next(part for part in parts if f"[notebook](../reproduce/{page}.ipynb)" in part)
+
+
+@pytest.mark.parametrize("page", sorted(PAGES))
+def test_a_page_is_marked_if_and_only_if_its_runs_are_earlier(page):
+    recorded, today = names_recorded(page), names_today(page)
+    if recorded is not None and today:
+        assert (MARK in section(page)) == (recorded != today), "`branchgrpo.reproduction.report.write_page` is due"
+    elif recorded is not None:
+        assert MARK not in section(page), "it trains nothing"
+
+
+def test_every_claim_of_the_readme_is_marked_as_its_page_is():
+    rows = re.findall(
+        r"^\|.*\]\(reproduce/([\w/]+)\.ipynb\).*$", (text := (ROOT / "README.md").read_text()), re.MULTILINE
+    )
+    assert rows, "the table of claims names its pages"
+    for line in text.splitlines():
+        found = re.match(r"^\|.*\]\(reproduce/([\w/]+)\.ipynb\)", line)
+        if found:
+            assert ("earlier recipes" in line) == (MARK in section(found[1])), line
+
+
+def test_every_recipe_has_a_colour():
+    assert [name for name in recipes.names() if colour_of(name) is None] == []
+
+
+def test_a_recipe_has_the_same_colour_in_every_committed_figure():
+    "A curve's colour depends on the recipe of its run alone, whatever the page calls it."
+    from matplotlib.figure import Figure
+
+    from branchgrpo.reproduction.comparisons import recorded
+    from branchgrpo.reproduction.looks import variants
+    from branchgrpo.reproduction.tables import draw_curves, own_recipes
+
+    for path in sorted((ROOT / "figures/testbed").glob("*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(record.get("runs"), dict):
+            continue
+        found = recorded(path)
+        for label, recipe in own_recipes(found).items():
+            ax = Figure().add_subplot()
+            draw_curves(ax, found, "iteration", names={label: "any name"})
+            assert ax.lines[0].get_color() == next(variants(recipe)).colour, (path.name, label)
