@@ -109,10 +109,7 @@ SD_SIZES = neutral().variant(
     guidance_scale=(5.0, "Pro-GRPO Table 8; DanceGRPO: base.py l. 50 and 83, in training too"),
     height=(512, "DanceGRPO: train_grpo_sd.py l. 417, latents of 64×64"),
     width=(512, "DanceGRPO: train_grpo_sd.py l. 417, latents of 64×64"),
-    prompts_per_iteration=(
-        8,
-        "Pro-GRPO Table 8: prompts per batch (its Table 11 follows from 4; DanceGRPO: 4 per GPU)",
-    ),
+    prompts_per_iteration=(8, "Pro-GRPO Table 8: prompts per batch (its Table 11: 4; DanceGRPO: 4 per GPU)"),
     train_fraction=(1.0, "DanceGRPO: base.py l. 90 and train_grpo_sd.py l. 86, 49 of 50 steps"),
     kl=(0.0, "DanceGRPO: train_grpo_sd.py l. 652, no KL in the loss"),
     lora_rank=(0, "Pro-GRPO Table 8: no LoRA; DanceGRPO: base.py l. 33"),
