@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help env quickstart check test benchmark export clean-notebooks
+.PHONY: help env quickstart check test faults benchmark export clean-notebooks
 
 help:  ## this text
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -28,6 +28,9 @@ check: env  ## formatting, lint and types
 
 test: env  ## every notebook's tests and tests/
 	$(BIN)/python -m pytest
+
+faults: env  ## kill, starve and mislead it: the whole of tests/faults, and its tables (about 30 minutes)
+	$(BIN)/python -m pytest tests/faults --faults
 
 benchmark: env  ## seconds against their floor, the published way, and the papers (branchgrpo bench)
 	$(BIN)/branchgrpo bench

@@ -22,6 +22,10 @@ def golden():
     return read
 
 
+def pytest_addoption(parser):
+    parser.addoption("--faults", action="store_true", help="run the whole suite of tests/faults and write its tables")
+
+
 def pytest_configure(config):
     "Start one warm process for the whole suite: the processes that run the tests find it in their environment."
     if not hasattr(config, "workerinput"):

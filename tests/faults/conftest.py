@@ -1,0 +1,76 @@
+"""The whole suite runs by `make faults`, which also writes its tables; `make test` runs the part marked `fast`.
+
+A test notes what it tried with the fixture `noted`; with `--faults` the notes of all tests become one table a kind in
+`figures/faults/`, which `nbs/faults.ipynb` shows.
+"""
+
+import json
+import os
+import platform
+import re
+import subprocess
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+NOTES = ROOT / ".pytest_cache" / "faults"
+TABLES = ROOT / "figures" / "faults"
+KINDS = ("kills", "faults", "inputs", "properties", "load")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "fast: a test of tests/faults that `make test` runs too")
+    if config.getoption("--faults") and not hasattr(config, "workerinput"):
+        for note in NOTES.glob("*/*.json"):
+            note.unlink()
+
+
+def pytest_collection_modifyitems(config, items):
+    "Leave out what is not fast, unless the whole suite is asked for."
+    if config.getoption("--faults"):
+        return
+    slow = [item for item in items if HERE in item.path.parents and item.get_closest_marker("fast") is None]
+    items[:] = [item for item in items if item not in slow]
+    config.hook.pytest_deselected(items=slow)
+
+
+@pytest.fixture
+def noted(request):
+    """Note what was tried: `noted(kind, what, happened=…, kept=…, **more)`, at the end of a test that passed.
+
+    `kind` is one of KINDS, `what` one line that names the fault; each `what` is one row of the table.
+    """
+
+    def note(kind, what, happened, kept, **more):
+        assert kind in KINDS, kind
+        path = NOTES / kind / f"{re.sub(r'[^a-z0-9]+', '-', what.lower())[:120]}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        row = {"what": what, "happened": happened, "kept": kept} | more
+        path.write_text(json.dumps(row | {"test": request.node.nodeid.split("::")[0]}, ensure_ascii=False))
+
+    return note
+
+
+def commit():
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return found.stdout.strip()
+
+
+def pytest_sessionfinish(session):
+    "Write the tables of the kinds that were noted."
+    if not session.config.getoption("--faults") or hasattr(session.config, "workerinput"):
+        return
+    head = {
+        "date": str(date.today()),
+        "commit": commit(),
+        "machine": f"{os.cpu_count()} CPU cores, {platform.system()}",
+    }
+    for kind in KINDS:
+        rows = [json.loads(path.read_text()) for path in sorted((NOTES / kind).glob("*.json"))]
+        if rows:
+            TABLES.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(head | {"rows": rows}, indent=1, ensure_ascii=False)
+            (TABLES / f"{kind}.json").write_text(text + "\n", encoding="utf-8")
