@@ -124,7 +124,7 @@ def held_files(lock: FileLock) -> Iterator[tuple[int, ...]]:
 
 # %% ../../nbs/reproduction/01_run_cache.ipynb #a7605dc1
 def check_prompts(run: Run, config: TrainConfig) -> None:
-    "Raise `ValueError` if the file or folder of the prompts has changed since a run was trained; one that is gone has not."
+    "Raise `ValueError` if the file of the prompts has changed since a run was trained; one that is gone has not."
     if Path(config.prompts).exists():
         check_same_prompts(run.info, load_prompts(config.prompts))
 
