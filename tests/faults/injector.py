@@ -1,14 +1,14 @@
-"""A process that ends itself at a chosen point: what `kill -9`, a full quota or Slurm does, reached by count, not by luck.
+"""A process that ends itself at a chosen point: what `kill -9`, a full quota or Slurm does, by count, not by luck.
 
-`python injector.py -m branchgrpo.cli train …` runs a command with the fault that BRANCHGRPO_FAULT holds, as JSON:
+`python injector.py -m branchgrpo.cli train …` (or `-c code …`) runs a command with the fault in BRANCHGRPO_FAULT, as JSON:
 
 - `at`: a function or method, "module:name", and `call`: which call of it (from 1; default 1); or
-- `event`: an operation on files ("open" for writing, "os.rename", "os.remove", "os.mkdir", "os.rmdir", …), `path`: of which
-  file, relative to `folder` (a pattern), and `call`;
+- `event`: an operation on files ("open" for writing, "os.rename", "os.remove", "os.mkdir", "os.rmdir", …), `path`: of
+  which file, relative to `folder` (a pattern), and `call`;
 - `when`: "before" or "after" it, or "gradient": as soon as the backward pass reaches what it returned;
 - `inside`: only calls within another one, ["module:name", which call];
-- `signal`: KILL, TERM, USR2, or `limit`: files may have no more bytes from there on, so that the kernel ends the process
-  (SIGXFSZ) in the middle of the write that comes next;
+- `signal`: KILL, TERM, USR2; or `limit`: files may have no more bytes from there on, so that the kernel ends the
+  process (SIGXFSZ) in the middle of the write that comes next;
 - `rank`: which process of several (default 0);
 - `record`: instead of all this, write every operation on files within `folder` to this file.
 """
@@ -211,17 +211,21 @@ def install(table):
 
 
 def main():
-    "Run `-m module …` with the fault of the environment; end without waiting for gloo's threads."
+    "Run a command with the fault of the environment; end without waiting for gloo's threads."
     importlib.import_module("branchgrpo.training.trainer")
     install(json.loads(os.environ.get("BRANCHGRPO_FAULT", "{}")))
-    sys.argv = sys.argv[2:]
-    code = 1
+    kind, what = sys.argv[1:3]
+    code, sys.argv = 0, sys.argv[2:]
     try:
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        if kind == "-c":
+            exec(what, {"__name__": "__main__"})
+        else:
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         traceback.print_exc()
+        code = 1
     sys.stdout.flush()
     os._exit(code)
 

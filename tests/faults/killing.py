@@ -3,8 +3,6 @@
 import hashlib
 import json
 import os
-import shlex
-import subprocess
 import sys
 import time
 import warnings
@@ -133,18 +131,8 @@ def outcome(folder):
     }
 
 
-def shell(words, env=None, log=None, **options):
-    "Start a command of branchgrpo with the fault in `env`; its output goes to `log`."
-    command = [sys.executable, INJECTOR, "-m", "branchgrpo.cli", *map(str, words)]
+def command(words, log, fault=None, **options):
+    "Start `words` (`-m module …` or `-c code …`) with a fault; its output goes to the end of `log`."
+    env = os.environ | {"BRANCHGRPO_FAULT": json.dumps(fault or {})} | options.pop("env", {})
     with open(log, "a") as file:
-        return popen(command, env=os.environ | (env or {}), stdout=file, stderr=file, **options)
-
-
-def launcher():
-    "Return a launch command whose trainings may have a fault."
-    return shlex.join([sys.executable, str(INJECTOR)])
-
-
-def files_in(folder):
-    listing = subprocess.run(["find", str(folder), "-type", "f"], capture_output=True, text=True)
-    return sorted(listing.stdout.split())
+        return popen([sys.executable, INJECTOR, *words], env=env, stdout=file, stderr=file, **options)

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from fnmatch import fnmatch
 
 import pytest
 from filelock import FileLock
@@ -68,7 +69,11 @@ KILLS = [
     *((ONE, place) for place in PLACES if place not in ("between passes", "rollout, in the denoiser")),
     *((PASSES, place) for place in ("between passes", "optimiser step", "end, before the model is renamed")),
     *((mode, place) for mode in (TWO, SHARDED) for place in ("rollout", "reward", "backward, in the denoiser")),
-    *((mode, place) for mode in (TWO, SHARDED) for place in ("between optimiser steps", "optimiser step", "evaluation")),
+    *(
+        (mode, place)
+        for mode in (TWO, SHARDED)
+        for place in ("between optimiser steps", "optimiser step", "evaluation")
+    ),
     *((mode, "end, before the model is written") for mode in (TWO, SHARDED)),
     (SHARDED, "check before a checkpoint"),
 ]
@@ -104,15 +109,26 @@ def whole(tmp_path_factory):
     return make
 
 
+def differing(found, never):
+    "Return what differs of two values; of two tables, by key."
+    if not isinstance(never, dict):
+        return found, never
+    return {
+        key: (found.get(key), never.get(key)) for key in found.keys() | never.keys() if found.get(key) != never.get(key)
+    }
+
+
 def lost(found, never):
-    "Return the names of what differs."
-    return [key for key in never if json.loads(json.dumps(found[key])) != never[key]]
+    "Return what differs from a run that was never killed."
+    found = json.loads(json.dumps(found))
+    keys = [key for key in never if found[key] != never[key]]
+    return {key: differing(found[key], never[key]) for key in keys}
 
 
 def started_again(folder, mode, never):
     "Start a run again, to its end; it must be as one that was never killed."
     Attempt(folder, mode).ends_well()
-    assert lost(outcome(folder), never) == []
+    assert not lost(outcome(folder), never)
 
 
 def last_kept(folder):
@@ -156,3 +172,139 @@ TORN = [*((ONE, name) for name in WRITES), (TWO, "a checkpoint's weights"), (SHA
 def test_killed_within_a_write(tmp_path, whole, noted, mode, name):
     fault = WRITES[name] | {"rank": int(mode == SHARDED)}
     check_kill(tmp_path / "run", mode, fault, whole, noted, f"within the write of {name}")
+
+
+LAST_SAVE = "checkpoints/000003*"  # of a run with a checkpoint each iteration, that keeps two: it deletes the first
+
+
+def operations(events, patterns):
+    "Return the operations on some files, as faults: before each of them, and after each renaming."
+    seen, faults = {}, []
+    for event, path in events:
+        call = seen[event, path] = seen.get((event, path), 0) + 1
+        if any(fnmatch(path, pattern) for pattern in patterns):
+            fault = {"event": event, "path": path, "call": call}
+            faults += [fault] + ([fault | {"when": "after"}] if event == "os.rename" else [])
+    return faults
+
+
+def check_operations(tmp_path, mode, whole, noted, patterns, part, parts, what):
+    "Kill a run at every operation of a part of those on some files, each in a folder of its own."
+    faults = operations(whole(mode)[1], patterns)
+    assert len(faults) >= parts, "nothing was recorded"
+    for n, fault in list(enumerate(faults))[part::parts]:
+        folder = tmp_path / f"run{n}"
+        place = f"{what}, {fault.get('when', 'before')} {n + 1}: {fault['event']} {fault['path']}"
+        check_kill(folder, mode, fault | {"folder": str(folder)}, whole, noted, place)
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("mode", [PASSES, SHARDED])
+def test_killed_at_every_operation_of_a_checkpoint(tmp_path, whole, noted, mode, part):
+    "In the folder that is written, at its renaming, and at each deletion of the oldest one."
+    patterns = [LAST_SAVE, "checkpoints/000001/*", "checkpoints/000001"]
+    events = whole(mode)[1]
+    first = next(n for n, (event, path) in enumerate(events) if fnmatch(path, LAST_SAVE))
+    removed = [path for event, path in events[first:] if event == "os.remove" and path.startswith("checkpoints/000001")]
+    assert removed, "the oldest checkpoint is deleted after the newest was saved"
+    check_operations(tmp_path, mode, whole, noted, patterns, part, 8, "operation of a checkpoint")
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_killed_at_operations_of_the_records(tmp_path, whole, noted, part):
+    "run.json, metrics.jsonl, evaluations.jsonl and the sheets of images; the adapter that is written at the end."
+    patterns = ["run.json*", "evaluations.jsonl*", "samples/000003*", "lora.tmp", "lora"]
+    check_operations(tmp_path, PASSES, whole, noted, patterns, part, 2, "operation of a record")
+
+
+def test_killed_in_a_thread_that_saves(tmp_path, whole, noted):
+    "Within the write, and between the write and the renaming, while the training goes on."
+    faults = {
+        "save in a thread, within the write": WRITES["a checkpoint's weights"],
+        "save in a thread, in the next rollout": at("branchgrpo.rollout:take_step", 2, inside=step(3)),
+    }
+    for n, (place, fault) in enumerate(faults.items()):
+        check_kill(tmp_path / f"run{n}", THREAD, fault, whole, noted, place)
+
+
+def test_killed_in_a_thread_that_saves_on_two_processes(tmp_path, whole, noted):
+    fault = WRITES["a checkpoint's weights"] | {"rank": 1}
+    check_kill(tmp_path / "run", SHARDED_THREAD, fault, whole, noted, "sharded save in a thread, within the write")
+
+
+AGAIN = {  # a run that was killed is killed once more while it resumes
+    "resume, in the reading of the checkpoint": at(f"{TRAINING}.checkpoints:load_checkpoint", 1, "after"),
+    "resume, before the metrics are cut back": at(f"{TRAINING}.lifetime:rewind", 1, "before"),
+    "resume, after the metrics were cut back": at(f"{TRAINING}.lifetime:rewind", 1, "after"),
+    "resume, before leftovers are deleted": at(f"{TRAINING}.lifetime:remove_leftovers", 1, "before"),
+}
+
+
+@pytest.mark.parametrize("place", AGAIN)
+def test_killed_again_while_it_resumes(tmp_path, whole, noted, place):
+    first = Attempt(tmp_path / "run", ONE, WRITES["a checkpoint's weights"])
+    assert first.ends_by_fault()[0] == KILLED["limit"]
+    check_kill(tmp_path / "run", ONE, AGAIN[place], whole, noted, place)
+
+
+SIGNALS = [
+    (ONE, "rollout", "TERM", 0),
+    (ONE, "reward", "USR2", 0),
+    (ONE, "backward", "TERM", 0),
+    (ONE, "between optimiser steps", "TERM", 0),
+    (ONE, "evaluation", "USR2", 0),
+    (ONE, "check before a checkpoint", "TERM", 0),
+    (ONE, "start, before the folder is made", "TERM", 0),
+    (ONE, "start, before the first evaluation", "USR2", 0),
+    (PASSES, "between passes", "TERM", 0),
+    (THREAD, "between micro-batches", "USR2", 0),
+    (TWO, "rollout", "TERM", 1),
+    (TWO, "backward, in the denoiser", "USR2", 0),
+    (TWO, "optimiser step", "TERM", 1),
+    (SHARDED, "reward", "TERM", 1),
+    (SHARDED, "between optimiser steps", "USR2", 1),
+    (SHARDED, "evaluation", "TERM", 0),
+]
+
+
+def iterations_of(folder):
+    "Return the iterations of the newest checkpoint and of the metrics."
+    kept = [int(path.name) for path in checkpoints(folder)] if folder.exists() else []
+    metrics = folder / "metrics.jsonl"
+    return max(kept, default=0), metrics.read_text().count("\n") if metrics.exists() else 0
+
+
+@pytest.mark.parametrize("mode, place, number, rank", SIGNALS)
+def test_told_to_stop(tmp_path, whole, noted, mode, place, number, rank):
+    "One process is told; all save what is finished and ask to be started again."
+    never, _ = whole(mode)
+    folder, fault = tmp_path / "run", PLACES[place] | {"rank": rank, "signal": number}
+    attempt = Attempt(folder, mode, fault)
+    code, others, _ = attempt.ends_by_fault()
+    assert [code, *others] == [75] * attempt.n, attempt.log()
+    line = next(line for line in attempt.log().splitlines() if line.startswith("branchgrpo: stopped by "))
+    saved, finished = iterations_of(folder)
+    assert saved == finished, "all finished iterations are in the checkpoint"
+    started_again(folder, mode, never)
+    noted(
+        "kills",
+        f"SIG{number}: {place}; {mode}" + (f", process {rank}" if others else ""),
+        happened=f"exit code 75; {line.removeprefix('branchgrpo: ')}",
+        kept=f"checkpoint {saved}, 0 finished iterations lost; started again, it ends bit-equal",
+        mode=mode,
+        signal=f"SIG{number}",
+        place=place,
+    )
+
+
+@pytest.mark.parametrize("place", ["end, before the model is written", "end, before the run is marked"])
+def test_told_to_stop_at_the_end_it_ends(tmp_path, whole, noted, place):
+    "All is trained: the run is finished within the time that Slurm gives."
+    folder = tmp_path / "run"
+    code, _, _ = Attempt(folder, ONE, PLACES[place] | {"signal": "USR2"}).ends_by_fault()
+    assert code == 0
+    assert not lost(outcome(folder), whole(ONE)[0])
+    what = f"SIGUSR2: {place}; {ONE}"
+    kept = "everything; the run is finished"
+    noted("kills", what, happened="exit code 0", kept=kept, mode=ONE, signal="SIGUSR2", place=place)
