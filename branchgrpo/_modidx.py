@@ -630,6 +630,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'branchgrpo.refusals.behind': ('refusals.html#behind', 'branchgrpo/refusals.py'),
                                      'branchgrpo.refusals.in_words': ('refusals.html#in_words', 'branchgrpo/refusals.py'),
                                      'branchgrpo.refusals.limit_of_files': ('refusals.html#limit_of_files', 'branchgrpo/refusals.py'),
+                                     'branchgrpo.refusals.naming': ('refusals.html#naming', 'branchgrpo/refusals.py'),
                                      'branchgrpo.refusals.number_in': ('refusals.html#number_in', 'branchgrpo/refusals.py'),
                                      'branchgrpo.refusals.refusal': ('refusals.html#refusal', 'branchgrpo/refusals.py'),
                                      'branchgrpo.refusals.refusals_in_words': ('refusals.html#refusals_in_words', 'branchgrpo/refusals.py'),
