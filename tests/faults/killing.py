@@ -94,7 +94,8 @@ def digest(data):
 
 
 def without_seconds(path):
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = path.read_text().splitlines() if path.exists() else []
+    rows = [json.loads(line) for line in lines]
     return [{key: value for key, value in row.items() if not key.startswith("seconds")} for row in rows]
 
 
