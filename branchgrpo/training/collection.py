@@ -184,7 +184,7 @@ def collect(c: Collector, iteration: int) -> Collected:
     )
     hooks = rollout_hooks(s, rewards_of, c.noise(iteration), c.accelerator)
     tree, conditioning = roll(c, iteration, hooks, share)
-    look_at_tree(rewards_of.lost, tree, c.group.gather(faulty_depths(tree).byte()).any(0))
+    look_at_tree(rewards_of.lost, tree, c.group.gather(faulty_depths(tree).byte()).any(0).bool())
     rewards_of.step, rewards_of.what = tree.steps, "an image"
     rewards, parts = rewards_of(tree.finished)
     unscored_prompts = count_unscored(s, c.accelerator, rewards_of, iteration)
