@@ -2073,6 +2073,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'branchgrpo/training/export.py'),
                                             'branchgrpo.training.export.exported_state': ( 'training/export.html#exported_state',
                                                                                            'branchgrpo/training/export.py'),
+                                            'branchgrpo.training.export.forget_last_call': ( 'training/export.html#forget_last_call',
+                                                                                             'branchgrpo/training/export.py'),
                                             'branchgrpo.training.export.plain_denoiser': ( 'training/export.html#plain_denoiser',
                                                                                            'branchgrpo/training/export.py'),
                                             'branchgrpo.training.export.write_lora': ( 'training/export.html#write_lora',

@@ -202,7 +202,7 @@ def install(table):
         watch_inside(fault, *table["inside"])
     if "at" in table:
         watch_calls(fault, table["at"], table.get("when", "before"))
-    if "folder" in table:
+    if "event" in table or "record" in table:
         files = Files(table, fault)
         if table.get("when") == "after":
             for name in FUNCTIONS:

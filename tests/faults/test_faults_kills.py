@@ -36,7 +36,7 @@ DENOISER = "diffusers.models.transformers.transformer_flux:FluxTransformer2DMode
 PLACES = {  # of one iteration after the first checkpoint, and of the end
     "rollout": at("branchgrpo.rollout:take_step", 3, inside=step(3)),
     "rollout, in the denoiser": at(DENOISER, 5, inside=[f"{TRAINING}.collection:roll", 3]),
-    "decode": at("branchgrpo.backbones.flux:decode_flux", 1, "before", step(3)),
+    "decode": at("branchgrpo.backbones.flux:FluxPolicy.decode", 1, "before", step(3)),
     "reward": at("branchgrpo.rewards.scorer:score_parts", 1, "after", step(3)),
     "credit": at(f"{TRAINING}.rolled:assign_credit", 1, "before", step(3)),
     "backward": at("branchgrpo.rollout:edge_log_probs", 2, "gradient", [f"{TRAINING}.update:train_step", 3]),
@@ -62,7 +62,7 @@ WRITES = {  # what the kernel ends in the middle of a write: the process has use
     "a checkpoint's weights": at(f"{TRAINING}.checkpoints:check_weights", 1, "after", saving(2), limit=300_000),
     "the exported model": at(f"{TRAINING}.export:write_result", 1, "before", limit=3_000_000),
     "the row of metrics": at(f"{TRAINING}.runs:Run.append", 2, "before", limit=900),
-    "the table of evaluations": at(f"{TRAINING}.held_out:write_jsonl", 2, "before", limit=500),
+    "the table of evaluations": {"event": "open", "path": "evaluations.jsonl*", "call": 2, "limit": 500},
     "the sheet of images": at(f"{TRAINING}.held_out:image_sheet", 2, "after", limit=1000),
 }
 KILLS = [
@@ -170,7 +170,7 @@ TORN = [*((ONE, name) for name in WRITES), (TWO, "a checkpoint's weights"), (SHA
 
 @pytest.mark.parametrize("mode, name", [named(*torn) for torn in TORN])
 def test_killed_within_a_write(tmp_path, whole, noted, mode, name):
-    fault = WRITES[name] | {"rank": int(mode == SHARDED)}
+    fault = WRITES[name] | {"rank": int(mode == SHARDED), "folder": str(tmp_path / "run")}
     check_kill(tmp_path / "run", mode, fault, whole, noted, f"within the write of {name}")
 
 

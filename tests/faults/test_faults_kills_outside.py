@@ -177,8 +177,6 @@ def reproduce(folder, fault=None):
 @pytest.mark.parametrize("place", PAGE)
 def test_killed_while_a_page_is_executed(tmp_path, noted, place):
     "The page is there as a whole, with its mark, or not at all; a second call makes it once more."
-        "from pathlib import Path; file = Path(out); file.write_text(file.read_text() + 'x' if file.exists() else 'x')"
-    )
     new_page(tmp_path / "pages/page.ipynb", "number: int = 7", "print(6 * number)")
     (tmp_path / "pages/scales.yaml").write_text("page: {smoke: {}}\n")
     code, log = reproduce(tmp_path, PAGE[place])
