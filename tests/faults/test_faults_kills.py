@@ -7,7 +7,9 @@ from fnmatch import fnmatch
 
 import pytest
 from filelock import FileLock
-from killing import KILLED, MODES, Attempt, checkpoints, outcome
+from killing import KILLED, MODES, Attempt, outcome
+
+from branchgrpo.training.checkpoint_folders import checkpoints, newest
 
 TRAINING = "branchgrpo.training"
 ONE, PASSES, THREAD, TWO, SHARDED, SHARDED_THREAD = MODES
@@ -79,12 +81,14 @@ KILLS = [
 ]
 RANK_1 = {(TWO, "rollout"), (TWO, "backward, in the denoiser"), (TWO, "optimiser step"), (SHARDED, "reward")}
 RANK_1 |= {(SHARDED, "between optimiser steps"), (SHARDED, "evaluation"), (SHARDED, "check before a checkpoint")}
-FAST = {(ONE, "reward"), (ONE, "backward, in the denoiser"), (ONE, "optimiser step"), (ONE, "a checkpoint's weights")}
+FAST = {(ONE, "backward, in the denoiser"), (ONE, "optimiser step"), (ONE, "a checkpoint's weights")}
+FAST |= {(ONE, "between optimiser steps", "TERM", 0)}
 
 
-def named(mode, place):
-    marks = [pytest.mark.fast] if (mode, place) in FAST else []
-    return pytest.param(mode, place, id=f"{mode}-{place}", marks=marks)
+def named(*kill):
+    "Return the parameters of a test, with their words as its name."
+    marks = [pytest.mark.fast] if kill in FAST else []
+    return pytest.param(*kill, id="-".join(map(str, kill)), marks=marks)
 
 
 @pytest.fixture(scope="session")
@@ -132,8 +136,12 @@ def started_again(folder, mode, never):
 
 
 def last_kept(folder):
-    names = [path.name for path in checkpoints(folder)] if folder.exists() else []
-    return f"checkpoint {int(names[-1])}" if names else "nothing yet: begins anew"
+    "Return the name of the last checkpoint, which must be sound: what is in its place is whole."
+    found = checkpoints(folder) if folder.exists() else []
+    if not found:
+        return "nothing yet: begins anew"
+    assert newest(folder) == found[-1], "the last checkpoint is damaged"
+    return f"checkpoint {int(found[-1].name)}"
 
 
 def check_kill(folder, mode, fault, whole, noted, place):
@@ -275,7 +283,7 @@ def iterations_of(folder):
     return max(kept, default=0), metrics.read_text().count("\n") if metrics.exists() else 0
 
 
-@pytest.mark.parametrize("mode, place, number, rank", SIGNALS)
+@pytest.mark.parametrize("mode, place, number, rank", [named(*told) for told in SIGNALS])
 def test_told_to_stop(tmp_path, whole, noted, mode, place, number, rank):
     "One process is told; all save what is finished and ask to be started again."
     never, _ = whole(mode)
