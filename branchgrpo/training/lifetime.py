@@ -41,11 +41,9 @@ def problem_of(function: Callable, *args: Any) -> str | None:
 # %% ../../nbs/training/24_lifetime.ipynb #0767dd32
 def resume(t: Any, run: Run) -> None:
     "Go on from the checkpoint, if there is one, and encode the prompts that are still to come."
+    from_main(t.accelerator, lambda: remove_leftovers(run.path))
     t.progress = load_checkpoint(run.path, t.learner)
-    if t.accelerator.is_main_process:
-        rewind(run, t.progress.iteration)
-        remove_leftovers(run.path)
-    t.accelerator.wait_for_everyone()
+    from_main(t.accelerator, lambda: rewind(run, t.progress.iteration))
     ahead = [p for i in range(t.progress.iteration, t.settings.iterations) for p in t.collector.draw(i)]
     encode_ahead(t.conditioner, ahead + list(t.prompts.test[: t.settings.evaluation_prompts]))
 

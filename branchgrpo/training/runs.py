@@ -11,6 +11,7 @@ import os
 import platform
 import shutil
 import subprocess
+import warnings
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -75,8 +76,13 @@ class Run:
 
 # %% ../../nbs/training/01_runs.ipynb #58007da8
 def rewind(run: Run, iterations: int) -> None:
-    "Keep the metrics of the first `iterations` and drop the rest."
-    write_jsonl(run.path / "metrics.jsonl", run.metrics[:iterations])
+    "Keep the metrics and evaluations of the first `iterations` and drop the rest."
+    rows = run.metrics[:iterations]
+    if len(rows) < iterations:
+        warnings.warn(f"output: {str(run.path)!r} has lost the metrics of iterations {len(rows) + 1} to {iterations}")
+    write_jsonl(run.path / "metrics.jsonl", rows)
+    if (run.path / "evaluations.jsonl").exists():
+        write_jsonl(run.path / "evaluations.jsonl", [row for row in run.evaluations if row["iteration"] <= iterations])
 
 # %% ../../nbs/training/01_runs.ipynb #0c993719
 def check_folder(path: str | Path) -> None:
