@@ -102,7 +102,9 @@ def check_files(folder: Path, contents: bool = True) -> dict[str, Any]:
     problems = [problem for problem in sizes if problem]
     if contents and not problems:
         found = described(folder, table["files"])
-        problems = [f"{name} has other content than was written" for name in found if found[name] != table["files"][name]]
+        problems = [
+            f"{name} has other content than was written" for name in found if found[name] != table["files"][name]
+        ]
     if problems:
         raise Damaged(problems[0])
     return table

@@ -47,5 +47,5 @@ def check_shapes(place: str, found: Shapes, here: Shapes) -> None:
         if name not in here:
             raise ValueError(f"checkpoint: {place!r} holds {name!r}, which this run does not train")
         if found[name] != here[name]:
-            was, now = ("{} {}".format(kind, list(shape)) for shape, kind in (found[name], here[name]))
+            was, now = (f"{kind} {list(shape)}" for shape, kind in (found[name], here[name]))
             raise ValueError(f"checkpoint: {place!r} holds {name!r} as {was}, this run trains {now}")

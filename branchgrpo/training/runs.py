@@ -79,7 +79,10 @@ def rewind(run: Run, iterations: int) -> None:
     "Keep the metrics and evaluations of the first `iterations` and drop the rest."
     rows = run.metrics[:iterations]
     if len(rows) < iterations:
-        warnings.warn(f"output: {str(run.path)!r} has lost the metrics of iterations {len(rows) + 1} to {iterations}")
+        warnings.warn(
+            f"output: {str(run.path)!r} has lost the metrics of iterations {len(rows) + 1} to {iterations}",
+            stacklevel=2,
+        )
     write_jsonl(run.path / "metrics.jsonl", rows)
     if (run.path / "evaluations.jsonl").exists():
         write_jsonl(run.path / "evaluations.jsonl", [row for row in run.evaluations if row["iteration"] <= iterations])
