@@ -7,7 +7,6 @@ __all__ = ['averaged_weights', 'plain_denoiser', 'write_lora', 'forget_last_call
            'exported_state', 'export']
 
 # %% ../../nbs/training/10_export.ipynb #0f595cca
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -15,7 +14,8 @@ from typing import Any
 
 import torch
 
-from .distributed import full_state, local, plain_class, whole
+from .distributed import from_main, full_state, local, plain_class, whole
+from .files import delete, replace_folder, to_disk
 from .model import Learner
 
 # %% ../../nbs/training/10_export.ipynb #f6a4068b
@@ -84,14 +84,21 @@ def write_model(policy, folder: Path, state: dict[str, torch.Tensor], sharded: b
     save_file({k: v.contiguous() for k, v in state.items()}, folder / "model.safetensors")
 
 # %% ../../nbs/training/10_export.ipynb #58edd57b
-def write_result(learner: Learner, temporary: Path, state: dict[str, torch.Tensor]) -> None:
-    "Write an adapter or a model."
-    if temporary.exists():
-        shutil.rmtree(temporary)
-    if learner.settings.lora_rank > 0:
-        write_lora(learner.policy, temporary, state)
-    else:
-        write_model(learner.policy, temporary, state, learner.is_sharded)
+def write_result(learner: Learner, target: Path, state: dict[str, torch.Tensor]) -> None:
+    "Write an adapter or a model, whole or not at all."
+    temporary = target.with_name(f"{target.name}.tmp")
+    delete(temporary)
+    try:
+        if learner.settings.lora_rank > 0:
+            write_lora(learner.policy, temporary, state)
+        else:
+            write_model(learner.policy, temporary, state, learner.is_sharded)
+        for path in (*temporary.rglob("*"), temporary):
+            to_disk(path)
+    except BaseException:
+        delete(temporary)  # a full disk has room again
+        raise
+    replace_folder(temporary, target)
 
 # %% ../../nbs/training/10_export.ipynb #9c388be3
 def exported_state(learner: Learner) -> dict[str, torch.Tensor]:
@@ -106,13 +113,7 @@ def export(learner: Learner, folder: Path, averaged: bool = False) -> Path:
 
     Collective: all processes gather the weights, the main process writes."""
     target = folder / ("lora" if learner.settings.lora_rank > 0 else "model")
-    temporary = target.with_name(f"{target.name}.tmp")
     with averaged_weights(learner, averaged):
         state = exported_state(learner)
-        if learner.accelerator.is_main_process:
-            write_result(learner, temporary, state)
-            if target.exists():
-                shutil.rmtree(target)
-            temporary.rename(target)
-    learner.accelerator.wait_for_everyone()
+        from_main(learner.accelerator, lambda: write_result(learner, target, state))
     return target
