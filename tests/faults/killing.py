@@ -12,6 +12,7 @@ from test_training import SMALL, free_port
 
 from branchgrpo.reproduction.warm import popen
 from branchgrpo.training.checkpoint_folders import checkpoints, newest
+from branchgrpo.training.checkpoint_manifest import read_manifest
 from branchgrpo.training.checkpoints import read_table
 
 INJECTOR = Path(__file__).with_name("injector.py")
@@ -118,7 +119,7 @@ def outcome(folder):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         last = newest(folder)
-    progress = json.loads((last / "progress.json").read_text())
+    progress = read_manifest(last)
     return {
         "state": json.loads((folder / "run.json").read_text())["state"],
         "metrics": without_seconds(folder / "metrics.jsonl"),
