@@ -189,7 +189,8 @@ async def try_once(client: "ChatClient", body: bytes) -> Try:
         wait = asked_wait(response.headers.get("retry-after", ""))
         return Try(reason=f"status {status}", silent=status in GATEWAY, wait=wait)
     score = read_answer(text)
-    return Try(score, f"no score in the answer {without_key(text)[:60]!r}" if math.isnan(score) else "")
+    said = "" if server_key() else f" {without_key(text)[:60]!r}"
+    return Try(score, f"no score in the answer{said}" if math.isnan(score) else "")
 
 # %% ../../nbs/rewards/13_unified.ipynb #c6003176
 MOST_WAIT = 60.0  # seconds
@@ -227,7 +228,7 @@ class Silence:
 
 # %% ../../nbs/rewards/13_unified.ipynb #91bf487b
 class ChatClient:
-    "The settings of a client, and what it knows of its server. Raises `ValueError` if no server answers at the address."
+    "The settings of a client, and what it knows of its server. Raises `ValueError` if none answers at the address."
 
     remote = True
 
