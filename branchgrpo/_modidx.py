@@ -1287,6 +1287,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                  'branchgrpo/rewards/base.py'),
                                          'branchgrpo.rewards.base.hide_loading_bars': ( 'rewards/base.html#hide_loading_bars',
                                                                                         'branchgrpo/rewards/base.py'),
+                                         'branchgrpo.rewards.base.is_folder': ('rewards/base.html#is_folder', 'branchgrpo/rewards/base.py'),
                                          'branchgrpo.rewards.base.load': ('rewards/base.html#load', 'branchgrpo/rewards/base.py'),
                                          'branchgrpo.rewards.base.load_one': ('rewards/base.html#load_one', 'branchgrpo/rewards/base.py'),
                                          'branchgrpo.rewards.base.place_of': ('rewards/base.html#place_of', 'branchgrpo/rewards/base.py'),
