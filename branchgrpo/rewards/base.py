@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..registry import unknown
+from .addresses import check_no_secret
 from .contract import Checked, Reward
 from .own import import_own, is_own_name, object_digest, object_name, short_digest
 from .scorer import Scorer  # noqa: F401
@@ -71,8 +72,9 @@ _TERM = re.compile(r"\s*(?:([0-9.eE-]+)\s*\*\s*)?([^\s+*()]+)\s*$")
 def terms(name: str) -> tuple[list[tuple[float, str]], bool]:
     """Return the terms `[(weight, name), …]` of a reward's name, and whether it normalises them.
 
-    Raises `ValueError` on a name that is no sum of names.
+    Raises `ValueError` on a name that is no sum of names, and on one with a password in an address.
     """
+    check_no_secret(name)
     inner = re.fullmatch(r"\s*norm\((.+)\)\s*", name)
     parts = (inner[1] if inner else name).split("+")
     found = [match for match in map(_TERM.match, parts) if match]

@@ -41,7 +41,7 @@ class ProgressBar(Callback):
 
     def on_iteration(self, trainer, row):
         self.bar.set_postfix({key: f"{row[key]:.4g}" for key in SHOWN}, refresh=False)
-        self.bar.update()
+        self.bar.update(row["iteration"] - self.bar.n)
 
     def on_end(self, trainer):
         self.bar.close()
