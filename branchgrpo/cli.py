@@ -16,6 +16,7 @@ from .commands import check_hps, doctor, evaluate, sample, show_recipes, show_re
 from .commands_bench import bench
 from .registry import import_target, unknown
 from .reproduction.command import reproduce
+from .training.outside import plain_line
 
 # %% ../nbs/27_cli.ipynb #8272daf9
 def leave(accelerator: Any, error: BaseException) -> None:
@@ -26,7 +27,7 @@ def leave(accelerator: Any, error: BaseException) -> None:
         accelerator.end_training()
         return
     if isinstance(error, ValueError):
-        print(f"branchgrpo: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"branchgrpo: {plain_line(str(error))}", file=sys.stderr)
     else:
         traceback.print_exception(error)
     sys.stdout.flush()
@@ -131,11 +132,11 @@ def main(argv: list[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(overview())
         return 0
-    sys.path.insert(0, os.getcwd())  # a reward of your own is found from the current folder
+    sys.path.append(os.getcwd())  # a reward of your own is found from the current folder, and hides no library
     try:
         return execute(words[0], words[1:])
     except ValueError as error:
-        print(f"branchgrpo: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"branchgrpo: {plain_line(str(error))}", file=sys.stderr)
         return 2
 
 # %% ../nbs/27_cli.ipynb #58e2376b
