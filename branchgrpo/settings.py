@@ -164,7 +164,13 @@ def field_types(cls: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
-WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", dict[int, int]: "pairs of numbers"}
+WORDS = {
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    bool: "true or false",
+    dict[int, int]: "pairs of numbers",
+}
 
 
 def type_name(hint: Any) -> str:

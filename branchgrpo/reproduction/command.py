@@ -167,11 +167,12 @@ def write_snakefile(jobs: list, o: PageOptions, slurm: SlurmOptions) -> int:
     "Write runs and notebooks as a Snakefile."
     from branchgrpo.reproduction.tasks import torchrun
     from branchgrpo.reproduction.snakefile import snakefile
+    from branchgrpo.training.files import write_text
 
     words = ["--scale", o.scale, "--folder", o.folder, "--output", o.output]
     launch = o.launch or torchrun(1, slurm.gpus_per_node)
     words += ["--launch", launch] if launch else []
     words += ["--set", *o.set] if o.set else []
-    Path(slurm.snakefile or "Snakefile").write_text(snakefile(jobs, words, slurm.gpus_per_node, slurm.hours))
+    write_text(slurm.snakefile or "Snakefile", snakefile(jobs, words, slurm.gpus_per_node, slurm.hours))
     print(f"{slurm.snakefile}: snakemake --snakefile {slurm.snakefile} --jobs 8")
     return 0

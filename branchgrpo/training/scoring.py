@@ -144,7 +144,9 @@ def rewards_of_parts(r: RolloutRewards, parts: dict[str, Tensor]) -> tuple[Tenso
     table = parts | {None: total.float().reshape(shape)}
     error = f": {r.scorer.last_error}" if r.scorer.last_error else ""
     for name, scores in table.items():
-        r.lost.add(r.step + 0.5, f"{f'reward {name}' if name else 'a reward'} is not finite{error}", ~finite_rows(scores))
+        r.lost.add(
+            r.step + 0.5, f"{f'reward {name}' if name else 'a reward'} is not finite{error}", ~finite_rows(scores)
+        )
     table = {k: t.nan_to_num(0.0, 0.0, 0.0) for k, t in table.items()}
     table = {k: t.masked_fill(r.unscored[:, None], 0.0) for k, t in table.items()}
     return table.pop(None), {k: t for k, t in table.items() if k}

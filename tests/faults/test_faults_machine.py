@@ -9,7 +9,7 @@ LINE = "branchgrpo: output: no space left on the disk of "
 FULL = {
     "metrics row": ("branchgrpo.training.runs:append_jsonl", 2, 0),
     "checkpoint": ("branchgrpo.training.checkpoints:begin_checkpoint", 2, 0),
-    "checkpoint's list of files": ("branchgrpo.training.checkpoint_folders:write_text", 2, 0),
+    "checkpoint's manifest": ("branchgrpo.training.checkpoints:put_in_place", 2, 0),
     "adapter at the end": ("branchgrpo.training.export:write_result", 1, 0),
     "run.json at the end": ("branchgrpo.training.runs:Run.set_state", 1, 0),
     "run.json at the start": ("branchgrpo.training.lifetime:open_run", 1, 0),
@@ -211,8 +211,8 @@ found["sampled"] = (disk.path / "a.png").exists()
 disk.free()
 found["sampled again"] = command(*sample)[0]
 disk.fill()
-bench = ["reproduce", "--all", "--scale", "smoke", "--folder", REPRODUCE, "--snakefile", disk.path / "Snakefile"]
-found["snakefile"] = [(code, lines(err)) for code, _, err in [command(*bench)]][0]
+pages = ["reproduce", "--all", "--scale", "smoke", "--folder", REPRODUCE, "--snakefile", disk.path / "Snakefile"]
+found["snakefile"] = [(code, lines(err)) for code, _, err in [command(*pages)]][0]
 found |= {"kind": disk.kind, "tidy": leftovers(disk.path / "e")}
 """
 
@@ -365,7 +365,7 @@ for n in range(2):
     Image.fromarray(numpy.full((32, 32, 3), 100 * n, "uint8")).save(ROOT / f"{n}.png")
 rows = [{"prompt": f"a red {n}", "image": f"{n}.png"} for n in range(2)]
 (ROOT / "prompts.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
-words = ("--backbone", "tiny-i2v", "--prompts", ROOT / "prompts.jsonl", "--lora-rank", 0)
+words = ("--backbone", "tiny-wan-i2v", "--prompts", ROOT / "prompts.jsonl", "--lora-rank", 0)
 (ROOT / "1.png").rename(ROOT / "away.png")
 found["gone"] = train(ROOT / "run", *words, iterations=1)
 (ROOT / "away.png").rename(ROOT / "1.png")

@@ -182,7 +182,18 @@ VALUES = (
     "%%bash\ntouch EVIL",
     "\ud800\x00\x1b[2J",
 )
-NAMES = ("x = open('EVIL', 'w') #", "__builtins__", "__name__", "open", "text; y", "a b", "", "text\n", "naïve", "print")
+NAMES = (
+    "x = open('EVIL', 'w') #",
+    "__builtins__",
+    "__name__",
+    "open",
+    "text; y",
+    "a b",
+    "",
+    "text\n",
+    "naïve",
+    "print",
+)
 
 
 @pytest.mark.fast
@@ -246,7 +257,7 @@ def test_a_snakefile_quotes_its_words(tmp_path, monkeypatch, noted):
     "Snakemake formats the command, then a shell splits it: every word arrives as it was."
     monkeypatch.chdir(tmp_path)
     words = [value for value in (*VALUES, "{input}", "{{x}}") if "\0" not in value]
-    text = rule("page", ["a\"b\nc"], json.dumps("out'put"), words)
+    text = rule("page", ['a"b\nc'], json.dumps("out'put"), words)
     compile(text.split("shell:")[1].strip(), "Snakefile", "eval")
     command = ast.literal_eval(text.split("shell:")[1].strip()).format()
     assert shlex.split(command)[4:] == words
@@ -398,7 +409,14 @@ def test_doctor_verifies_what_a_run_would_load(tmp_path, monkeypatch, capsys, no
     sound = tmp_path / "flux" / "model_index.json"
     digest = hashlib.sha256(sound.read_bytes()).hexdigest()
     (notes / "model_index.json.metadata").write_text(f"{'0' * 40}\n{digest}\n1.0\n")
-    words = ["doctor", "--backbone", str(tmp_path / "flux"), "--reward", f"aesthetic:{place.parent / 'head'}", "--verify"]
+    words = [
+        "doctor",
+        "--backbone",
+        str(tmp_path / "flux"),
+        "--reward",
+        f"aesthetic:{place.parent / 'head'}",
+        "--verify",
+    ]
     assert main(words) == 1
     said = capsys.readouterr().out
     assert "1 as published" in said and "no digest published" in said
@@ -428,7 +446,10 @@ def test_tables_and_figures_show_a_prompt_as_it_is(noted):
     assert len(table.splitlines()) == 4 and "<script" not in table
     assert all(line.replace("\\|", "").count("|") == 3 for line in table.splitlines())
     image = np.zeros((3, 4, 4))
-    for figure in (side_by_side({text: [image]}, [text]), draw_tree([[], [0]], {1: image[None]}, [[0], [0.5]], title=text)):
+    for figure in (
+        side_by_side({text: [image]}, [text]),
+        draw_tree([[], [0]], {1: image[None]}, [[0], [0.5]], title=text),
+    ):
         figure.canvas.draw()
         plt.close(figure)
     noted(
@@ -447,6 +468,8 @@ def test_the_current_folder_hides_no_library(tmp_path, noted):
     "A file `numbers.py` or `yaml.py` beside the run is not imported in a library's place."
     for name in ("numbers", "yaml", "matplotlib"):
         (tmp_path / f"{name}.py").write_text("open('EVIL', 'w')")
-    done = run([sys.executable, "-c", LAUGHS, "recipes"], cwd=tmp_path, timeout=200, env=os.environ | {"PYTHONSAFEPATH": "1"})
+    done = run(
+        [sys.executable, "-c", LAUGHS, "recipes"], cwd=tmp_path, timeout=200, env=os.environ | {"PYTHONSAFEPATH": "1"}
+    )
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "EVIL").exists()
