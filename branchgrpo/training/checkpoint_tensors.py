@@ -83,7 +83,8 @@ def write_tensors(writer: TensorWriter, tables: dict[str, Any], thread: bool = F
     with plain_errors():
         if thread:
             return dcp.async_save(packed(tables), storage_writer=writer, process_group=group, no_dist=alone)
-        return dcp.save(packed(tables), storage_writer=writer, no_dist=alone)
+        dcp.save(packed(tables), storage_writer=writer, no_dist=alone)
+    return None
 
 # %% ../../nbs/training/09_checkpoint_tensors.ipynb #edcede3b
 def read_tensors(folder: Path, tables: dict[str, Any], alone: bool = False) -> None:
