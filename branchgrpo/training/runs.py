@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import branchgrpo
-from ..refusals import EVERYWHERE
+from ..refusals import EVERYWHERE, naming
 from .files import append_jsonl, read_jsonl, write_jsonl, write_text
 from .run_lock import LOCK
 
@@ -92,7 +92,8 @@ class Run:
 
     def append(self, row: dict) -> None:
         "Add one row to metrics.jsonl."
-        append_jsonl(self.path / "metrics.jsonl", with_null(row))
+        with naming(self.path / "metrics.jsonl"):
+            append_jsonl(self.path / "metrics.jsonl", with_null(row))
 
 # %% ../../nbs/training/01_runs.ipynb #58007da8
 def rewind(run: Run, iterations: int) -> None:
