@@ -147,8 +147,8 @@ def operation(event, args):
 
 
 def plain(path):
-    "Return a path without what differs between two runs: numbers of processes and times."
-    return re.sub(rf"\b{os.getpid()}\b|\d{{8,}}", "N", path)
+    "Return a path without what differs between two runs: numbers of processes, times, random names."
+    return re.sub(rf"\b{os.getpid()}\b|\b[0-9a-f]{{8}}\b|\d{{8,}}", "N", path)
 
 
 class Files:
