@@ -146,6 +146,11 @@ def operation(event, args):
     return None
 
 
+def changes(event, path):
+    "Return whether an operation changes anything: what exists is not made, what is missing is not moved."
+    return event == "open" or os.path.lexists(path) != (event in ("os.mkdir", "os.link", "os.symlink"))
+
+
 def plain(path):
     "Return a path without what differs between two runs: numbers of processes, times, random names."
     return re.sub(rf"\b{os.getpid()}\b|\b[0-9a-f]{{8}}\b|\d{{8,}}", "N", path)
@@ -167,7 +172,7 @@ class Files:
         self.busy = True
         try:
             path = operation(event, args)
-            if path and path.startswith(self.folder):
+            if path and path.startswith(self.folder) and changes(event, path):
                 self.handle(event, plain(os.path.relpath(path, self.folder)))
         finally:
             self.busy = False
