@@ -29,8 +29,8 @@ from functools import wraps
 
 REACHED = "fault reached: "  # begins the line that a process writes before it ends itself
 CHANGES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-FILES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate")
-FUNCTIONS = ("open", "rename", "replace", "remove", "unlink", "mkdir", "rmdir", "link", "symlink", "truncate")
+FILES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")
+FUNCTIONS = ("open", "rename", "replace", "remove", "unlink", "mkdir", "rmdir", "truncate")
 
 
 def owner_of(name):
@@ -148,7 +148,7 @@ def operation(event, args):
 
 def changes(event, path):
     "Return whether an operation changes anything: what exists is not made, what is missing is not moved."
-    return event == "open" or os.path.lexists(path) != (event in ("os.mkdir", "os.link", "os.symlink"))
+    return event == "open" or os.path.lexists(path) != (event == "os.mkdir")
 
 
 def plain(path):
