@@ -12,7 +12,7 @@ from pathlib import Path
 
 from branchgrpo.reproduction.warm import run
 
-BEGIN = '''
+BEGIN = """
 import contextlib, ctypes, importlib, io, json, os, resource, sys, traceback, warnings
 from pathlib import Path
 ROOT = Path(sys.argv[1])
@@ -140,7 +140,7 @@ def leftovers(folder):
 
 found = {}
 warnings.simplefilter("ignore")
-'''
+"""
 END = """
 print("\\nFOUND " + json.dumps(found, default=str))
 sys.stdout.flush()
