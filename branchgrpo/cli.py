@@ -122,7 +122,9 @@ def overview() -> str:
     about = {name: " ".join((command.run.__doc__ or "").split()) for name, command in COMMANDS.items()}
     lines = ["usage: branchgrpo COMMAND [options]", "", "Tree-structured GRPO for diffusion and flow models.", ""]
     lines += [f"  {name:12}{text}" for name, text in about.items()]
-    codes = ["0 done, 1 failed, 2 a wrong input, 74 the machine refused (disk, files): start it again when it allows it,"]
+    codes = [
+        "0 done, 1 failed, 2 a wrong input, 74 the machine refused (disk, files): start it again when it allows it,"
+    ]
     codes += ["75 told to stop: start it again to go on"]
     end = ["branchgrpo COMMAND --help lists the options of a command.", "Exit codes: " + "\n            ".join(codes)]
     return "\n".join([*lines, "", *end])
