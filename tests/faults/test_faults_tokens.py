@@ -120,9 +120,10 @@ def test_a_run_its_evaluation_and_the_doctor_keep_the_keys_to_themselves(server,
 def test_a_server_that_repeats_the_key(server, status, tmp_path, monkeypatch, noted):
     "Also where its answer is an error or has no score."
     monkeypatch.setenv(TOKEN, SECRETS[TOKEN])
+    from test_faults_servers import IMAGE
+
     from branchgrpo.rewards.scorer import Scorer
     from branchgrpo.rewards.unified import UnifiedReward
-    from test_faults_servers import IMAGE
 
     server.status, server.scores = status, False
     client = UnifiedReward(server.where, timeout=20.0, retries=0, wait=0.01, patience=0.0)
