@@ -24,6 +24,7 @@ from .launch import Nodes, train_apart
 from ..training.checkpoint_folders import checkpoints, newest
 from ..training.checkpoint_origin import NUMBERS
 from ..training.config import TrainConfig
+from ..training.outside import name_part
 from ..training.runs import Run, check_same_prompts, is_empty
 
 # %% ../../nbs/reproduction/01_run_cache.ipynb #7430337b
@@ -72,8 +73,8 @@ def cache_key(settings: dict) -> str:
     "Return the folder name of a run with `settings` (`config.settings().to_dict()`, or those of a run.json)."
     text = json.dumps([NUMBERS, hashed_settings(settings)], sort_keys=True, default=str)
     digest = hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
-    recipe, backbone, seed = (settings[name] for name in ("recipe", "backbone", "seed"))
-    return f"{recipe}-{backbone.rstrip('/').split('/')[-1]}-{seed}-{digest}"
+    recipe, backbone = name_part(settings["recipe"]), name_part(settings["backbone"].rstrip("/").split("/")[-1])
+    return f"{recipe}-{backbone}-{settings['seed']}-{digest}"
 
 # %% ../../nbs/reproduction/01_run_cache.ipynb #82337ccd
 def run_folder(config: TrainConfig, root: str | Path) -> Path:
