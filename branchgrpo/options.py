@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['NUMBER', 'READ', 'ONLY_FLAGS', 'MESSAGES', 'sections_of', 'comments_of', 'not_allowed', 'whole', 'number', 'distinct',
            'steps', 'pairs', 'truth', 'plain_text', 'texts', 'without_none', 'flag_of', 'shown_default', 'add_section',
-           'Help', 'Parser', 'parser_of', 'parse', 'joined', 'from_file', 'one_line', 'not_expected', 'nearest_flag']
+           'Help', 'Parser', 'parser_of', 'parse', 'joined', 'from_file', 'one_line', 'not_expected', 'nearest_flag',
+           'variable']
 
 # %% ../nbs/25_options.ipynb #969b75d9
 import argparse
@@ -14,6 +15,7 @@ import difflib
 import functools
 import inspect
 import operator
+import os
 import re
 import typing
 from typing import Any, NoReturn
@@ -271,3 +273,15 @@ def nearest_flag(wanted: str, parser: Parser) -> str:
     begin = [flag for flag in flags if len(wanted) > 4 and flag.startswith(wanted)]
     close = begin or difflib.get_close_matches(wanted, flags, n=1)
     return f"; did you mean {close[0]}?" if close else ""
+
+# %% ../nbs/25_options.ipynb #87c8a119
+def variable(name: str, default: int, least: int = 0, most: int = 10**9) -> int:
+    "Return the whole number in a variable of the environment. Raise `ValueError` naming it if it holds another value."
+    text = os.environ.get(name) or str(default)
+    try:
+        value = whole(text)
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"{name}: {error} (a variable of the environment)") from None
+    if not least <= value <= most:
+        raise ValueError(f"{name}: {value} is not from {least} to {most} (a variable of the environment)")
+    return value
