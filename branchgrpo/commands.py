@@ -68,7 +68,7 @@ def require(o: Any, name: str, least: float, most: float = 10**9) -> None:
     value = getattr(o, name)
     if value is not None and not least <= value <= most:
         kind = "whole number" if isinstance(value, int) else "number"
-        raise ValueError(f"{name}: {value} is not a {kind} from {least:g} to {most:g}")
+        raise ValueError(f"{name}: {value} is not a {kind} from {least} to {most}")
 
 
 def options(cls: type, given: dict[str, Any], required: tuple[str, ...] = ()) -> Any:
@@ -163,8 +163,8 @@ def doctor(given: dict[str, Any]) -> int:
     warnings.filterwarnings("ignore")
     machine = options(MachineOptions, given)
     require(machine, "gpus", 1, 1_000_000)
-    require(machine, "tflops", 1e-6)
-    require(machine, "gpu_memory", 1e-3)
+    require(machine, "tflops", 0.001)
+    require(machine, "gpu_memory", 0.001)
     config = TrainConfig.from_dict({k: v for k, v in given.items() if not hasattr(machine, k)})
     print(report(config.settings(), machine.gpus, machine.tflops, machine.gpu_memory))
     return 0

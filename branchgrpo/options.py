@@ -46,8 +46,10 @@ def not_allowed(value: Any, allowed: str) -> argparse.ArgumentTypeError:
 
 def whole(value: Any) -> int:
     "Return a whole number written with the digits 0 to 9, eighteen of them at most."
-    if isinstance(value, bool) or not re.fullmatch(r"[-+]?[0-9]{1,18}", str(value)[:99]):
+    if isinstance(value, bool) or not re.fullmatch(r"[-+]?[0-9]+", str(value)):
         raise not_allowed(value, "a whole number, such as 12")
+    if len(str(value)) > 18:
+        raise not_allowed(value, "a whole number of at most 18 digits")
     return int(value)
 
 # %% ../nbs/25_options.ipynb #c0e78504
@@ -80,7 +82,8 @@ def steps(value: Any) -> tuple[int, ...] | str:
     try:
         return tuple(distinct([whole(item) for item in items][:1000], value))
     except argparse.ArgumentTypeError as error:
-        raise error if "twice" in str(error) else not_allowed(value, "steps such as 0,3,6, or a name") from None
+        allowed = "a list of steps such as 0,3,6, nor a name"
+        raise error if "twice" in str(error) else not_allowed(value, allowed) from None
 
 
 def pairs(value: Any) -> dict[int, int]:
@@ -89,11 +92,11 @@ def pairs(value: Any) -> dict[int, int]:
     if value == "":
         return {}
     if any(len(item) != 2 for item in items):
-        raise not_allowed(value, "pairs such as 5:24,7:12")
+        raise not_allowed(value, "a list of pairs such as 5:24,7:12")
     try:
         found = [(whole(step), whole(count)) for step, count in items]
     except argparse.ArgumentTypeError:
-        raise not_allowed(value, "pairs such as 5:24,7:12") from None
+        raise not_allowed(value, "a list of pairs such as 5:24,7:12") from None
     distinct([step for step, _ in found], value)
     return dict(found)
 
@@ -210,7 +213,7 @@ def joined(words: list[str]) -> list[str]:
     "Return the words with `--eta -1` as `--eta=-1`, since a parser takes -1e-4 and -1:2 for flags."
     out: list[str] = []
     for word in words:
-        if out and re.fullmatch(r"--[a-z][a-z0-9-]*", out[-1]) and re.match(r"-[0-9.]", word):
+        if out and re.fullmatch(r"--[a-z][a-z0-9-]*", out[-1]) and re.match(r"-([0-9.]|inf$|nan$)", word):
             out[-1] = f"{out[-1]}={word}"
         else:
             out.append(word)

@@ -100,7 +100,7 @@ def resolve(name: str) -> str:
     )
 
 # %% ../../nbs/backbones/03_base.ipynb #56cec890
-UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError)  # what diffusers raises on damaged files
+UNREADABLE = (OSError, ValueError)  # what diffusers raises on missing and damaged files
 
 
 def absent(name: str, error: Exception) -> ValueError:
@@ -118,7 +118,8 @@ def pipeline_class(name: str) -> str:
 
     folder = resolve(name)
     try:
-        return DiffusionPipeline.load_config(folder).get("_class_name")
+        config = DiffusionPipeline.load_config(folder)
+        return config.get("_class_name") if isinstance(config, dict) else None
     except UNREADABLE as error:
         raise absent(name, error) from None
 

@@ -81,7 +81,7 @@ def check_options(o: PageOptions, slurm: SlurmOptions) -> None:
         if o.names.count(name) > 1:
             raise ValueError(f"names: {name!r} is given twice")
     require(o, "jobs", 1, 10_000)
-    require(o, "tflops", 1e-6)
+    require(o, "tflops", 0.001)
     require(slurm, "hours", 1, 10_000)
     require(slurm, "nodes", 1, 100_000)
     require(slurm, "gpus_per_node", 0, 1000)

@@ -141,7 +141,8 @@ def is_finite(value: Any) -> bool:
 def check_numbers(s: Settings) -> None:
     "Raise `ValueError` naming the first number that cannot be meant."
     for name, most in AT_MOST.items():
-        require(s, (name,), lambda v, most=most: v is None or v <= most, f"at most {most}")
+        if getattr(s, name) is not None and getattr(s, name) > most:
+            raise ValueError(f"{name}: {shown(getattr(s, name))} is above {most}, the most allowed")
     require(s, WHOLE_FROM_ONE, lambda v: isinstance(v, int) and v >= 1, "a whole number of at least 1")
     require(s, WHOLE_FROM_ZERO, lambda v: isinstance(v, int) and v >= 0, "a whole number of at least 0")
     require(s, OPTIONAL_FROM_ONE, lambda v: v is None or v >= 1, "a whole number of at least 1")
@@ -202,7 +203,7 @@ def check_together(s: Settings) -> None:
     if leaves > MOST_LEAVES:
         raise ValueError(f"branch_factor: {s.branch_factor} makes {leaves} leaves of a prompt, more than {MOST_LEAVES}")
     if leaves < 2 and not s.adaptive:
-        raise ValueError(f"splits: {s.splits!r} with roots {s.roots} leave one image of a prompt, none to compare it with")
+        raise ValueError(f"splits: {s.splits!r} and roots {s.roots} leave one image of a prompt, and none to compare it to")
     if not (plan.trained or s.adaptive):
         raise ValueError(f"steps: {s.steps} leaves no step to train; the last step is not trained by default")
     if s.group_selection != "all" and not 1 <= s.group_keep <= leaves:

@@ -103,12 +103,13 @@ def recorded(path: str | Path, setting: str) -> dict:
     return table
 
 # %% ../../nbs/training/01_runs.ipynb #0c993719
-def check_output(path: str | Path) -> None:
-    "Raise `ValueError` if a folder at `path` cannot be made."
+def check_output(path: str | Path, given: str | Path | None = None) -> None:
+    "Raise `ValueError` if a folder at `path` cannot be made; `given` is what the setting says, if that is another path."
     check_path(path)
+    given = path if given is None else given
     parent = next(p for p in (Path(path), *Path(path).absolute().parents) if p.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK) or Path("/proc") in (parent, *parent.parents):
-        raise ValueError(f"output: {str(path)!r} cannot be made, since {str(parent)!r} is not a writable folder")
+        raise ValueError(f"output: {str(given)!r} cannot be made, since {str(parent)!r} is not a writable folder")
 
 
 def check_file(path: str | Path, ending: str = "") -> None:
@@ -119,7 +120,7 @@ def check_file(path: str | Path, ending: str = "") -> None:
         raise ValueError(f"output: {str(path)!r} is a folder, and a file is written")
     if ending and path.suffix.lower() != ending:
         raise ValueError(f"output: {str(path)!r} does not end in {ending}")
-    check_output(path.parent)
+    check_output(path.parent, path)
 
 
 def check_folder(path: str | Path) -> None:
