@@ -6,6 +6,7 @@
 __all__ = ['TRAIN', 'EVALUATION', 'COMMANDS', 'leave', 'train', 'print_settings', 'Command', 'overview', 'execute', 'main']
 
 # %% ../nbs/27_cli.ipynb #3a400ef3
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -132,6 +133,9 @@ def main(argv: list[str] | None = None) -> int:
         print(overview())
         return 0
     sys.path.insert(0, os.getcwd())  # a reward of your own is found from the current folder
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # else an arrow ends the program where output is ASCII
     try:
         return execute(words[0], words[1:])
     except ValueError as error:

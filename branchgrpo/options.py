@@ -186,9 +186,7 @@ class Parser(argparse.ArgumentParser):
 
 def parser_of(prog: str, about: str, classes: tuple[type, ...], config: bool = False) -> Parser:
     "Return the parser of a command whose options are the fields of `classes`."
-    parser = Parser(
-        prog=prog, usage="%(prog)s [options]", description=about, allow_abbrev=False, formatter_class=Help
-    )
+    parser = Parser(prog=prog, usage="%(prog)s [options]", description=about, allow_abbrev=False, formatter_class=Help)
     if config:
         about = "a YAML file of settings; flags override it"
         parser.add_argument("--config", type=plain_text, action="append", metavar="FILE", help=about)

@@ -87,7 +87,7 @@ def read_rows(path: str | Path) -> list[dict]:
     """
     path = Path(path)
     if path.suffix.lower() not in ENDINGS:
-        raise ValueError(f"prompts: {shown(str(path))} ends in {path.suffix!r}, and only .txt and .jsonl files are read")
+        raise ValueError(f"prompts: {shown(str(path))} ends in {path.suffix!r}; only .txt and .jsonl files are read")
     lines = read_lines(path)
     if path.suffix.lower() != ".jsonl":
         return [{"prompt": line} for line in lines]
@@ -119,7 +119,8 @@ def frames_beside(rows: dict[str, dict], folder: Path) -> Callable | None:
         return None
     for row in rows.values():
         if not isinstance(row["image"], str) or not (folder / row["image"]).is_file():
-            raise ValueError(f"prompts: the image {shown(row['image'])} of {shown(row['prompt'])} is no file in {folder}")
+            what = f"the image {shown(row['image'])} of {shown(row['prompt'])}"
+            raise ValueError(f"prompts: {what} is no file in {str(folder)!r}")
 
     def first_frames(prompts: list[str]) -> Tensor:
         return torch.stack([read_frame(folder / rows[prompt]["image"]) for prompt in prompts])

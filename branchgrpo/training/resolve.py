@@ -203,7 +203,7 @@ def check_together(s: Settings) -> None:
     if leaves > MOST_LEAVES:
         raise ValueError(f"branch_factor: {s.branch_factor} makes {leaves} leaves of a prompt, more than {MOST_LEAVES}")
     if leaves < 2 and not s.adaptive:
-        raise ValueError(f"splits: {s.splits!r} and roots {s.roots} leave one image of a prompt, and none to compare it to")
+        raise ValueError(f"splits: {s.splits!r} with roots {s.roots} leave one image of a prompt, none to compare")
     if not (plan.trained or s.adaptive):
         raise ValueError(f"steps: {s.steps} leaves no step to train; the last step is not trained by default")
     if s.group_selection != "all" and not 1 <= s.group_keep <= leaves:

@@ -104,7 +104,7 @@ def recorded(path: str | Path, setting: str) -> dict:
 
 # %% ../../nbs/training/01_runs.ipynb #0c993719
 def check_output(path: str | Path, given: str | Path | None = None) -> None:
-    "Raise `ValueError` if a folder at `path` cannot be made; `given` is what the setting says, if that is another path."
+    "Raise `ValueError` if a folder at `path` cannot be made; `given` is what the setting says, if it is another."
     check_path(path)
     given = path if given is None else given
     parent = next(p for p in (Path(path), *Path(path).absolute().parents) if p.exists())
