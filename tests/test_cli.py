@@ -1,4 +1,4 @@
-"""The command line: what it prints can be read back; a wrong word costs one line (all of them: faults/bad_inputs.yaml)."""
+"""The command line: what it prints can be read back (what is wrong costs one line: faults/bad_inputs.yaml)."""
 
 import argparse
 import subprocess
