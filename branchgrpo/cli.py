@@ -16,17 +16,22 @@ from .commands import check_hps, doctor, evaluate, sample, show_recipes, show_re
 from .commands_bench import bench
 from .registry import import_target, unknown
 from .reproduction.command import reproduce
+from .training.signals import ended_at_once
 
 # %% ../nbs/27_cli.ipynb #8272daf9
-def leave(accelerator: Any, error: BaseException) -> None:
+def leave(accelerator: Any, error: BaseException, minutes: float) -> None:
     "End a process that failed alone at once: a common end would wait for processes that wait for this one."
     import traceback
+
+    from branchgrpo.training.ranks import of_another
 
     if accelerator.num_processes == 1:
         accelerator.end_training()
         return
     if isinstance(error, ValueError):
         print(f"branchgrpo: {' '.join(str(error).split())}", file=sys.stderr)
+    elif line := of_another(error, accelerator.process_index, minutes):
+        print(f"branchgrpo: {line}", file=sys.stderr)
     else:
         traceback.print_exception(error)
     sys.stdout.flush()
@@ -34,6 +39,7 @@ def leave(accelerator: Any, error: BaseException) -> None:
     os._exit(2 if isinstance(error, ValueError) else 1)
 
 # %% ../nbs/27_cli.ipynb #bd6837dd
+@ended_at_once()
 def train(given: dict[str, Any]) -> int:
     "Train a model with a recipe; what is not given comes from the recipe."
     from branchgrpo.training.config import TrainConfig
@@ -48,7 +54,7 @@ def train(given: dict[str, Any]) -> int:
         print(f"branchgrpo: {stopped}; a second call continues the run", file=sys.stderr)
         return REQUEUE
     except BaseException as error:
-        leave(trainer.accelerator, error)
+        leave(trainer.accelerator, error, trainer.settings.timeout_minutes)
         raise
     trainer.accelerator.end_training()  # else a process may abort while it ends
     if trainer.accelerator.is_main_process:
