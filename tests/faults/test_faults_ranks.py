@@ -202,8 +202,9 @@ def test_a_dead_process_is_named_by_accelerate_too(tmp_path, monkeypatch):
     (tmp_path / "own.py").write_text(OWN)
     monkeypatch.setenv("FAULT", "rollout:1:4:1:SIGKILL")
     monkeypatch.setenv("FAULT_TIME", str(tmp_path / "time"))
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     run = replace(config(tmp_path / "run", reward=f"{tmp_path}/own.py:score", iterations=3))
-    launch = f"{sys.executable} -m accelerate.commands.launch --cpu --num_processes 2 --num_machines 1 --tee 3"
+    launch = f"{sys.executable} -m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --tee 3"
     with pytest.raises(RuntimeError, match=r"rank 1 \(pid \d+, host \S+\) was killed by SIGKILL; its last line: "):
         train_apart(run, launch)
     assert os.path.exists(tmp_path / "time")
