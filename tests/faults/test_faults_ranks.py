@@ -62,7 +62,7 @@ os._exit(main(["train", "--config", sys.argv[2] + ".yaml"]))
 PLACES = {
     "between two denoiser steps of a rollout": ("rollout:1:4", 1),
     "while images are scored": ("decode:1:1", 1),
-    "between two micro-batches": ("micro-batch:1:2", 1),
+    "between two micro-batches": ("micro-batch:1:1", 1),
     "between the two optimiser steps": ("optimiser:1:1", 2),
     "in an evaluation": ("evaluation:1:1", 2),
     "in a checkpoint": ("checkpoint:1:1", 2),
