@@ -19,6 +19,7 @@ from .commands_bench import bench
 from .refusals import REFUSED, Refused, refusals_in_words
 from .registry import import_target, unknown
 from .reproduction.command import reproduce
+from .training.outside import plain_line
 
 # %% ../nbs/27_cli.ipynb #2540175c
 def code_of(error: BaseException) -> int:
@@ -28,7 +29,7 @@ def code_of(error: BaseException) -> int:
 
 def tell(error: BaseException) -> None:
     "Print what an error says as one line on standard error."
-    print(f"branchgrpo: {' '.join(str(error).split())}", file=sys.stderr)
+    print(f"branchgrpo: {plain_line(str(error))}", file=sys.stderr)
 
 # %% ../nbs/27_cli.ipynb #8272daf9
 def leave(accelerator: Any, error: BaseException) -> None:
@@ -122,7 +123,9 @@ def overview() -> str:
     about = {name: " ".join((command.run.__doc__ or "").split()) for name, command in COMMANDS.items()}
     lines = ["usage: branchgrpo COMMAND [options]", "", "Tree-structured GRPO for diffusion and flow models.", ""]
     lines += [f"  {name:12}{text}" for name, text in about.items()]
-    codes = ["0 done, 1 failed, 2 a wrong input, 74 the machine refused (disk, files): start it again when it allows it,"]
+    codes = [
+        "0 done, 1 failed, 2 a wrong input, 74 the machine refused (disk, files): start it again when it allows it,"
+    ]
     codes += ["75 told to stop: start it again to go on"]
     end = ["branchgrpo COMMAND --help lists the options of a command.", "Exit codes: " + "\n            ".join(codes)]
     return "\n".join([*lines, "", *end])
@@ -152,7 +155,7 @@ def main(argv: list[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(overview())
         return 0
-    sys.path.insert(0, os.getcwd())  # a reward of your own is found from the current folder
+    sys.path.append(os.getcwd())  # a reward of your own is found from the current folder, and hides no library
     try:
         with refusals_in_words({}):
             return execute(words[0], words[1:])

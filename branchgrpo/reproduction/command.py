@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..commands import options
+from ..refusals import REFUSED
 
 # %% ../../nbs/reproduction/15_command.ipynb #0783f968
 @dataclass
@@ -109,7 +110,8 @@ def run_here(jobs: list, o: PageOptions) -> int:
         print(f"  {result.name}: {result.error}\n    {result.notebook}")
     if o.scale == "testbed":
         print(f"figures/README.md shows {write_page(o.folder)} of them")
-    return 1 if failed else 0
+    refused = all(result.error.startswith("Refused: ") for result in failed)
+    return 0 if not failed else REFUSED if refused else 1
 
 # %% ../../nbs/reproduction/15_command.ipynb #c0ffee08
 def redraw(jobs: list, o: PageOptions) -> int:

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['QUESTION', 'RETRIED', 'GATEWAY', 'LONGEST', 'MOST_WAIT', 'SERVE', 'parse_score', 'image_url', 'chat_request',
-           'request_body', 'Try', 'check_status', 'read_answer', 'asked_wait', 'event_loop', 'finished',
-           'open_connections', 'body_of', 'try_once', 'pause', 'Silence', 'ChatClient', 'look', 'check_server',
-           'score_one', 'score_all', 'UnifiedReward']
+           'request_body', 'Try', 'check_status', 'read_answer', 'asked_wait', 'event_loop', 'finished', 'open_client',
+           'body_of', 'try_once', 'pause', 'Silence', 'ChatClient', 'look', 'check_server', 'score_one', 'score_all',
+           'UnifiedReward']
 
 # %% ../../nbs/rewards/13_unified.ipynb #6a9fbebb
 import asyncio
@@ -142,14 +142,14 @@ def finished(work: Coroutine) -> Any:
         future.cancel()  # after Ctrl-C
 
 # %% ../../nbs/rewards/13_unified.ipynb #f5a6cdc7
-def open_connections(address: str, connections: int, timeout: float) -> Any:
-    "Return a client of httpx2 that keeps `connections` open; a server on this machine is called without a proxy."
+def open_client(address: str, timeout: float) -> Any:
+    "Return a client of httpx2 that uses no connection twice; a server on this machine is called without a proxy."
     import httpx2
 
     key = server_key()
-    headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
+    headers = {"Accept-Encoding": "identity", "Content-Type": "application/json", "Connection": "close"}
     headers |= {"Authorization": f"Bearer {key}"} if key else {}
-    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=connections)
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
     directly = dict.fromkeys(("http://", "https://", "all://")) if is_here(address) else None
     return httpx2.AsyncClient(headers=headers, limits=limits, timeout=timeout, mounts=directly)
 
@@ -189,7 +189,8 @@ async def try_once(client: "ChatClient", body: bytes) -> Try:
         wait = asked_wait(response.headers.get("retry-after", ""))
         return Try(reason=f"status {status}", silent=status in GATEWAY, wait=wait)
     score = read_answer(text)
-    return Try(score, f"no score in the answer {without_key(text)[:60]!r}" if math.isnan(score) else "")
+    said = "" if server_key() else f" {without_key(text)[:60]!r}"
+    return Try(score, f"no score in the answer{said}" if math.isnan(score) else "")
 
 # %% ../../nbs/rewards/13_unified.ipynb #c6003176
 MOST_WAIT = 60.0  # seconds
@@ -227,7 +228,7 @@ class Silence:
 
 # %% ../../nbs/rewards/13_unified.ipynb #91bf487b
 class ChatClient:
-    "The settings and the connections of a client. Raises `ValueError` if no server answers at the address."
+    "The settings of a client, and what it knows of its server. Raises `ValueError` if none answers at the address."
 
     remote = True
 
@@ -250,7 +251,7 @@ class ChatClient:
         self.last_error = ""  # why an image has no score
         self.silence = Silence(patience, timeout)
         self.places = asyncio.Semaphore(in_flight)  # of all calls together
-        self.http = open_connections(self.address, in_flight, timeout)
+        self.http = open_client(self.address, timeout)
         self.status = finished(check_server(self))  # of its list of models
 
 # %% ../../nbs/rewards/13_unified.ipynb #48e9cf33

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['REQUIRED', 'OPTIONAL', 'CHECKPOINTS', 'NOT_COUNTED', 'Finding', 'package', 'gpus_here', 'packages', 'is_inside',
-           'is_here', 'backbone_here', 'server_here', 'reward_here', 'prompts_here', 'found', 'work_lines', 'costs',
-           'report']
+           'is_here', 'backbone_here', 'server_here', 'reward_here', 'prompts_here', 'found', 'verified', 'work_lines',
+           'costs', 'report']
 
 # %% ../../nbs/training/17_doctor.ipynb #5609cfba
 import platform
@@ -24,6 +24,7 @@ from .config import Settings
 from .estimate import Estimate, estimate, verdict
 from .memory import GPU, memory_table
 from .resolve import listed
+from .verify import Verified, files_of, verify
 
 # %% ../../nbs/training/17_doctor.ipynb #2942ca22
 class Finding(NamedTuple):
@@ -133,6 +134,14 @@ def found(backbone: str, reward: str, prompts: str = "digit-pairs", held_out: st
     "Report on the weights of a backbone, of every reward of a sum and every held-out one, and on the prompts."
     names = [name for some in (reward, *listed(held_out)) for _, name in terms(some)[0]]
     return [backbone_here(backbone), *(reward_here(name) for name in dict.fromkeys(names)), prompts_here(prompts)]
+
+# %% ../../nbs/training/17_doctor.ipynb #6fab8f22
+def verified(s: Settings) -> list[Verified]:
+    "Compare the files of the backbone and of every reward with their published digests."
+    rewards = {name for some in (s.reward, *listed(s.held_out)) for _, name in terms(some)[0]}
+    places = {s.backbone: resolve(s.backbone)} | {name: split_name(name).where for name in sorted(rewards)}
+    outside = {what: where for what, where in places.items() if where and not where.startswith("http")}
+    return [verify(what, files_of(where)) for what, where in outside.items() if not is_inside(where)]
 
 # %% ../../nbs/training/17_doctor.ipynb #c16a7d73
 NOT_COUNTED = "time of rewards, encoders, checkpoints and communication; memory of rewards at work, kernels' workspaces"

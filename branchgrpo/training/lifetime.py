@@ -60,10 +60,12 @@ def problem_of(function: Callable, *args: Any) -> Exception | None:
 # %% ../../nbs/training/24_lifetime.ipynb #0767dd32
 def resume(t: Any, run: Run) -> None:
     "Go on from the checkpoint, if there is one, and encode the prompts that are still to come."
-    t.progress = load_checkpoint(run.path, t.learner)
     with together(t.accelerator):
         if t.accelerator.is_main_process:
             remove_leftovers(run.path)  # first, since the disk may be full
+    t.progress = load_checkpoint(run.path, t.learner)
+    with together(t.accelerator):
+        if t.accelerator.is_main_process:
             rewind(run, t.progress.iteration)
     ahead = [p for i in range(t.progress.iteration, t.settings.iterations) for p in t.collector.draw(i)]
     encode_ahead(t.conditioner, ahead + list(t.prompts.test[: t.settings.evaluation_prompts]))

@@ -80,8 +80,11 @@ def opened(lock: RunLock, kind: int) -> bool:
         ) from None
     except OSError as error:
         os.close(file)
-        warnings.warn(f"output: the disk of {str(lock.path.parent)!r} has no locks ({error.strerror}); do not train "
-                      "this run twice at once", stacklevel=3)
+        warnings.warn(
+            f"output: the disk of {str(lock.path.parent)!r} has no locks ({error.strerror}); do not train "
+            "this run twice at once",
+            stacklevel=3,
+        )
         return False
     lock.file = file
     return True

@@ -14,6 +14,7 @@ import os
 import platform
 import shutil
 import subprocess
+import warnings
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import branchgrpo
-from ..refusals import EVERYWHERE
+from ..refusals import EVERYWHERE, naming
 from .files import append_jsonl, read_jsonl, write_jsonl, write_text
 from .run_lock import LOCK
 
@@ -91,12 +92,21 @@ class Run:
 
     def append(self, row: dict) -> None:
         "Add one row to metrics.jsonl."
-        append_jsonl(self.path / "metrics.jsonl", with_null(row))
+        with naming(self.path / "metrics.jsonl"):
+            append_jsonl(self.path / "metrics.jsonl", with_null(row))
 
 # %% ../../nbs/training/01_runs.ipynb #58007da8
 def rewind(run: Run, iterations: int) -> None:
-    "Keep the metrics of the first `iterations` and drop the rest."
-    run.write_rows("metrics", run.metrics[:iterations])
+    "Keep the metrics and evaluations of the first `iterations` and drop the rest."
+    rows = run.metrics[:iterations]
+    if len(rows) < iterations:
+        warnings.warn(
+            f"output: {str(run.path)!r} has lost the metrics of iterations {len(rows) + 1} to {iterations}",
+            stacklevel=2,
+        )
+    run.write_rows("metrics", rows)
+    if (run.path / "evaluations.jsonl").exists():
+        run.write_rows("evaluations", [row for row in run.evaluations if row["iteration"] <= iterations])
 
 # %% ../../nbs/training/01_runs.ipynb #87b30d01
 def is_empty(path: Path) -> bool:

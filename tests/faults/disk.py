@@ -1,8 +1,8 @@
-"""What a scene of the machine needs: a small disk of its own, full or read-only when a scene says so, and a command.
+"""Scenes: Python code in a process of its own, with a small disk that is full or read-only when the scene says so.
 
-A scene is Python code that a process of its own runs: `scene(code, folder, …)`. There, `disk` is a real tmpfs in a mount
-namespace that no other process sees. Where a process may not make one, `disk` is a folder, and the limit of a file's size
-(RLIMIT_FSIZE) stands for a full disk; `disk.kind` says which of both it was, and so does the note of a test.
+`Disk()` is a real tmpfs in a mount namespace that no other process sees. Where a process may not make one, it is a
+folder, and the limit of a file's size (RLIMIT_FSIZE) stands for a full disk; `kind` says which of both it was, and so
+does the note of a test.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from branchgrpo.reproduction.warm import run
 
-BEGIN = '''
+BEGIN = """
 import contextlib, ctypes, importlib, io, json, os, resource, sys, traceback, warnings
 from pathlib import Path
 ROOT = Path(sys.argv[1])
@@ -99,16 +99,18 @@ def command(*words):
 
 def lines(err):
     "Return what was said on standard error, without progress bars and warnings."
-    return [line for line in err.splitlines() if line.startswith("branchgrpo: ") or "Traceback" in line or "Error" in line]
+    signs = ("branchgrpo: ", "Traceback", "Error")
+    return [line for line in err.splitlines() if any(sign in line for sign in signs)]
 
 
 SMALL = ["--steps", 4, "--splits", "0,1", "--prompts-per-iteration", 2, "--tracker", "none", "--evaluation-prompts", 4,
-         "--evaluation-steps", 2, "--checkpoint-every", 1]
+         "--evaluation-steps", 2, "--checkpoint-every", 1, "--lora-rank", 4]
 
 
 def train(folder, *words, iterations=3):
     "Train a small run; return the exit code and what was said on standard error."
-    code, out, err = command("train", *SMALL, "--evaluate-every", 0, "--iterations", iterations, "--output", folder, *words)
+    where = ("--iterations", iterations, "--output", folder)
+    code, out, err = command("train", *SMALL, "--evaluate-every", 0, *where, *words)
     return code, lines(err)
 
 
@@ -138,9 +140,34 @@ def leftovers(folder):
     return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if ".tmp" in path.name)
 
 
+def ranks(n, *words):
+    "Run `branchgrpo train` in `n` processes that train together; return their exit codes and what they said."
+    import socket
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    pids = []
+    for rank in range(n):
+        pids.append(os.fork())
+        if not pids[-1]:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n),
+                           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+            sys.stdout = sys.stderr = open(ROOT / f"said{rank}.txt", "w")
+            from branchgrpo import cli
+            try:
+                code = cli.main(["train", *map(str, (*SMALL, *words))])
+            except BaseException:
+                traceback.print_exc()
+                code = 1
+            sys.stderr.flush()
+            os._exit(code)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    return codes, [lines((ROOT / f"said{rank}.txt").read_text()) for rank in range(n)]
+
+
 found = {}
 warnings.simplefilter("ignore")
-'''
+"""
 END = """
 print("\\nFOUND " + json.dumps(found, default=str))
 sys.stdout.flush()

@@ -1,6 +1,6 @@
 """A process that ends itself at a chosen point: what `kill -9`, a full quota or Slurm does, by count, not by luck.
 
-`python injector.py -m branchgrpo.cli train …` (or `-c code …`) runs a command with the fault in BRANCHGRPO_FAULT, as JSON:
+`python injector.py -m branchgrpo.cli train …`, or `-c code …`, runs a command with a fault, BRANCHGRPO_FAULT, as JSON:
 
 - `at`: a function or method, "module:name", and `call`: which call of it (from 1; default 1); or
 - `event`: an operation on files ("open" for writing, "os.rename", "os.remove", "os.mkdir", "os.rmdir", …), `path`: of
@@ -202,7 +202,7 @@ def install(table):
         watch_inside(fault, *table["inside"])
     if "at" in table:
         watch_calls(fault, table["at"], table.get("when", "before"))
-    if "folder" in table:
+    if "event" in table or "record" in table:
         files = Files(table, fault)
         if table.get("when") == "after":
             for name in FUNCTIONS:

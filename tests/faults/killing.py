@@ -12,6 +12,7 @@ from test_training import SMALL, free_port
 
 from branchgrpo.reproduction.warm import popen
 from branchgrpo.training.checkpoint_folders import checkpoints, newest
+from branchgrpo.training.checkpoint_manifest import read_manifest
 from branchgrpo.training.checkpoints import read_table
 
 INJECTOR = Path(__file__).with_name("injector.py")
@@ -94,7 +95,8 @@ def digest(data):
 
 
 def without_seconds(path):
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = path.read_text().splitlines() if path.exists() else []
+    rows = [json.loads(line) for line in lines]
     return [{key: value for key, value in row.items() if not key.startswith("seconds")} for row in rows]
 
 
@@ -117,7 +119,7 @@ def outcome(folder):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         last = newest(folder)
-    progress = json.loads((last / "progress.json").read_text())
+    progress = read_manifest(last)
     return {
         "state": json.loads((folder / "run.json").read_text())["state"],
         "metrics": without_seconds(folder / "metrics.jsonl"),

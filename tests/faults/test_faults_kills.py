@@ -7,7 +7,9 @@ from fnmatch import fnmatch
 
 import pytest
 from filelock import FileLock
-from killing import KILLED, MODES, Attempt, checkpoints, outcome
+from killing import KILLED, MODES, Attempt, outcome
+
+from branchgrpo.training.checkpoint_folders import checkpoints, newest
 
 TRAINING = "branchgrpo.training"
 ONE, PASSES, THREAD, TWO, SHARDED, SHARDED_THREAD = MODES
@@ -36,7 +38,7 @@ DENOISER = "diffusers.models.transformers.transformer_flux:FluxTransformer2DMode
 PLACES = {  # of one iteration after the first checkpoint, and of the end
     "rollout": at("branchgrpo.rollout:take_step", 3, inside=step(3)),
     "rollout, in the denoiser": at(DENOISER, 5, inside=[f"{TRAINING}.collection:roll", 3]),
-    "decode": at("branchgrpo.backbones.flux:decode_flux", 1, "before", step(3)),
+    "decode": at("branchgrpo.backbones.flux:FluxPolicy.decode", 1, "before", step(3)),
     "reward": at("branchgrpo.rewards.scorer:score_parts", 1, "after", step(3)),
     "credit": at(f"{TRAINING}.rolled:assign_credit", 1, "before", step(3)),
     "backward": at("branchgrpo.rollout:edge_log_probs", 2, "gradient", [f"{TRAINING}.update:train_step", 3]),
@@ -62,7 +64,7 @@ WRITES = {  # what the kernel ends in the middle of a write: the process has use
     "a checkpoint's weights": at(f"{TRAINING}.checkpoints:check_weights", 1, "after", saving(2), limit=300_000),
     "the exported model": at(f"{TRAINING}.export:write_result", 1, "before", limit=3_000_000),
     "the row of metrics": at(f"{TRAINING}.runs:Run.append", 2, "before", limit=900),
-    "the table of evaluations": at(f"{TRAINING}.held_out:write_jsonl", 2, "before", limit=500),
+    "the table of evaluations": {"event": "open", "path": "evaluations.jsonl*", "call": 2, "limit": 500},
     "the sheet of images": at(f"{TRAINING}.held_out:image_sheet", 2, "after", limit=1000),
 }
 KILLS = [
@@ -79,12 +81,14 @@ KILLS = [
 ]
 RANK_1 = {(TWO, "rollout"), (TWO, "backward, in the denoiser"), (TWO, "optimiser step"), (SHARDED, "reward")}
 RANK_1 |= {(SHARDED, "between optimiser steps"), (SHARDED, "evaluation"), (SHARDED, "check before a checkpoint")}
-FAST = {(ONE, "reward"), (ONE, "backward, in the denoiser"), (ONE, "optimiser step"), (ONE, "a checkpoint's weights")}
+FAST = {(ONE, "backward, in the denoiser"), (ONE, "optimiser step"), (ONE, "a checkpoint's weights")}
+FAST |= {(ONE, "between optimiser steps", "TERM", 0)}
 
 
-def named(mode, place):
-    marks = [pytest.mark.fast] if (mode, place) in FAST else []
-    return pytest.param(mode, place, id=f"{mode}-{place}", marks=marks)
+def named(*kill):
+    "Return the parameters of a test, with their words as its name."
+    marks = [pytest.mark.fast] if kill in FAST else []
+    return pytest.param(*kill, id="-".join(map(str, kill)), marks=marks)
 
 
 @pytest.fixture(scope="session")
@@ -132,8 +136,12 @@ def started_again(folder, mode, never):
 
 
 def last_kept(folder):
-    names = [path.name for path in checkpoints(folder)] if folder.exists() else []
-    return f"checkpoint {int(names[-1])}" if names else "nothing yet: begins anew"
+    "Return the name of the last checkpoint, which must be sound: what is in its place is whole."
+    found = checkpoints(folder) if folder.exists() else []
+    if not found:
+        return "nothing yet: begins anew"
+    assert newest(folder) == found[-1], "the last checkpoint is damaged"
+    return f"checkpoint {int(found[-1].name)}"
 
 
 def check_kill(folder, mode, fault, whole, noted, place):
@@ -170,7 +178,7 @@ TORN = [*((ONE, name) for name in WRITES), (TWO, "a checkpoint's weights"), (SHA
 
 @pytest.mark.parametrize("mode, name", [named(*torn) for torn in TORN])
 def test_killed_within_a_write(tmp_path, whole, noted, mode, name):
-    fault = WRITES[name] | {"rank": int(mode == SHARDED)}
+    fault = WRITES[name] | {"rank": int(mode == SHARDED), "folder": str(tmp_path / "run")}
     check_kill(tmp_path / "run", mode, fault, whole, noted, f"within the write of {name}")
 
 
@@ -275,7 +283,7 @@ def iterations_of(folder):
     return max(kept, default=0), metrics.read_text().count("\n") if metrics.exists() else 0
 
 
-@pytest.mark.parametrize("mode, place, number, rank", SIGNALS)
+@pytest.mark.parametrize("mode, place, number, rank", [named(*told) for told in SIGNALS])
 def test_told_to_stop(tmp_path, whole, noted, mode, place, number, rank):
     "One process is told; all save what is finished and ask to be started again."
     never, _ = whole(mode)
