@@ -162,7 +162,7 @@ def prompt_file(name: str, content: bytes) -> None:
             return
         found = load_prompts(str(path))
         assert found.train and len(set(found.train)) == len(found.train)
-        assert all(isinstance(text, str) and text == text.strip() and text for text in found.train), found.train
+        assert all(isinstance(text, str) and text.strip() for text in found.train), found.train
         assert len(found.metadata(found.train)) == len(found.train)
         text = content.decode("utf-8-sig")
         if name.endswith(".txt"):
