@@ -367,7 +367,7 @@ def configs(examples: int) -> None:
 
 @pytest.mark.fast
 def test_yaml_files_are_read_or_refused():
-    configs(25)
+    configs(8)
 
 
 def test_every_recipe_is_the_same_after_a_round_through_yaml():
