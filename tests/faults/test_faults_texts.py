@@ -1,4 +1,4 @@
-"""Random texts: reward expressions, prompt files, YAML, command lines and variables; each is read, or one line says why not."""
+"""Random texts of rewards, prompts, YAML, commands and variables: each is read, or one line says why not."""
 
 import collections
 import contextlib
@@ -339,8 +339,9 @@ PLAIN_YAML = st.recursive(
 SETTINGS = st.dictionaries(st.sampled_from(sorted(FIELDS)), PLAIN_YAML, max_size=3)
 DOCUMENTS = st.one_of(
     st.one_of(SETTINGS, SETTINGS, PLAIN_YAML).map(lambda table: yaml.safe_dump(table, allow_unicode=True).encode()),
-    st.lists(st.sampled_from(["steps: 4", "steps: 4", "- a", "{", "a: &x [*x]", "\t", "!!python/object:os.x", "splits: [0]",
-                              "---", "? [1]", "eta: .nan", "<<: 3", "seed: 0x1F", "steps: 1_0", "%YAML 9.9"]), max_size=4)
+    st.lists(st.sampled_from(["steps: 4", "steps: 4", "- a", "{", "a: &x [*x]", "\t", "!!python/object:os.x",
+                              "splits: [0]", "---", "? [1]", "eta: .nan",
+                              "<<: 3", "seed: 0x1F", "steps: 1_0", "%YAML 9.9"]), max_size=4)
     .map(lambda lines: "\n".join(lines).encode()),
     st.binary(max_size=30),
 )  # fmt: skip
