@@ -145,7 +145,7 @@ def reward_name(reward: str | Reward) -> str:
     if isinstance(reward, str):
         return reward
     if isinstance(reward, RewardSum):
-        total = "+".join(f"{weight:g}*{name}" for name, (weight, _) in reward.members.items())
+        total = "+".join(f"{weight:.15g}*{name}" for name, (weight, _) in reward.members.items())
         return f"norm({total})" if reward.normalised else total
     return reward.name if isinstance(reward, Checked) else object_name(reward)
 
