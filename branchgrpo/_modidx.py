@@ -602,6 +602,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                           'branchgrpo/planning_checks.py'),
                                             'branchgrpo.planning_checks.drawn_steps': ( 'planning_checks.html#drawn_steps',
                                                                                         'branchgrpo/planning_checks.py'),
+                                            'branchgrpo.planning_checks.latest_split': ( 'planning_checks.html#latest_split',
+                                                                                         'branchgrpo/planning_checks.py'),
                                             'branchgrpo.planning_checks.leaves_of': ( 'planning_checks.html#leaves_of',
                                                                                       'branchgrpo/planning_checks.py'),
                                             'branchgrpo.planning_checks.no_noise': ( 'planning_checks.html#no_noise',

@@ -19,7 +19,7 @@ from .registry import shown
 class Loader(yaml.SafeLoader):
     "Reads plain values as people mean them, and refuses a table in which a name occurs twice."
 
-    yaml_implicit_resolvers: ClassVar[dict] = {}  # those below take their place
+    yaml_implicit_resolvers = {}  # those below take their place
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         names = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]

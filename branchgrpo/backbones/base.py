@@ -112,8 +112,8 @@ def absent(name: str, error: Exception) -> ValueError:
     return ValueError(f"backbone: {shown(name)} {what} ({reason}…)")
 
 # %% ../../nbs/backbones/03_base.ipynb #8d4d485d
-def pipeline_class(name: str) -> str:
-    "Return the class name in a backbone's `model_index.json`. Raises `ValueError` if there is none."
+def pipeline_class(name: str) -> str | None:
+    "Return the class name in a backbone's `model_index.json`, if it has one. Raises `ValueError` if there is no file."
     from diffusers import DiffusionPipeline
 
     folder = resolve(name)
