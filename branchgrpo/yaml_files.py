@@ -9,7 +9,7 @@ __all__ = ['PLAIN', 'LARGEST', 'Loader', 'yaml_text', 'parse_table', 'read_table
 import re
 from collections.abc import Hashable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
