@@ -84,9 +84,9 @@ ASYNC = """
 disk = Disk()
 run = disk.path / "run"
 before("branchgrpo.training.checkpoints:begin_checkpoint", disk.fill, 2)
-found["refused"] = train(run, "--checkpoint-async", "true")
+found["refused"] = train(run, "--checkpoint-async")
 disk.free()
-found["again"] = train(run, "--checkpoint-async", "true")
+found["again"] = train(run, "--checkpoint-async")
 train(ROOT / "whole")
 found |= {"same": same(run, ROOT / "whole"), "tidy": leftovers(run), "kind": disk.kind}
 """
