@@ -1488,6 +1488,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'branchgrpo/rewards/scorer.py'),
                                            'branchgrpo.rewards.scorer.is_remote': ( 'rewards/scorer.html#is_remote',
                                                                                     'branchgrpo/rewards/scorer.py'),
+                                           'branchgrpo.rewards.scorer.nothing': ( 'rewards/scorer.html#nothing',
+                                                                                  'branchgrpo/rewards/scorer.py'),
                                            'branchgrpo.rewards.scorer.part_names': ( 'rewards/scorer.html#part_names',
                                                                                      'branchgrpo/rewards/scorer.py'),
                                            'branchgrpo.rewards.scorer.retry': ('rewards/scorer.html#retry', 'branchgrpo/rewards/scorer.py'),

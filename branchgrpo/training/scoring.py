@@ -71,7 +71,7 @@ def decode_and_score(
         shown = with_rows(decoded, wrong, 0.0)
         known = None if metadata is None else metadata[a:b]
         for name, scorer in scorers.items():
-            waiting[name].append(start_scoring(scorer, shown, prompts[a:b], known))
+            waiting[name].append(start_scoring(scorer, shown, prompts[a:b], known, watch))
     return torch.cat(images) if images else latents[:0], waiting
 
 # %% ../../nbs/training/05_scoring.ipynb #2a7148d3
