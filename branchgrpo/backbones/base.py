@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from .guidance import guided  # noqa: F401
@@ -150,6 +152,9 @@ def load_pipeline(
             pipeline = read_pipeline(folder, dtype, **parts, **given)
     except OSError as error:
         raise absent(name, error) from None
+    except (UnpicklingError, SafetensorError, ValueError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise ValueError(f"backbone: {name!r} holds what is not loaded ({reason}…)") from None
     place(pipeline, device, [*waiting, *([] if denoiser is None else [part])])
     return pipeline
 
