@@ -121,6 +121,7 @@ def rollout(
     decide: Callable[[int, Tensor], int] | None = None,  # (step, x̂₀) -> factor of an added split; 0: no split
     share: Whole = WHOLE,  # which nodes are on this process
     pad: bool = False,  # fill every call up to `max_batch` latents, see `predict`
+    watch: Callable[[], None] | None = None,  # called before each step; what it raises ends the rollout
 ) -> Tree:
     """Roll out `plan` for P prompts, and return their tree; its plan includes the splits that `decide` added.
 
@@ -131,6 +132,8 @@ def rollout(
     _check_job(plan, job)
     tree = _roots(plan, job)
     for i in range(plan.steps):
+        if watch is not None:
+            watch()
         take_step(tree, i, job)
     return share.finish(tree)
 

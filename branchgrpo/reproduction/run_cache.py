@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NOT_HASHED', 'plain', 'hashed_settings', 'cache_key', 'run_folder', 'is_readable', 'has_checkpoint', 'is_finished',
-           'holds_run', 'set_aside', 'held_files', 'get_or_train']
+           'holds_run', 'set_aside', 'held_files', 'check_prompts', 'get_or_train']
 
 # %% ../../nbs/reproduction/01_run_cache.ipynb #c22d8935
 import contextlib
@@ -19,11 +19,13 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from ..prompts import load_prompts
 from .launch import Nodes, train_apart
 from ..training.checkpoint_folders import checkpoints, newest
 from ..training.checkpoint_origin import NUMBERS
 from ..training.config import TrainConfig
-from ..training.runs import Run
+from ..training.outside import name_part
+from ..training.runs import Run, check_same_prompts, is_empty
 
 # %% ../../nbs/reproduction/01_run_cache.ipynb #7430337b
 NOT_HASHED = frozenset(
@@ -71,8 +73,8 @@ def cache_key(settings: dict) -> str:
     "Return the folder name of a run with `settings` (`config.settings().to_dict()`, or those of a run.json)."
     text = json.dumps([NUMBERS, hashed_settings(settings)], sort_keys=True, default=str)
     digest = hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
-    recipe, backbone, seed = (settings[name] for name in ("recipe", "backbone", "seed"))
-    return f"{recipe}-{backbone.rstrip('/').split('/')[-1]}-{seed}-{digest}"
+    recipe, backbone = name_part(settings["recipe"]), name_part(settings["backbone"].rstrip("/").split("/")[-1])
+    return f"{recipe}-{backbone}-{settings['seed']}-{digest}"
 
 # %% ../../nbs/reproduction/01_run_cache.ipynb #82337ccd
 def run_folder(config: TrainConfig, root: str | Path) -> Path:
@@ -114,13 +116,14 @@ def is_finished(run: Run, iterations: int) -> bool:
 # %% ../../nbs/reproduction/01_run_cache.ipynb #7683b99f
 def holds_run(path: Path) -> bool:
     "Return whether a folder holds more than the logs of attempts that did not begin."
-    return path.exists() and any(not file.name.startswith("log") for file in path.iterdir())
+    return path.exists() and not is_empty(path)
 
 
 def set_aside(run: Run) -> None:
     "Rename the folder of a run that cannot be read."
     if holds_run(run.path) and not is_readable(run):
-        run.path.rename(run.path.with_name(f"{run.path.name}.damaged-{time.time_ns()}"))
+        aside = run.path.with_name(f"{run.path.name}.damaged-{time.time_ns()}-{os.getpid()}")  # clocks may go back
+        run.path.rename(aside)
 
 # %% ../../nbs/reproduction/01_run_cache.ipynb #37e711e5
 @contextlib.contextmanager
@@ -134,6 +137,12 @@ def held_files(lock: FileLock) -> Iterator[tuple[int, ...]]:
         for copy in copies:
             os.close(copy)
 
+# %% ../../nbs/reproduction/01_run_cache.ipynb #a7605dc1
+def check_prompts(run: Run, config: TrainConfig) -> None:
+    "Raise `ValueError` if the file of the prompts has changed since a run was trained; one that is gone has not."
+    if Path(config.prompts).exists():
+        check_same_prompts(run.info, load_prompts(config.prompts))
+
 # %% ../../nbs/reproduction/01_run_cache.ipynb #d28981ba
 def _find_or_train(run: Run, config: TrainConfig, lock: FileLock) -> Run:
     "Return the run if it is finished; else continue it, or train it anew if it is missing or damaged."
@@ -143,6 +152,7 @@ def _find_or_train(run: Run, config: TrainConfig, lock: FileLock) -> Run:
     try:
         set_aside(run)
         if holds_run(run.path) and is_finished(run, config.iterations):
+            check_prompts(run, config)
             return run
         word = "join"
     finally:

@@ -4,12 +4,14 @@
 
 # %% auto #0
 __all__ = ['check_launch', 'check_processes', 'join_group', 'mesh_of', 'blocks_of', 'shard', 'fill', 'sharded_parts', 'gathered',
-           'local', 'whole', 'full_state', 'plain_class', 'any_process', 'most_of', 'from_main', 'outcome']
+           'local', 'whole', 'full_state', 'plain_class', 'any_process', 'make_hosts', 'any_host', 'most_of',
+           'from_main', 'outcome']
 
 # %% ../../nbs/training/20_distributed.ipynb #c54a2bd8
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -133,6 +135,22 @@ def any_process(accelerator: Any, *flags: bool) -> list[bool]:
         return list(flags)
     mine = torch.tensor([float(flag) for flag in flags], device=accelerator.device)
     return [value > 0 for value in accelerator.reduce(mine, "sum").tolist()]
+
+# %% ../../nbs/training/20_distributed.ipynb #1c2f2ec2
+def make_hosts(accelerator: Any, minutes: float) -> Any:
+    "Return a group that connects the processes' hosts; none for one process. All processes call it, once."
+    if accelerator.num_processes == 1:
+        return None
+    return dist.new_group(backend="gloo", timeout=timedelta(minutes=minutes))
+
+
+def any_host(hosts: Any, flag: bool) -> bool:
+    "Return whether some process has set its flag. Collective."
+    if hosts is None:
+        return flag
+    mine = torch.tensor([float(flag)])
+    dist.all_reduce(mine, group=hosts)
+    return bool(mine > 0)
 
 # %% ../../nbs/training/20_distributed.ipynb #69cc93b8
 def most_of(accelerator: Any, count: int) -> int:

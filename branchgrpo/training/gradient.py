@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['MEANS', 'Rolled', 'revisited', 'reference_mean', 'of_batch', 'EdgeTerms', 'edge_terms', 'edge_sums', 'count_edges',
-           'accumulate']
+           'until_told', 'accumulate']
 
 # %% ../../nbs/training/08_gradient.ipynb #b220797f
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,7 @@ class Rolled:
     advantages: list[Tensor]  # (P, W_d) per depth
     edge_mask: list[Tensor]  # (P, W_d) bool per depth
     parts: list[Tensor] | None = None  # (P, W_d) per depth: the optimiser step of each edge; None: all of the first
+    iteration: int = 0  # named in messages
 
 # %% ../../nbs/training/08_gradient.ipynb #f860e00d
 def revisited(learner: Learner, rolled: Rolled, batch: MicroBatch, policy: Any) -> tuple[Gaussian, Tensor]:
@@ -104,12 +106,23 @@ def count_edges(learner: Learner, batches: list[MicroBatch]) -> tuple[int, Tenso
     here = torch.tensor(float(edges), device=learner.accelerator.device)
     return edges, learner.accelerator.reduce(here, "mean")
 
+# %% ../../nbs/training/08_gradient.ipynb #af91fb69
+def until_told(learner: Learner, batches: list[MicroBatch]) -> Iterator[MicroBatch]:
+    "Yield a step's micro-batches; raise `Preempted` on all processes before the last one if any was told to stop."
+    for batch in batches:
+        if learner.is_sharded or batch is batches[-1]:
+            learner.check_stop()
+        elif learner.told():
+            continue
+        yield batch
+
 # %% ../../nbs/training/08_gradient.ipynb #e15d1ea1
 def accumulate(
     learner: Learner,
     rolled: Rolled,
     batches: list[MicroBatch] | None = None,  # of one optimiser step; None: of all trained edges
     divisor: float = 1.0,  # of the step's mean loss
+    first: bool = True,  # no step of the iteration was taken yet: a signal may end it here
 ) -> dict[str, Any]:
     "Add the gradient of one step; return means over its edges, their number here, and its mean over processes."
     s, accelerator = learner.settings, learner.accelerator
@@ -117,8 +130,7 @@ def accumulate(
     edges, mean_edges = count_edges(learner, batches)
     some_edges = mean_edges.clamp(min=1 / accelerator.num_processes)  # of a step without edges, the loss is 0
     sums, worst = torch.zeros(4, device=accelerator.device), torch.zeros((), device=accelerator.device)
-    for batch in batches:
-        learner.check_stop()
+    for batch in until_told(learner, batches) if first else batches:
         last = batch is batches[-1]
         with nullcontext() if last or learner.is_sharded else accelerator.no_sync(learner.module):
             terms = edge_terms(learner, rolled, batch)
@@ -126,7 +138,13 @@ def accumulate(
         more, largest = edge_sums(s, batch, terms)
         sums += more
         worst = torch.maximum(worst, largest)
-    worst = accelerator.gather(worst[None]).max()
+    seen = accelerator.gather(torch.stack([worst, sums[MEANS.index("loss")]])[None])  # (processes, 2)
     calls = sum(len(batch.rows) for batch in batches if not batch.is_empty)
-    counts = {"rollout_mismatch": worst, "edges": edges, "mean_edges": mean_edges, "calls": calls}
+    counts = {
+        "rollout_mismatch": seen[:, 0].max(),
+        "losses": seen[:, 1],
+        "edges": edges,
+        "mean_edges": mean_edges,
+        "calls": calls,
+    }
     return dict(zip(MEANS, sums / some_edges)) | counts

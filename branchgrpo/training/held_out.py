@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['BLOCK', 'SHEET', 'Block', 'prompt_blocks', 'sample', 'Evaluator', 'draw_block', 'evaluate', 'score_table',
-           'joined_tables', 'mean_scores', 'first_images', 'image_sheet', 'record']
+           'finite_mean', 'joined_tables', 'mean_scores', 'first_images', 'image_sheet', 'record']
 
 # %% ../../nbs/training/11_held_out.ipynb #37591738
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,10 +26,11 @@ from ..rewards.scorer import attempt
 from ..rollout import EVALUATION_SEED, Noise, rollout
 from .conditioning import Conditioner
 from .config import Settings
-from .files import write_atomic, write_jsonl
+from .files import write_atomic
 from .ranks import together
 from .runs import Run
-from .scoring import decode_and_score, images_per_call, joined
+from .not_finite import finite_rows, with_rows
+from .scoring import decode_and_score, images_per_call, joined, nothing
 
 # %% ../../nbs/training/11_held_out.ipynb #0e5d8087
 BLOCK = 8  # prompts that are sampled together
@@ -53,13 +55,19 @@ def prompt_blocks(count: int, process: int, processes: int) -> list[Block]:
 
 # %% ../../nbs/training/11_held_out.ipynb #97746e54
 @torch.no_grad()
-def sample(s: Settings, policy, conditioning: dict[str, Tensor], places: tuple[int, ...]) -> Tensor:
+def sample(
+    s: Settings,
+    policy,
+    conditioning: dict[str, Tensor],
+    places: tuple[int, ...],
+    watch: Callable[[], None] = nothing,  # called before each step; it may raise
+) -> Tensor:
     "Return the latents of one image per prompt, sampled without noise in the run's number of evaluation steps."
     steps = s.evaluation_steps or s.steps
     plan = RolloutPlan.chains(steps, 1, stochastic=())
     process = process_of(dataclasses.replace(s, steps=steps, tail_ratio=0.0), policy)
     noise = Noise(EVALUATION_SEED, 0, places)
-    tree = rollout(plan, policy, conditioning, process, noise, max_batch=s.max_batch, pad=s.pad_batches)
+    tree = rollout(plan, policy, conditioning, process, noise, max_batch=s.max_batch, pad=s.pad_batches, watch=watch)
     return tree.latents[-1][:, 0]
 
 # %% ../../nbs/training/11_held_out.ipynb #b0e38477
@@ -76,6 +84,8 @@ class Evaluator:
     scorer: Scorer
     held_out: dict[str, Scorer] = field(default_factory=dict)
     processes: Any = field(default_factory=PartialState)  # an Accelerator, or what accelerate knows of this process
+    watch: Callable[[], None] = nothing  # called before each step of a block; it may raise on all processes
+    watch_alone: Callable[[], None] = nothing  # called between chunks of images; it may raise on this process
 
     @property
     def scorers(self) -> dict[str, Scorer]:
@@ -90,14 +100,17 @@ class Evaluator:
 def draw_block(e: Evaluator, policy, block: Block, prompts: list[str]) -> tuple[Tensor, dict[str, list]]:
     "Return the images of a block's kept prompts, on the CPU, and their scores and checks as they arrive."
     conditioning = e.conditioner([prompts[p] for p in block.places])
-    latents = sample(e.settings, policy, conditioning, block.places)[: block.kept]
+    latents = sample(e.settings, policy, conditioning, block.places, e.watch)[: block.kept]
     kept = [prompts[p] for p in block.places[: block.kept]]
     size = images_per_call(e.settings, list(e.scorers.values()))
     with together(e.processes):
-        images, waiting = decode_and_score(policy, latents, e.scorers, kept, e.prompts.metadata(kept), size)
+        images, waiting = decode_and_score(
+            policy, latents, e.scorers, kept, e.prompts.metadata(kept), size, e.watch_alone
+        )
         if e.prompts.check and block.kept:
-            waiting["check"] = [attempt(e.prompts.check, images, kept)]
-    return images.cpu(), waiting
+            waiting["check"] = [attempt(e.prompts.check, with_rows(images, ~finite_rows(images), 0.0), kept)]
+    images = images.cpu()
+    return images, waiting | {"lost": ~finite_rows(images)}
 
 # %% ../../nbs/training/11_held_out.ipynb #8be8a411
 def evaluate(e: Evaluator, policy) -> tuple[dict[str, float], Tensor]:
@@ -117,10 +130,17 @@ def evaluate(e: Evaluator, policy) -> tuple[dict[str, float], Tensor]:
 # %% ../../nbs/training/11_held_out.ipynb #cd95df30
 def score_table(e: Evaluator, waiting: dict[str, list]) -> dict[str, dict[str, Tensor]]:
     "Return `{metric: {part: (B,) on the CPU}}` of a block's images; `check` is one of the metrics."
-    table = {name: joined(waiting[name], scorer) for name, scorer in e.scorers.items()}
+    table = {name: joined(waiting[name], scorer, e.watch_alone) for name, scorer in e.scorers.items()}
     if "check" in waiting:
         table["check"] = waiting["check"][0].result()
-    return {name: {part: values.cpu() for part, values in parts.items()} for name, parts in table.items()}
+    lost = waiting["lost"]
+    cpu = {name: {k: values.cpu().float() for k, values in parts.items()} for name, parts in table.items()}
+    return {name: {k: with_rows(v, lost, torch.nan) for k, v in parts.items()} for name, parts in cpu.items()}
+
+# %% ../../nbs/training/11_held_out.ipynb #83ec318c
+def finite_mean(values: Tensor) -> float:
+    "Return the mean of the values that are finite; NaN without any."
+    return values.masked_fill(~values.isfinite(), torch.nan).nanmean().item()
 
 # %% ../../nbs/training/11_held_out.ipynb #49cba064
 def joined_tables(processes: Any, tables: dict[int, dict]) -> dict[str, dict]:
@@ -131,15 +151,14 @@ def joined_tables(processes: Any, tables: dict[int, dict]) -> dict[str, dict]:
 
 # %% ../../nbs/training/11_held_out.ipynb #b0751a44
 def mean_scores(e: Evaluator, table: dict[str, dict], prompts: list[str]) -> dict[str, float]:
-    "Return the mean of every reward and check over the images; a score that is missing is left out."
+    "Return the mean of every reward and check over the images; a score that is not finite is left out and counted."
     total = {name: scorer.total(table[name], prompts) for name, scorer in e.scorers.items()}
-    reward = total["eval_reward"]
-    scores = {"eval_reward": reward.nanmean().item()}
-    scores |= {f"eval_reward/{part}": v.nanmean().item() for part, v in table["eval_reward"].items() if part}
-    scores |= {name: values.nanmean().item() for name, values in total.items()}
-    if not reward.isfinite().all():
-        scores["eval_unscored"] = int((~reward.isfinite()).sum())
-    return scores | {f"eval_check_{k}": v.mean().item() for k, v in table.get("check", {}).items()}
+    scores = {"eval_reward": finite_mean(total["eval_reward"])}
+    scores |= {f"eval_reward/{part}": finite_mean(v) for part, v in table["eval_reward"].items() if part}
+    scores |= {name: finite_mean(values) for name, values in total.items()}
+    missing = {name: int((~values.isfinite()).sum()) for name, values in total.items()}
+    scores |= {name.replace("eval_reward", "eval_unscored"): n for name, n in missing.items() if n}
+    return scores | {f"eval_check_{k}": finite_mean(v) for k, v in table.get("check", {}).items()}
 
 # %% ../../nbs/training/11_held_out.ipynb #23105b63
 SHEET = 32  # images that are shown
@@ -165,7 +184,7 @@ def image_sheet(images: Tensor, most: int = SHEET, columns: int = 8) -> np.ndarr
     "Return the first `most` images (B, 3, H, W), or clips as strips of frames, as one image of bytes (H', W', 3)."
     if images.ndim == 5:
         images = images.transpose(2, 3).flatten(3)
-    rows = images[:most].cpu().mul(255).round().byte().permute(0, 2, 3, 1).numpy()
+    rows = images[:most].cpu().nan_to_num().mul(255).round().byte().permute(0, 2, 3, 1).numpy()
     if len(rows) > columns:
         rows = rows[: len(rows) - len(rows) % columns]
     lines = np.split(rows, max(1, len(rows) // columns))
@@ -181,4 +200,4 @@ def record(run: Run, scores: dict[str, float], images: Tensor) -> None:
         path = run.path / "samples" / f"{scores['iteration']:06d}.png"
         write_atomic(path, lambda temporary: sheet.save(temporary, format="png"))
     kept = [row for row in run.evaluations if row["iteration"] < scores["iteration"]]
-    write_jsonl(run.path / "evaluations.jsonl", [*kept, scores])
+    run.write_rows("evaluations", [*kept, scores])

@@ -36,7 +36,8 @@ def reward_metrics(s: Settings, rolled: Collected, leaf_mask: Tensor, accelerato
     } | {f"reward/{name}": part.mean(1) for name, part in rolled.parts.items()}
     scored = (~rolled.unscored).float()
     everyone = accelerator.reduce(scored.sum(), "mean")
-    return {key: (value.to(scored) * scored).sum() / everyone for key, value in table.items()}
+    table = {key: value.to(scored).masked_fill(rolled.unscored, 0.0) for key, value in table.items()}
+    return {key: value.sum() / everyone for key, value in table.items()}
 
 # %% ../../nbs/training/13_metrics.ipynb #991a34f7
 def over_processes(stats: dict[str, Any], accelerator) -> dict[str, float]:

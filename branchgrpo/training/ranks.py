@@ -19,6 +19,7 @@ from torch import Tensor, distributed
 from ..shares import WHOLE, Whole
 from ..spread import Spread
 from .config import Settings
+from .signals import Preempted
 
 # %% ../../nbs/training/04_ranks.ipynb #c9a5175f
 def check_ranks(s: Settings, processes: int) -> None:
@@ -79,11 +80,13 @@ def raise_together(accelerator: Any, error: Exception | None) -> None:
         failed = torch.tensor(float(error is not None), device=accelerator.device)
         if not reduce(failed, "sum"):
             return
-        reasons = gather_object([None if error is None else (isinstance(error, ValueError), str(error))])
+        kinds = (Preempted, ValueError, RuntimeError)  # any other error is a RuntimeError on the other processes
+        kind = next((i for i, known in enumerate(kinds) if isinstance(error, known)), 2)
+        reasons = gather_object([None if error is None else (kind, str(error))])
         if error is None:
             rank = next(i for i, reason in enumerate(reasons) if reason)
-            is_value, text = reasons[rank]
-            raise (ValueError if is_value else RuntimeError)(f"{text} (process {rank})")
+            kind, text = reasons[rank]
+            raise kinds[kind](f"{text} (process {rank})")
     if error is not None:
         raise error
 

@@ -13,21 +13,21 @@ from torch import Tensor
 
 from ..objective import RATIOS
 from ..rollout import edge_log_probs
-from .gradient import Rolled, accumulate, of_batch, revisited
+from .gradient import Rolled, accumulate, of_batch, revisited, until_told
 from .micro_batches import MicroBatch, shared_micro_batches
 from .model import Learner, autocast
 from .parts import part_mask
-from .steps import count_skipped, optimiser_step
+from .steps import count_skipped, optimiser_step, where_skipped
 
 # %% ../../nbs/training/08_update.ipynb #642e1184
 @torch.no_grad()
 def keep_old(learner: Learner, rolled: Rolled, later: list[MicroBatch]) -> None:
     "Give the micro-batches of later steps the log-densities of the policy that drew the rollout."
     needs_means = RATIOS.get(learner.settings.ratio).needs_means
-    for batch in later:
-        if not (learner.settings.recompute_old or needs_means):
-            batch.old = (of_batch(rolled.tree.log_probs, batch), None)
-            continue
+    again = learner.settings.recompute_old or needs_means
+    for batch in later if not again else ():
+        batch.old = (of_batch(rolled.tree.log_probs, batch), None)
+    for batch in until_told(learner, later) if again else ():
         with autocast(learner):
             dist, children = revisited(learner, rolled, batch, learner.policy)
         batch.first_pass(edge_log_probs(dist, children), dist.mean if needs_means else None)
@@ -41,13 +41,15 @@ def loss_divisor(learner: Learner, rolled: Rolled) -> float:
     return float(learner.accelerator.reduce(here, "sum")) / learner.settings.prompts_per_iteration
 
 # %% ../../nbs/training/08_update.ipynb #58661e0d
-def train_step(learner: Learner, rolled: Rolled, batches: list[MicroBatch], divisor: float) -> dict[str, Any]:
-    "Take one optimiser step on a part of the edges; return what is reported of it."
-    stats = accumulate(learner, rolled, batches, divisor)
+def train_step(
+    learner: Learner, rolled: Rolled, batches: list[MicroBatch], divisor: float, first: bool = True
+) -> dict[str, Any]:
+    "Take one optimiser step, the `first` of an update or not, on a part of the edges; return what is reported of it."
+    stats = accumulate(learner, rolled, batches, divisor, first)
     if not stats["mean_edges"]:  # no process has an edge of this part
         learner.optimizer.zero_grad()
         return stats | {"grad_norm": stats["mean_edges"], "taken": False, "empty": True}
-    norm, taken = optimiser_step(learner)
+    norm, taken = optimiser_step(learner, stats["losses"])
     if taken:
         learner.average()
     return stats | {"grad_norm": norm, "taken": taken, "empty": False}
@@ -89,7 +91,10 @@ def update(learner: Learner, rolled: Rolled) -> dict[str, Any]:
     parts = [shared_micro_batches(learner, rolled.tree, mask) for mask in masks]
     keep_old(learner, rolled, [batch for part in parts[1:] for batch in part])
     divisor = loss_divisor(learner, rolled)
-    steps = [train_step(learner, rolled, part, divisor) for _ in range(s.passes) for part in parts]
+    every = parts * s.passes
+    steps = [train_step(learner, rolled, part, divisor, first=n == 0) for n, part in enumerate(every)]
     stats = summary(steps, steps[-len(parts) :])
-    count_skipped(learner, stats["optimiser_steps"] > 0 or not stats["skipped_steps"])
+    skipped = [step for step in steps if not (step["taken"] or step["empty"])]
+    where = where_skipped(skipped[0]["losses"], rolled.iteration) if skipped else ""
+    count_skipped(learner, stats["optimiser_steps"] > 0 or not skipped, where)
     return stats
