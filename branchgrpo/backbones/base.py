@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FAMILIES', 'TINY', 'BACKBONES', 'PLACES', 'Backbone', 'tiny_backbone', 'adapt_recipe', 'is_hub_name', 'resolve',
-           'absent', 'pipeline_class', 'family', 'declared', 'default_sizes', 'load_pipeline', 'empty_denoiser',
-           'parts_for', 'load']
+           'absent', 'not_loaded', 'pipeline_class', 'family', 'declared', 'default_sizes', 'load_pipeline',
+           'empty_denoiser', 'parts_for', 'load']
 
 # %% ../../nbs/backbones/03_base.ipynb #f35a8196
 from collections.abc import Callable, Iterable
@@ -98,6 +98,12 @@ def absent(name: str, error: OSError) -> ValueError:
     reason = " ".join(str(error).split())[:80]
     return ValueError(f"backbone: {name!r} is not on this machine and could not be fetched ({reason}…)")
 
+
+def not_loaded(name: str, error: Exception) -> ValueError:
+    "Return the one-line error for a pipeline with a file that holds no weights, or code."
+    reason = " ".join(str(error).split())[:120]
+    return ValueError(f"backbone: {name!r} holds what is not loaded ({reason}…)")
+
 # %% ../../nbs/backbones/03_base.ipynb #8d4d485d
 def pipeline_class(name: str) -> str:
     "Return the class name in a backbone's `model_index.json`. Raises `ValueError` if there is none."
@@ -153,8 +159,7 @@ def load_pipeline(
     except OSError as error:
         raise absent(name, error) from None
     except (UnpicklingError, SafetensorError, ValueError) as error:
-        reason = " ".join(str(error).split())[:120]
-        raise ValueError(f"backbone: {name!r} holds what is not loaded ({reason}…)") from None
+        raise not_loaded(name, error) from None
     place(pipeline, device, [*waiting, *([] if denoiser is None else [part])])
     return pipeline
 
