@@ -33,6 +33,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                            'branchgrpo.backbones.base.load': ('backbones/base.html#load', 'branchgrpo/backbones/base.py'),
                                            'branchgrpo.backbones.base.load_pipeline': ( 'backbones/base.html#load_pipeline',
                                                                                         'branchgrpo/backbones/base.py'),
+                                           'branchgrpo.backbones.base.not_loaded': ( 'backbones/base.html#not_loaded',
+                                                                                     'branchgrpo/backbones/base.py'),
                                            'branchgrpo.backbones.base.parts_for': ( 'backbones/base.html#parts_for',
                                                                                     'branchgrpo/backbones/base.py'),
                                            'branchgrpo.backbones.base.pipeline_class': ( 'backbones/base.html#pipeline_class',
