@@ -48,12 +48,12 @@ def bench(given: dict[str, Any]) -> int:
     import warnings
 
     from branchgrpo.training.bench_tables import measure, table_text
-    from branchgrpo.training.config import TrainConfig, read_yaml
+    from branchgrpo.training.config import TrainConfig
     from branchgrpo.training.files import write_text
 
     warnings.filterwarnings("ignore")
     o = options(BenchOptions, given)
-    table = read_yaml(o.settings) if o.settings else {}
+    table = read_table(o.settings, "settings") if o.settings else {}
     config = TrainConfig.from_dict(table | {"backbone": o.backbone, "prompts_per_iteration": o.prompts})
     record = measure(config, o.recipes, whole_numbers(o), o.rounds)
     for title, rows in record["tables"].items():

@@ -22,10 +22,17 @@ from .windows import Window
 
 # %% ../nbs/23_planning.ipynb #ac0d498a
 def make_window(s: MethodSettings) -> Window:
-    "Return the recipe's window; without `window_stop` it ends before the last step."
-    start = s.window_start or 0
-    stop = s.steps - 1 - s.window_size if s.window_stop is None else s.window_stop
-    return Window(s.window_size, stop, start, s.window_every, s.window_stride, s.window)
+    """Return the recipe's window; without `window_stop` it ends before the last step.
+
+    Raises `ValueError` if it does not fit into the steps."""
+    start, size = s.window_start or 0, s.window_size
+    stop = s.steps - 1 - size if s.window_stop is None else s.window_stop
+    if s.window_stop is None and stop < 0 < size:
+        raise ValueError(f"window_size: {size} steps do not fit before the last of {s.steps} steps")
+    if max(start, stop) + size > s.steps:
+        name, first = ("window_stop", stop) if stop >= start else ("window_start", start)
+        raise ValueError(f"{name}: {first} lets a window of {size} steps end after the last of {s.steps} steps")
+    return Window(size, stop, start, s.window_every, s.window_stride, s.window)
 
 
 def window_steps(s: MethodSettings, iteration: int = 0) -> tuple[int, ...]:
@@ -147,6 +154,8 @@ def sampling_process(policy, steps: int, shift: float = 3.0) -> Transition:
 def check_process(s: MethodSettings, kind: str) -> None:
     "Raise `ValueError` if a model of `kind` (flow or diffusion) cannot run these settings."
     split_scales(s, 0)
+    if kind == "diffusion":
+        ddim_timesteps(s.steps)
     if kind == "flow":
         flow_process(s)
     elif s.transition != "ddim":

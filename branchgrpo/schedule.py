@@ -31,10 +31,10 @@ def flow_sigmas(
 def ddim_timesteps(steps: int, train_steps: int = 1000, offset: int = 1) -> Tensor:
     """Return evenly spaced, falling timesteps `(steps,)`, int64, moved up by `offset`.
 
-    `offset` is 1 in Stable Diffusion's scheduler. Raises `ValueError` unless 1 ≤ steps ≤ train_steps.
+    `offset` is 1 in Stable Diffusion's scheduler. Raises `ValueError` unless 1 ≤ steps ≤ train_steps − offset.
     """
-    if not 1 <= steps <= train_steps:
-        raise ValueError(f"steps: {steps} is outside 1…{train_steps}")
+    if not 1 <= steps <= train_steps - offset:
+        raise ValueError(f"steps: {steps} is outside 1…{train_steps - offset}")
     return torch.arange(steps).flip(0) * (train_steps // steps) + offset
 
 # %% ../nbs/01_schedule.ipynb #4e10c335

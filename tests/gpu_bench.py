@@ -12,7 +12,7 @@ The json is written after every line, so what a time limit cuts off is kept; a p
 line. `--tiny` runs the same at a small size on any machine.
 
 It needs torch 2.9, diffusers 0.42, transformers, accelerate, peft, safetensors, scipy, pillow, pyyaml and typeguard;
-no torchvision, nbdev, fastcore, jsonargparse or tensorboard. Where a machine has PyTorch but not the others, carry
+no torchvision, nbdev, fastcore or tensorboard. Where a machine has PyTorch but not the others, carry
 wheels, and set PYTHONPATH to their folder and to this repository's root:
 
     pip download --no-deps -d wheels diffusers==0.42.1 typeguard==4.6.0

@@ -27,7 +27,6 @@ PINS = {
     "nbdev": "3.3.26",
     "papermill": "2.7.0",
     "jupyterlab": "4.6.6",
-    "jsonargparse": "4.53.0",
     "typeguard": "4.6.0",
     "ruff": "0.17.6",
     "pyrefly": "1.4.1",

@@ -21,6 +21,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from ..refusals import naming
+
 # %% ../../nbs/backbones/10_embeddings.ipynb #909a0d81
 def text_parts(pipeline) -> dict[str, Any]:
     "Return the text encoders of a pipeline, by name."
@@ -68,8 +70,12 @@ def write_entry(path: Path, tensors: dict[str, Tensor]) -> None:
     data = save({key: tensor.cpu().contiguous() for key, tensor in tensors.items()})
     for target, content in ((path, data), (path.with_suffix(".sum"), checksum(data).encode())):
         temporary = Path(f"{target}.{socket.gethostname()}.{os.getpid()}.tmp")  # two machines may share a folder
-        temporary.write_bytes(content)
-        os.replace(temporary, target)
+        try:
+            with naming(target):
+                temporary.write_bytes(content)
+                os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 # %% ../../nbs/backbones/10_embeddings.ipynb #7a59d999
 @dataclass

@@ -20,7 +20,7 @@ from ..planning import sampling_process
 from ..policy import Policy
 from ..rollout import Noise, rollout
 from ..training.checkpoint_folders import newest
-from ..training.checkpoints import read_table
+from ..training.checkpoint_tensors import read_table
 from ..training.runs import Run
 
 # %% ../../nbs/evaluation/01_sampling.ipynb #2e627f1c
@@ -51,7 +51,7 @@ WEIGHTS = ("trained", "ema", "base")
 # %% ../../nbs/evaluation/01_sampling.ipynb #77b72ba8
 def load_average(policy: Policy, run: Run) -> None:
     "Copy a run's averaged weights into the policy. Raise `ValueError` if its checkpoint has none, or others."
-    folder = newest(run.path)
+    folder = newest(run.path, contents=True)
     if folder is None:
         raise ValueError(f"weights: the run {str(run.path)!r} has no checkpoint with averaged weights")
     averages = read_table(folder, "averages")

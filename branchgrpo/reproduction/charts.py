@@ -180,11 +180,12 @@ def side_by_side(columns: dict, captions: list[str], size: float = 1.0) -> Figur
     shape = (len(captions), len(columns))
     fig, axes = plt.subplots(*shape, figsize=(width, size * len(captions)), squeeze=False)
     for j, (title, images) in enumerate(columns.items()):
-        axes[0, j].set_title(textwrap.fill(title, 12), fontsize=8)
+        axes[0, j].set_title(textwrap.fill(title, 12), fontsize=8, parse_math=False)
         for ax, image in zip(axes[:, j], images):
             ax.imshow(np.asarray(image).transpose(1, 2, 0), interpolation="nearest")
             ax.axis("off")
     for ax, caption in zip(axes[:, 0], captions):
-        ax.text(-0.08, 0.5, caption, transform=ax.transAxes, ha="right", va="center", fontsize=7)
+        plain = {"fontsize": 7, "parse_math": False}  # a prompt may hold a $
+        ax.text(-0.08, 0.5, caption, transform=ax.transAxes, ha="right", va="center", **plain)
     fig.subplots_adjust(wspace=0.06, hspace=0.06, left=2.2 / width)
     return fig

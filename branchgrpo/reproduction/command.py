@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..commands import options
+from ..refusals import REFUSED
 
 # %% ../../nbs/reproduction/15_command.ipynb #0783f968
 @dataclass
@@ -109,7 +110,8 @@ def run_here(jobs: list, o: PageOptions) -> int:
         print(f"  {result.name}: {result.error}\n    {result.notebook}")
     if o.scale == "testbed":
         print(f"figures/README.md shows {write_page(o.folder)} of them")
-    return 1 if failed else 0
+    refused = all(result.error.startswith("Refused: ") for result in failed)
+    return 0 if not failed else REFUSED if refused else 1
 
 # %% ../../nbs/reproduction/15_command.ipynb #c0ffee08
 def redraw(jobs: list, o: PageOptions) -> int:
@@ -165,11 +167,12 @@ def write_snakefile(jobs: list, o: PageOptions, slurm: SlurmOptions) -> int:
     "Write runs and notebooks as a Snakefile."
     from branchgrpo.reproduction.tasks import torchrun
     from branchgrpo.reproduction.snakefile import snakefile
+    from branchgrpo.training.files import write_text
 
     words = ["--scale", o.scale, "--folder", o.folder, "--output", o.output]
     launch = o.launch or torchrun(1, slurm.gpus_per_node)
     words += ["--launch", launch] if launch else []
     words += ["--set", *o.set] if o.set else []
-    Path(slurm.snakefile or "Snakefile").write_text(snakefile(jobs, words, slurm.gpus_per_node, slurm.hours))
+    write_text(slurm.snakefile or "Snakefile", snakefile(jobs, words, slurm.gpus_per_node, slurm.hours))
     print(f"{slurm.snakefile}: snakemake --snakefile {slurm.snakefile} --jobs 8")
     return 0

@@ -49,14 +49,14 @@ def train_all(configs: dict[tuple, TrainConfig], root: str) -> dict[tuple, Run]:
     while left:
         before = len(left)
         for (label, seed), config in list(left.items()):
-            started = time.time()
+            started = time.monotonic()
             run = get_or_train(config, root, wait)
             if run is None:  # another process trains it
                 continue
             wait = False
             finished[label, seed] = run
             del left[label, seed]
-            progress.add(label, seed, time.time() - started)
+            progress.add(label, seed, time.monotonic() - started)
         wait = len(left) == before  # nothing else is left to do
     return finished
 

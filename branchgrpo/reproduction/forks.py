@@ -101,7 +101,7 @@ LIBRARIES = (
     "diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion",
     "diffusers.pipelines.wan.pipeline_wan_i2v",
     "diffusers.training_utils",
-    *("accelerate", "peft", "torchmetrics", "jsonargparse", "papermill", "nbdev.test", "fastcore.test"),
+    *("accelerate", "peft", "torchmetrics", "papermill", "nbdev.test", "fastcore.test"),
     *("matplotlib.pyplot", "matplotlib_inline.backend_inline", "scipy.stats", "sklearn.datasets"),
 )
 

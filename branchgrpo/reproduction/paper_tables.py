@@ -75,7 +75,7 @@ def cell_text(value: object) -> str:
         return ", ".join(f"{key} {cell_text(item)}" for key, item in value.items())
     if isinstance(value, (list, tuple)):
         return ", ".join(map(cell_text, value))
-    return str(value).replace("|", "\\|").replace("\n", " ")
+    return " ".join(str(value).split()).replace("|", "\\|").replace("<", "&lt;")
 
 # %% ../../nbs/reproduction/13_paper_tables.ipynb #8f4e2f0e
 def markdown_table(rows: list[dict]) -> str:

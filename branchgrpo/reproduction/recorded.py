@@ -9,7 +9,7 @@ __all__ = ['REDRAW', 'COUNTS', 'grown_evenly', 'RecordedRun', 'by_seed', 'record
 # %% ../../nbs/reproduction/25_recorded.ipynb #8dda721c
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import nbformat
@@ -32,18 +32,19 @@ def grown_evenly(last: dict, iterations: int) -> list[dict]:
 # %% ../../nbs/reproduction/25_recorded.ipynb #cd7dec52
 @dataclass
 class RecordedRun:
-    "A run as a record has it: evaluations and settings. Its metrics have only counts, which grow evenly."
+    "A run as a record has it: evaluations and settings. Its metrics are counts that grow evenly, and recorded means."
 
     path: str | None
     evaluations: list[dict]
     info: dict
     totals: dict  # counts that older evaluations lack
     seconds_per_iteration: float | None = None
+    means: dict = field(default_factory=dict)  # of metrics, over all iterations and seeds of a label
 
     @property
     def metrics(self) -> list[dict]:
         last = self.totals | self.evaluations[-1]
-        return grown_evenly(last, last["iteration"])
+        return [row | self.means for row in grown_evenly(last, last["iteration"])]
 
 # %% ../../nbs/reproduction/25_recorded.ipynb #20c619c0
 def by_seed(found: dict) -> dict[str, dict]:
@@ -54,11 +55,11 @@ def by_seed(found: dict) -> dict[str, dict]:
     return found
 
 # %% ../../nbs/reproduction/25_recorded.ipynb #ed5cc9e8
-def recorded_run(run: dict, settings: dict, totals: dict) -> RecordedRun:
+def recorded_run(run: dict, settings: dict, totals: dict, means: dict) -> RecordedRun:
     "Return a run of a record; `settings` are those that it does not have itself."
     info = {"settings": run.get("settings") or settings}
     totals = run.get("totals") or totals
-    return RecordedRun(run.get("run"), run["evaluations"], info, totals, run.get("seconds_per_iteration"))
+    return RecordedRun(run.get("run"), run["evaluations"], info, totals, run.get("seconds_per_iteration"), means)
 
 
 def recorded_runs(record: dict) -> dict[str, list[RecordedRun]]:
@@ -71,7 +72,8 @@ def recorded_runs(record: dict) -> dict[str, list[RecordedRun]]:
     for label, found in table.items():
         settings = found.get("settings") or {"recipe": record.get("recipe")}
         totals = {key: value for key, value in rows.get(label, {}).items() if key == "trained_calls"}
-        runs[label] = [recorded_run(run, settings, totals) for run in by_seed(found).values()]
+        means = record.get("means", {}).get(label, {})
+        runs[label] = [recorded_run(run, settings, totals, means) for run in by_seed(found).values()]
     return runs
 
 # %% ../../nbs/reproduction/25_recorded.ipynb #06188d9e

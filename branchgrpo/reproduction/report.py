@@ -65,6 +65,8 @@ def verdict_line(tested: dict) -> str:
     interval = "–"  # not measured
     if tested["difference"] is not None:
         interval = f"{tested['difference']:+.4f} [{tested['low']:+.4f}, {tested['high']:+.4f}]"
+    if tested.get("p_page") is not None:
+        interval += f", p {tested['p_page']:.2g}"
     return f"{tested['claim']}{about}, at equal {at_equal}: {interval}, **{tested['verdict']}**"
 
 # %% ../../nbs/reproduction/09_report.ipynb #0e8c0048
@@ -142,7 +144,8 @@ HEAD = """# Every figure and number
 
 Made by `branchgrpo reproduce`. A JSON file beside each figure holds its numbers, with the run of each, the date and \
 the machine. A verdict is computed: the claim that one setting beats another *holds* if the 95 % t interval of the \
-difference, paired by seed, lies above zero. Intervals are per claim, not corrected for the number of claims. \
+difference, paired by seed, lies above zero. Intervals are per claim; p, where a record has it, is corrected for all \
+claims of its page (false discovery rate). \
 *Earlier* marks a page whose runs are not those that it would train today: it says what has changed, and its claims \
 are about the earlier runs. \
 Cost counts the calls of the rollouts and three per trained call, four with a reference model, as Pro-GRPO does."""

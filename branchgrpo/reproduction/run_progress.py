@@ -6,6 +6,7 @@
 __all__ = ['say', 'minutes_left', 'report_progress', 'iterations_done', 'IterationCount', 'time_left', 'progress_line']
 
 # %% ../../nbs/reproduction/18_run_progress.ipynb #603d846d
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -18,15 +19,15 @@ def say(text: str) -> None:
 # %% ../../nbs/reproduction/18_run_progress.ipynb #c3ba397b
 def minutes_left(started: float, finished: int, total: int) -> str:
     "Return the time left if the rest takes as long per item as the `finished` items took since `started`."
-    left = (time.time() - started) / finished * (total - finished)
+    left = (time.monotonic() - started) / finished * (total - finished)
     return f"{left / 60:5.1f} min left"
 
 # %% ../../nbs/reproduction/18_run_progress.ipynb #3e56a95d
 def report_progress(text: str) -> None:
-    "Send a line to the runner that executes this page; do nothing if there is none."
+    "Send a line to the runner that executes this page; do nothing if there is none, or if the disk is full."
     path = os.environ.get("BRANCHGRPO_PROGRESS")
     if path:
-        with open(path, "a", encoding="utf-8") as file:
+        with contextlib.suppress(OSError), open(path, "a", encoding="utf-8") as file:
             file.write(text + "\n")
 
 # %% ../../nbs/reproduction/18_run_progress.ipynb #f4df680e
@@ -42,7 +43,7 @@ class IterationCount:
     def __init__(self, totals: dict[Path, int], workers: int = 1):
         self.totals = totals
         self.workers = workers
-        self.started = time.time()
+        self.started = time.monotonic()
         self.done = {path: iterations_done(path) for path in totals}
         self.first = {}  # folder: when its first iteration here was seen, and how many it had then
         self.seconds = {}  # folder: seconds per iteration
@@ -72,4 +73,4 @@ def time_left(count: IterationCount) -> str:
 def progress_line(count: IterationCount, running: list[Path]) -> str:
     "Return the iteration of each running run, and the time left for all, as text."
     at = [f"{path.name} {count.done[path]}/{count.totals[path]}" for path in running]
-    return f"{time.time() - count.started:5.0f} s  {', '.join(at)}   {time_left(count)}"
+    return f"{time.monotonic() - count.started:5.0f} s  {', '.join(at)}   {time_left(count)}"

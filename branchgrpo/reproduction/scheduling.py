@@ -49,9 +49,9 @@ def _take_environment(environments) -> None:
 # %% ../../nbs/reproduction/06_scheduling.ipynb #efe34d34
 def train_run(config: TrainConfig, root: str) -> float:
     "Train or find a run; return the seconds it took."
-    started = time.time()
+    started = time.monotonic()
     get_or_train(config, root)
-    return time.time() - started
+    return time.monotonic() - started
 
 # %% ../../nbs/reproduction/06_scheduling.ipynb #dc1fc28e
 def worker_pool(environments: list[dict[str, str]], most: int) -> ProcessPoolExecutor:
@@ -73,7 +73,7 @@ def as_they_finish(
     waiting = set(futures)
     while waiting:
         ended, waiting = wait(waiting, every, FIRST_COMPLETED)
-        count.look(time.time())
+        count.look(time.monotonic())
         yield from ended
         if not ended:
             running = [path for future, path in futures.items() if not future.done()]
@@ -162,7 +162,7 @@ def run_all(
 ) -> list[Result]:
     "Execute pages, with one line per page and the time left; a failed page does not stop the others."
     warm.start()  # the libraries are imported once, not by every kernel
-    environments, started, results = worker_environments(workers, gpus), time.time(), []
+    environments, started, results = worker_environments(workers, gpus), time.monotonic(), []
     free = queue.SimpleQueue()
     for environment in environments:
         free.put(environment)

@@ -7,6 +7,7 @@ __all__ = ['sbatch_options', 'runs_by_size', 'task_lists', 'own_options', 'job_a
            'prepare', 'submit']
 
 # %% ../../nbs/reproduction/08_slurm.ipynb #cf16adf4
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +27,8 @@ def sbatch_options(text: str) -> dict[str, str]:
     for key, _, value in pairs:
         if not value:
             raise ValueError(f"slurm-options: {key!r} has no value; they are written partition=a100,account=x")
+        if not re.fullmatch(r"[\w-]+", key) or not value.isprintable():  # a line of its own would be a command
+            raise ValueError(f"slurm-options: {key!r}={value!r} is no option of #SBATCH")
     return {key: value for key, _, value in pairs}
 
 # %% ../../nbs/reproduction/08_slurm.ipynb #0d323099

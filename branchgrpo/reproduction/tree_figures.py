@@ -140,7 +140,7 @@ def draw_tree(
     fig, ax = plt.subplots(figsize=(1.3 * len(images) + 1, size * (leaves + 1)))
     draw_nodes(ax, parents, images, values)
     ax.set(xlim=(-0.5, len(images) - 0.5), ylim=(leaves - 0.4, -1.2))
-    ax.set_title(title)
+    ax.set_title(title, parse_math=False)  # a prompt may hold a $
     ax.axis("off")
     value_bar(ax, min(values[-1]), max(values[-1]), name)
     return fig

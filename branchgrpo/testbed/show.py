@@ -28,7 +28,7 @@ def show_images(images: Tensor, titles: list[str], columns: int = 8, height: flo
         ax.axis("off")
     for ax, image, title in zip(axes.flat, images, titles):
         ax.imshow(image.permute(1, 2, 0))
-        ax.set_title(two_lines(title), fontsize=6)
+        ax.set_title(two_lines(title), fontsize=6, parse_math=False)
     return small_figure(fig)
 
 # %% ../../nbs/testbed/16_show.ipynb #304c933b
@@ -40,7 +40,7 @@ def show_clips(clips: list[Tensor], titles: list[str]):
         for f, ax in enumerate(row):
             ax.imshow(clip[:, f].permute(1, 2, 0))
             ax.axis("off")
-        row[0].set_title(title, fontsize=8, loc="left")
+        row[0].set_title(title, fontsize=8, loc="left", parse_math=False)
     return small_figure(fig)
 
 # %% ../../nbs/testbed/16_show.ipynb #318dd1ea

@@ -6,10 +6,14 @@
 __all__ = ['SHOWN', 'Callback', 'ProgressBar', 'Tracking', 'usual_callbacks']
 
 # %% ../../nbs/training/12_callbacks.ipynb #b4629d9c
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from tqdm.auto import tqdm
+
+from ..refusals import in_words, refusal
 
 # %% ../../nbs/training/12_callbacks.ipynb #bb9ebfac
 class Callback:
@@ -48,17 +52,32 @@ class ProgressBar(Callback):
 
 # %% ../../nbs/training/12_callbacks.ipynb #e35aff8a
 class Tracking(Callback):
-    "Sends every iteration's numbers to the tracker of the settings."
+    "Sends every iteration's numbers to the tracker of the settings, as long as it can write them."
+
+    lost = False
+
+    def send(self, act: Callable, *what: Any, **more: Any) -> None:
+        "Call `act`; a refusal of the operating system ends the tracking, not the run."
+        try:
+            act(*what, **more)
+        except Exception as error:
+            refused = refusal(error)
+            if refused is None:
+                raise
+            self.lost = True
+            reason = in_words(refused, {}).partition(": ")[2]
+            warnings.warn(f"tracker: left out from now on ({reason}); metrics.jsonl has all rows", stacklevel=2)
 
     def on_start(self, trainer):
-        trainer.accelerator.init_trackers("branchgrpo")
+        self.send(trainer.accelerator.init_trackers, "branchgrpo")
 
     def on_iteration(self, trainer, row):
         numbers = {key: value for key, value in row.items() if key != "splits"}
-        trainer.accelerator.log(numbers, step=row["iteration"])
+        if not self.lost:
+            self.send(trainer.accelerator.log, numbers, step=row["iteration"])
 
     def on_end(self, trainer):
-        trainer.accelerator.end_training()
+        self.send(trainer.accelerator.end_training)
 
 # %% ../../nbs/training/12_callbacks.ipynb #84b4e398
 def usual_callbacks(tracker: str) -> list[Callback]:

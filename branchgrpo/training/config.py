@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SECTIONS', 'RunSettings', 'RecordSettings', 'MemorySettings', 'SpeedSettings', 'RankSettings', 'TrainConfig', 'plain',
-           'read_yaml', 'Settings']
+           'Settings']
 
 # %% ../../nbs/training/02_config.ipynb #1d704f08
 import dataclasses
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..settings import METHOD_SECTIONS, MethodSettings, check_types
+from ..yaml_files import read_table
 
 # %% ../../nbs/training/02_config.ipynb #b2defd2d
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class TrainConfig(RankSettings, SpeedSettings, MemorySettings, RecordSettings, M
     @classmethod
     def from_yaml(cls, path: str | Path) -> "TrainConfig":
         "Return the config of a YAML file. Raise `ValueError` if it is missing or wrong."
-        return cls.from_dict(read_yaml(path))
+        return cls.from_dict(read_table(path))
 
     def settings(self) -> "Settings":
         "Return all settings, with the recipe's values filled in. Raise `ValueError` naming one that is wrong."
@@ -116,21 +117,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {int(k) if str(k).isdigit() else k: v for k, v in value.items()}
     return value
-
-# %% ../../nbs/training/02_config.ipynb #5a324f44
-def read_yaml(path: str | Path) -> dict[str, Any]:
-    "Return the table of a YAML file. Raise `ValueError` if it is missing or holds no table."
-    import yaml
-
-    if not Path(path).is_file():
-        raise ValueError(f"config: there is no file {str(path)!r}")
-    try:
-        table = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"config: {str(path)!r} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(table, dict):
-        raise ValueError(f"config: {str(path)!r} holds no table of settings")
-    return table
 
 # %% ../../nbs/training/02_config.ipynb #a61bf786
 @dataclass(frozen=True)

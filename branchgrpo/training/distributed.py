@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['check_launch', 'check_processes', 'join_group', 'mesh_of', 'blocks_of', 'shard', 'fill', 'sharded_parts', 'gathered',
            'local', 'whole', 'full_state', 'plain_class', 'any_process', 'make_hosts', 'any_host', 'most_of',
-           'from_main']
+           'from_main', 'outcome']
 
 # %% ../../nbs/training/20_distributed.ipynb #c54a2bd8
 import os
@@ -161,8 +161,18 @@ def most_of(accelerator: Any, count: int) -> int:
 
 # %% ../../nbs/training/20_distributed.ipynb #c528218e
 def from_main(accelerator: Any, decide: Callable[[], Any]) -> Any:
-    "Return what the main process decides. Collective."
-    decided = [decide() if accelerator.is_main_process else None]
+    "Return what the main process decides; an error of it is raised on all. Collective."
+    decided = [outcome(decide) if accelerator.is_main_process else None]
     if accelerator.num_processes > 1:
         dist.broadcast_object_list(decided, src=0, device=accelerator.device)
+    if isinstance(decided[0], Exception):
+        raise decided[0]
     return decided[0]
+
+
+def outcome(decide: Callable[[], Any]) -> Any:
+    "Return what a call returns, or the error that it raises."
+    try:
+        return decide()
+    except Exception as error:
+        return error

@@ -21,9 +21,10 @@ from .config import TrainConfig
 from .distributed import any_host, any_process, from_main, gathered, make_hosts
 from .export import averaged_weights
 from .held_out import Evaluator, record
-from .lifetime import close, open_shared, resume
+from .lifetime import close, one_training, open_shared, resume
 from .metrics import over_processes, reward_metrics
 from .model import make_accelerator, make_learner, open_policy
+from .ranks import together
 from .resolve import resolve
 from .rolled import assign_credit
 from .runs import Run, check_folder
@@ -62,7 +63,8 @@ class Trainer:
 
     def fit(self) -> Run:
         "Train to the end, from a checkpoint if there is one, and return the run."
-        return fit(self)
+        with one_training(self):
+            return fit(self)
 
 # %% ../../nbs/training/14_trainer.ipynb #957a962b
 def step(t: Trainer) -> dict[str, Any]:
@@ -163,8 +165,9 @@ def iterate(t: Trainer, run: Run, saver: Saver) -> None:
         row |= evaluate(t, run, {key: row[key] for key in AT}) if is_evaluated(t) else {}
     except Preempted as error:
         stopped = error  # `complete` adds the scores when the run goes on
-    if t.accelerator.is_main_process:
-        run.append(row)
+    with together(t.accelerator):
+        if t.accelerator.is_main_process:
+            run.append(row)
     if stopped:
         save(t, saver)
         raise stopped
@@ -190,8 +193,9 @@ def evaluate(t: Trainer, run: Run, at: dict[str, Any]) -> dict[str, float]:
     "Score the policy on held-out prompts and record it `at` an iteration; return the scores."
     with averaged_weights(t.learner, t.settings.ema_used), gathered(t.learner.policy.denoiser):
         scores, images = t.evaluator(t.policy)
-    if t.accelerator.is_main_process:
-        record(run, at | scores, images)
+    with together(t.accelerator):
+        if t.accelerator.is_main_process:
+            record(run, at | scores, images)
     notify(t, "on_evaluation", scores, images)
     return scores
 

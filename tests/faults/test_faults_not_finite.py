@@ -126,7 +126,9 @@ def test_a_prompt_that_is_not_finite_is_left_out_of_a_shared_tree(tmp_path, note
     n, changes, kinds = MORE[case]
     left_out(tmp_path, n, changes, kinds)
     for kind in kinds:
-        noted("faults", f"NaN in one prompt: {kind}, {case}, {n} processes", "unscored_prompts 1; the run goes on", KEPT)
+        noted(
+            "faults", f"NaN in one prompt: {kind}, {case}, {n} processes", "unscored_prompts 1; the run goes on", KEPT
+        )
 
 
 SKIPPED = """
@@ -158,7 +160,9 @@ def test_a_step_that_is_not_finite_is_taken_by_nobody(tmp_path, noted, way):
     for rank in range(n):
         assert line in Path(f"{tmp_path}/out.log{rank}").read_text()
     for kind in ("loss", "gradient"):
-        noted("faults", f"NaN in the {kind} of one process, {way}", "skipped_steps 2; stops after max_skipped", "weights")
+        noted(
+            "faults", f"NaN in the {kind} of one process, {way}", "skipped_steps 2; stops after max_skipped", "weights"
+        )
 
 
 @pytest.mark.fast
@@ -167,14 +171,14 @@ def test_a_prompt_with_nan_latents_or_images_trains_nothing(tmp_path):
     left_out(tmp_path, 1, TREE, ["latents at step 3", "image"])
 
 
-OWN = '''
+OWN = """
 import pathlib
 from branchgrpo.rewards.base import load
 clip = load("tiny-clip")
 def score(images, prompts, metadata=None):
     scores = clip(images, prompts, metadata)
     return scores * float("nan") if pathlib.Path(__file__).with_name("bad").exists() else scores
-'''
+"""
 SHELL = """
 import os, sys
 from branchgrpo.cli import main

@@ -1,0 +1,459 @@
+"""What a machine does to a run: disks, file handles, files that go, clocks. Real disks, limits and processes."""
+
+import json
+
+import pytest
+from disk import scene
+
+LINE = "branchgrpo: output: no space left on the disk of "
+FULL = {
+    "metrics row": ("branchgrpo.training.runs:append_jsonl", 2, 0),
+    "checkpoint": ("branchgrpo.training.checkpoints:begin_checkpoint", 2, 0),
+    "checkpoint's manifest": ("branchgrpo.training.checkpoints:put_in_place", 2, 0),
+    "adapter at the end": ("branchgrpo.training.export:write_result", 1, 0),
+    "run.json at the end": ("branchgrpo.training.runs:Run.set_state", 1, 0),
+    "run.json at the start": ("branchgrpo.training.lifetime:open_run", 1, 0),
+    "evaluation's images": ("branchgrpo.training.trainer:record", 2, 1),
+    "evaluation's row": ("branchgrpo.training.held_out:write_jsonl", 2, 1),
+}
+FILLED = """
+disk = Disk()
+for name, (place, call, every) in json.loads(sys.argv[1] and TABLE).items():
+    run = disk.path / name.replace(" ", "-")
+    before(place, disk.fill, call)
+    words = ("--evaluate-every", every)
+    refused = train(run, *words)
+    left = leftovers(run)
+    still = train(run, *words)
+    disk.free()
+    again, whole = train(run, *words), ROOT / f"whole{every}"
+    if not whole.exists():
+        train(whole, *words)
+    found[name] = {"refused": refused, "left": left, "still": still, "again": again, "same": same(run, whole),
+                   "tidy": leftovers(run), "lock": (run / ".lock").exists(), "kind": disk.kind}
+"""
+
+
+def refused(said, words=LINE):
+    "Check that a command ended with code 74 and one line; return the line."
+    code, lines = said
+    assert code == 74, said
+    assert len(lines) == 1, said
+    assert lines[0].startswith(words), said
+    return lines[0]
+
+
+def is_disk_full(found):
+    "The words of a full disk, or of the limit that stands for it."
+    return LINE if found["kind"] == "tmpfs" else "branchgrpo: output: "
+
+
+def filled(tmp_path, noted, names):
+    table = json.dumps({name: FULL[name] for name in names})
+    for name, at in scene(f"TABLE = {table!r}" + FILLED, tmp_path).items():
+        line = refused(at["refused"], is_disk_full(at))
+        refused(at["still"], is_disk_full(at))
+        assert at["again"] == [0, []], at
+        assert at["same"] and at["tidy"] == [] and not at["lock"], at
+        said = (
+            "no checkpoint yet: begun again" if "no checkpoint" in line else line.partition("; ")[2].partition(",")[0]
+        )
+        noted(
+            "faults",
+            f"disk full at the {name}",
+            happened="code 74, one line that says what is kept; the same line as long as the disk is full",
+            kept=f"{said}; with space again the same command ends bit-equal",
+            disk=at["kind"],
+        )
+
+
+@pytest.mark.fast
+def test_a_full_disk_at_a_checkpoint(tmp_path, noted):
+    filled(tmp_path, noted, ["checkpoint"])
+
+
+def test_a_full_disk_at_rows_and_results(tmp_path, noted):
+    filled(tmp_path, noted, [name for name in FULL if name != "checkpoint" and "evaluation" not in name])
+
+
+def test_a_full_disk_at_an_evaluation(tmp_path, noted):
+    filled(tmp_path, noted, [name for name in FULL if "evaluation" in name])
+
+
+ASYNC = """
+disk = Disk()
+run = disk.path / "run"
+before("branchgrpo.training.checkpoints:begin_checkpoint", disk.fill, 2)
+found["refused"] = train(run, "--checkpoint-async", "true")
+disk.free()
+found["again"] = train(run, "--checkpoint-async", "true")
+train(ROOT / "whole")
+found |= {"same": same(run, ROOT / "whole"), "tidy": leftovers(run), "kind": disk.kind}
+"""
+
+
+def test_a_full_disk_while_a_thread_writes_the_checkpoint(tmp_path, noted):
+    found = scene(ASYNC, tmp_path)
+    line = refused(found["refused"], is_disk_full(found))
+    assert found["again"] == [0, []] and found["same"] and found["tidy"] == [], found
+    noted(
+        "faults",
+        "disk full while a thread writes the checkpoint (checkpoint_async)",
+        happened="code 74, one line, an iteration later at most",
+        kept=f"{line.partition('; ')[2].partition(',')[0]}; then bit-equal",
+        disk=found["kind"],
+    )
+
+
+TWO = """
+disk = Disk()
+run = disk.path / "run"
+words = ("--iterations", 3, "--evaluate-every", 0, "--output")
+before(PLACE, disk.fill, 2)
+found["codes"], found["said"] = ranks(2, *words, run)
+found["again"] = ranks(2, *words, run)
+before(PLACE, lambda: None, 0)
+(disk.path / "filler").unlink(missing_ok=True)
+found["freed"] = ranks(2, *words, run)
+ranks(2, *words, ROOT / "whole")
+found |= {"same": same(run, ROOT / "whole"), "tidy": leftovers(run), "kind": disk.kind}
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "place"),
+    {
+        "checkpoint": "branchgrpo.training.checkpoints:begin_checkpoint",
+        "metrics row": "branchgrpo.training.runs:append_jsonl",
+    }.items(),
+)
+def test_a_full_disk_ends_both_processes(tmp_path, noted, what, place):
+    found = scene(f"PLACE = {place!r}" + TWO, tmp_path)
+    assert found["codes"] == [74, 74], found
+    for said in found["said"]:
+        refused([74, said], is_disk_full(found))
+    assert found["freed"] == [[0, 0], [[], []]], found
+    assert found["same"] and found["tidy"] == [], found
+    noted(
+        "faults",
+        f"disk full at the {what}, 2 processes",
+        happened="both end with code 74 and the same line; none waits for the other",
+        kept="iteration 1; with space again both go on, bit-equal",
+        disk=found["kind"],
+    )
+
+
+EMBEDDINGS = """
+disk = Disk()
+folder, words = disk.path / "text", ("--embeddings", disk.path / "text")
+before("branchgrpo.backbones.embeddings:write_entry", disk.fill, 3)
+found["refused"] = train(ROOT / "run", *words)
+found["half"] = [p.name for p in folder.rglob("*.safetensors") if not p.with_suffix(".sum").exists()]
+disk.free()
+found["again"] = train(ROOT / "run", *words)
+train(ROOT / "whole")
+found |= {"same": same(ROOT / "run", ROOT / "whole"), "tidy": leftovers(disk.path), "kind": disk.kind}
+"""
+
+
+def test_a_full_disk_at_an_embedding(tmp_path, noted):
+    found = scene(EMBEDDINGS, tmp_path)
+    refused(found["refused"], "branchgrpo: embeddings: " if found["kind"] == "tmpfs" else "branchgrpo: ")
+    assert found["again"] == [0, []] and found["same"] and found["tidy"] == [], found
+    noted(
+        "faults",
+        "disk full at an entry of the embeddings' folder",
+        happened="code 74, one line that names the setting `embeddings`",
+        kept="the entries before it; with space again the same command ends bit-equal",
+        disk=found["kind"],
+    )
+
+
+TRACKER = """
+disk = Disk()
+os.chdir(disk.path)
+before("branchgrpo.training.callbacks:Tracking.on_iteration", disk.fill, 2)
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    found["run"] = train(disk.path.parent / "run", "--tracker", "tensorboard")
+found["said"] = [str(w.message) for w in said if "tracker" in str(w.message)]
+train(ROOT / "whole")
+found |= {"same": same(ROOT / "run", ROOT / "whole"), "kind": disk.kind}
+"""
+
+
+def test_a_tracker_on_a_full_disk_does_not_end_the_run(tmp_path, noted):
+    found = scene(TRACKER, tmp_path)
+    assert found["run"] == [0, []], found
+    assert found["same"], found
+    noted(
+        "faults",
+        "disk full at the tracker (TensorBoard)",
+        happened="a warning; the run goes on without the tracker and ends with code 0",
+        kept="all rows in metrics.jsonl",
+        disk=found["kind"],
+    )
+
+
+TOOLS = """
+disk = Disk()
+evaluate = ["evaluate", "--limit", 6, "--block", 2, "--steps", 2, "--output"]
+before("branchgrpo.evaluation.evaluate:write_jsonl", disk.fill, 2)
+found["evaluate"] = [(code, lines(err)) for code, _, err in [command(*evaluate, disk.path / "e")]][0]
+disk.free()
+found["again"] = command(*evaluate, disk.path / "e")[0]
+command(*evaluate, ROOT / "e")
+found["equal"] = (disk.path / "e/images.jsonl").read_text() == (ROOT / "e/images.jsonl").read_text()
+disk.fill()
+sample = ["sample", "--prompt", "a red 3", "--steps", 2, "--output", disk.path / "a.png"]
+found["sample"] = [(code, lines(err)) for code, _, err in [command(*sample)]][0]
+found["sampled"] = (disk.path / "a.png").exists()
+disk.free()
+found["sampled again"] = command(*sample)[0]
+disk.fill()
+pages = ["reproduce", "--all", "--scale", "smoke", "--folder", REPRODUCE, "--snakefile", disk.path / "Snakefile"]
+found["snakefile"] = [(code, lines(err)) for code, _, err in [command(*pages)]][0]
+found |= {"kind": disk.kind, "tidy": leftovers(disk.path / "e")}
+"""
+
+
+def test_a_full_disk_at_evaluate_and_sample(tmp_path, noted, request):
+    found = scene(f"REPRODUCE = {str(request.config.rootpath / 'reproduce')!r}" + TOOLS, tmp_path)
+    refused(found["evaluate"], is_disk_full(found))
+    assert found["again"] == 0 and found["equal"] and found["tidy"] == [], found
+    refused(found["sample"], is_disk_full(found))
+    assert not found["sampled"] and found["sampled again"] == 0, found
+    refused(found["snakefile"], "branchgrpo: snakefile: " if found["kind"] == "tmpfs" else "branchgrpo: ")
+    happened = "code 74, one line"
+    noted(
+        "faults",
+        "disk full at a block of `evaluate`",
+        happened=happened,
+        kept="the blocks before it; with space again the same rows to the bit",
+        disk=found["kind"],
+    )
+    noted("faults", "disk full at the image of `sample`", happened=happened, kept="no half image", disk=found["kind"])
+
+
+READ_ONLY = """
+disk = Disk()
+disk.read_only()
+found["before"] = train(disk.path / "run")
+disk.read_only(False)
+found["left"] = os.listdir(disk.path)
+before("branchgrpo.training.checkpoints:begin_checkpoint", disk.read_only, 2)
+found["during"] = train(disk.path / "run")
+found["resumed"] = train(disk.path / "run")
+disk.read_only(False)
+found["again"] = train(disk.path / "run")
+train(ROOT / "whole")
+found |= {"same": same(disk.path / "run", ROOT / "whole"), "tidy": leftovers(disk.path), "kind": disk.kind}
+disk.read_only()
+found["found"] = train(disk.path / "run")
+disk.read_only(False)
+"""
+
+
+def test_a_read_only_folder(tmp_path, noted):
+    found = scene(READ_ONLY, tmp_path)
+    code, lines = found["before"]
+    assert code == 2 and len(lines) == 1 and "is not a writable folder" in lines[0], found
+    assert found["left"] == [], found
+    for when in ("during", "resumed"):
+        line = refused(found[when], "branchgrpo: output: ")
+        assert "its disk is read-only; iteration 1" in line or found["kind"] != "tmpfs", line
+    assert found["again"] == [0, []] and found["same"] and found["tidy"] == [], found
+    assert found["found"] == [0, []], "a finished run is read where nothing can be written"
+    noted(
+        "faults",
+        "read-only folder before the training",
+        happened="code 2, one line, before any model is loaded",
+        kept="nothing was there, nothing is written",
+        disk=found["kind"],
+    )
+    noted(
+        "faults",
+        "the disk becomes read-only during the training",
+        happened="code 74, one line, also at the next start",
+        kept="iteration 1; when it can be written again the same command ends bit-equal",
+        disk=found["kind"],
+    )
+
+
+HANDLES = """
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+count = lambda: len(os.listdir("/proc/self/fd")) - 1
+prompts = ROOT / "prompts.txt"
+prompts.write_text("a red 3\\ntwo blue 5s\\n")
+words = ("--prompts", prompts, "--embeddings", ROOT / "text")
+train(ROOT / "whole", *words, iterations=1)
+found |= {"open": [count()], "ends": []}
+for more in (0, 1, 2, 3, 5, 64):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count() + more, hard))
+    found["ends"].append(train(ROOT / "run", *words, iterations=1))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    found["open"].append(count())
+found["same"] = same(ROOT / "run", ROOT / "whole")
+"""
+
+
+@pytest.mark.fast
+def test_no_file_handles_left(tmp_path, noted):
+    found = scene(HANDLES, tmp_path)
+    *few, enough = found["ends"]
+    assert enough == [0, []] and found["same"], found
+    lines = {refused(said, "branchgrpo: ") for said in few if said[0]}
+    assert lines and all("(ulimit -n)" in line for line in lines), found
+    assert len(set(found["open"])) == 1, "no handle stays open"
+    noted(
+        "faults",
+        "no file handles left (ulimit -n at 0 to 5 above what is open)",
+        happened="code 74, one line that names the limit and `ulimit -n`",
+        kept="what was written; with handles again the same command ends bit-equal; no handle stays open",
+    )
+
+
+PROMPTS = """
+prompts = ROOT / "prompts.txt"
+text = "a red 3\\ntwo blue 5s\\na green 7\\n"
+prompts.write_text(text)
+words = ("--prompts", prompts)
+before("branchgrpo.training.checkpoints:begin_checkpoint", prompts.unlink, 1)
+found["during"] = train(ROOT / "run", *words, iterations=2)
+found["gone"] = train(ROOT / "run", *words)
+prompts.write_text(text + "a red 8\\n")
+found["more"] = train(ROOT / "run", *words)
+prompts.write_text(text.replace("green", "white"))
+found["other"] = train(ROOT / "run", *words)
+prompts.write_text(text)
+found["again"] = train(ROOT / "run", *words)
+found["rows"] = len(rows(ROOT / "run"))
+"""
+
+
+def test_a_prompt_file_that_goes_or_changes(tmp_path, noted):
+    found = scene(PROMPTS, tmp_path)
+    assert found["during"] == [0, []], "prompts are read once"
+    for when, words in {
+        "gone": "prompts.txt' is not one of",
+        "more": "it had 3 to train on and 3 to test on, now 4 to train on and 4 to test on",
+        "other": "it had 3 to train on and 3 to test on, now as many, with other texts",
+    }.items():
+        code, lines = found[when]
+        assert code == 2 and len(lines) == 1, found
+        assert lines[0].startswith("branchgrpo: prompts: ") and words in lines[0], found
+    assert found["again"] == [0, []] and found["rows"] == 3, found
+    noted(
+        "faults",
+        "the prompt file is deleted during the training",
+        happened="nothing: prompts are read once",
+        kept="the run ends; a second call names the missing file (code 2) and goes on when it is back",
+    )
+    noted(
+        "faults",
+        "the prompt file is changed between start and resume",
+        happened="code 2, one line with the numbers of prompts before and now",
+        kept="the run; with the old file it goes on",
+    )
+
+
+FRAMES = """
+import numpy
+from PIL import Image
+for n in range(2):
+    Image.fromarray(numpy.full((32, 32, 3), 100 * n, "uint8")).save(ROOT / f"{n}.png")
+rows = [{"prompt": f"a red {n}", "image": f"{n}.png"} for n in range(2)]
+(ROOT / "prompts.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
+words = ("--backbone", "tiny-wan-i2v", "--prompts", ROOT / "prompts.jsonl", "--lora-rank", 0)
+(ROOT / "1.png").rename(ROOT / "away.png")
+found["gone"] = train(ROOT / "run", *words, iterations=1)
+(ROOT / "away.png").rename(ROOT / "1.png")
+found["again"] = train(ROOT / "run", *words, iterations=1)
+"""
+
+
+def test_a_first_frame_that_goes(tmp_path, noted):
+    found = scene(FRAMES, tmp_path)
+    line = refused(found["gone"], "branchgrpo: ")
+    assert "1.png' is not there any more" in line, line
+    assert found["again"] == [0, []], found
+    noted(
+        "faults",
+        "a prompt's first frame is deleted before it is read",
+        happened="code 74, one line that names the image",
+        kept="what was trained; with the image again the same command goes on",
+    )
+
+
+PLACES = """
+import shutil
+shutil.copytree(MODEL, ROOT / "model")
+(ROOT / "own.py").write_text("def red(images, prompts):\\n    return images[:, 0].mean((1, 2))\\n")
+words = ("--backbone", ROOT / "model", "--reward", "own:red")
+os.chdir(ROOT)
+found["begun"] = train(ROOT / "run", *words, iterations=1)
+(ROOT / "model").rename(ROOT / "away")
+found["model"] = train(ROOT / "run", *words)
+(ROOT / "away").rename(ROOT / "model")
+(ROOT / "own.py").rename(ROOT / "away.py")
+sys.modules.pop("own")
+found["reward"] = train(ROOT / "run", *words)
+(ROOT / "own.py").write_text("def red(images, prompts):\\n    return images[:, 1].mean((1, 2))\\n")
+found["changed"] = train(ROOT / "run", *words)
+"""
+
+
+def test_a_model_or_a_reward_of_your_own_that_goes_or_changes(tmp_path, noted):
+    from branchgrpo.backbones.base import resolve
+
+    found = scene(f"MODEL = {str(resolve('tiny-flux'))!r}" + PLACES, tmp_path)
+    assert found["begun"] == [0, []], found
+    for what, words in {"model": "backbone: ", "reward": "reward: ", "changed": "output: "}.items():
+        code, lines = found[what]
+        assert code == 2 and len(lines) == 1 and lines[0].startswith(f"branchgrpo: {words}"), (what, found)
+    noted(
+        "faults",
+        "the model's folder, or the file of a reward of your own, is gone at the resume",
+        happened="code 2, one line that names it",
+        kept="iteration 1",
+    )
+    noted(
+        "faults",
+        "the code of a reward of your own is changed between start and resume",
+        happened="code 2, one line: the run differs in its sources",
+        kept="iteration 1",
+    )
+
+
+CLOCK = """
+import time
+real, shift = time.time, [0.0]
+time.time = lambda: real() + shift[0]
+time.time_ns = lambda: int((real() + shift[0]) * 1e9)
+from branchgrpo.reproduction.run_progress import IterationCount, progress_line
+count = IterationCount({ROOT / "run": 3})
+jumps = {1: -86400.0, 2: 365 * 86400.0}
+for call, seconds in jumps.items():
+    before("branchgrpo.training.checkpoints:begin_checkpoint", lambda s=seconds: shift.__setitem__(0, s), call)
+found["run"] = train(ROOT / "run", "--checkpoint-minutes", 5, iterations=2)
+found["resumed"] = train(ROOT / "run", "--checkpoint-minutes", 5)
+found["seconds"] = [json.loads(l)["seconds"] for l in (ROOT / "run/metrics.jsonl").read_text().splitlines()]
+found["line"] = progress_line(count, [ROOT / "run"])
+shift[0] = 0.0
+train(ROOT / "whole")
+found["same"] = same(ROOT / "run", ROOT / "whole")
+"""
+
+
+def test_a_clock_that_jumps(tmp_path, noted):
+    found = scene(CLOCK, tmp_path)
+    assert found["run"] == found["resumed"] == [0, []] and found["same"], found
+    seconds = [0.0, *found["seconds"]]
+    assert all(0 < after - before < 3600 for before, after in zip(seconds, seconds[1:])), found
+    assert 0 < float(found["line"].split()[0]) < 3600, found
+    noted(
+        "faults",
+        "the clock jumps back by a day, and forward by a year",
+        happened="nothing: durations and times left use a clock that never jumps",
+        kept="every checkpoint; metrics and weights bit-equal",
+    )

@@ -1,0 +1,508 @@
+"""What comes from outside: names, parameters, settings, weights and prompts are data; none of them writes or runs."""
+
+import ast
+import hashlib
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+from configparser import ConfigParser
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from PIL import Image
+
+from branchgrpo import TrainConfig
+from branchgrpo.backbones.base import load
+from branchgrpo.cli import main
+from branchgrpo.evaluation.benchmark_files import compbench_layout, geneval_layout, vbench_layout
+from branchgrpo.prompt_files import from_path
+from branchgrpo.reproduction.charts import side_by_side
+from branchgrpo.reproduction.execution import run_notebook
+from branchgrpo.reproduction.launch import train_apart
+from branchgrpo.reproduction.page_runs import page_arms
+from branchgrpo.reproduction.pages import jobs, new_page
+from branchgrpo.reproduction.paper_tables import markdown_table
+from branchgrpo.reproduction.run_cache import cache_key, get_or_train
+from branchgrpo.reproduction.slurm import sbatch_options
+from branchgrpo.reproduction.snakefile import rule
+from branchgrpo.reproduction.tree_figures import draw_tree
+from branchgrpo.reproduction.warm import run
+from branchgrpo.rewards.base import load as load_reward
+from branchgrpo.training.checkpoint_folders import put_in_place, remove_leftovers
+from branchgrpo.training.verify import files_of, verify
+
+ROOT = Path(__file__).parents[2]
+HOSTILE = (
+    *("..", ".", "../../evil", "/etc/evil", "a/b", "..\\evil", "-rf", "~", ".hidden", "CON", "a\0b", "a\nb", " "),
+    *("x" * 300, "模" * 300, "a\u2028b", "\u202eexe.txt", "\x1b[2J", "\ud800", "$(touch EVIL)", "`touch EVIL`", ";"),
+)
+
+
+def tree(folder):
+    "Every path below a folder, with the text of small files."
+    paths = sorted(Path(folder).rglob("*"))
+    return {str(p): p.read_bytes()[:1000] if p.is_file() else None for p in paths}
+
+
+@pytest.mark.fast
+def test_a_run_stays_in_the_cache(tmp_path, noted):
+    "A recipe's name, from its file, and a backbone's folder become part of a run's folder."
+    settings = TrainConfig().settings().to_dict()
+    known = cache_key(settings)
+    assert known.startswith("branchgrpo-tiny-flux-0-")
+    for text in HOSTILE:
+        for name in ("recipe", "backbone"):
+            key = cache_key(settings | {name: text})
+            assert (tmp_path / key).resolve().parent == tmp_path.resolve(), (name, text, key)
+            assert len(f"{key}.damaged-{2**63}.lock".encode()) <= 255 and key.isprintable() and key != known
+            assert not key.startswith("-"), "a command would read it as an option"
+    noted(
+        "faults",
+        "Run cache: 22 hostile names of recipes and backbones (../../evil, NUL, 300 characters, escape sequences)",
+        happened="each run's folder lies in the cache; its name has at most 150 bytes",
+        kept="everything outside of the cache",
+    )
+
+
+def test_a_recipes_file_cannot_place_its_run(tmp_path, noted):
+    "The file says `name: ../../evil`. Its run is trained inside the cache, or its name is refused; never outside."
+    (tmp_path / "recipe.yaml").write_text("base: branchgrpo\nname: ../../evil\nvalues: {}\n")
+    root = tmp_path / "a" / "b" / "runs"
+    small = dict(steps=2, splits=(0,), prompts_per_iteration=1, evaluate_every=0, tracker="none", iterations=1)
+    try:
+        found = get_or_train(TrainConfig(recipe=str(tmp_path / "recipe.yaml"), **small), root)
+        assert found.path.resolve().parent == root.resolve()
+    except ValueError as error:
+        assert "../../evil" in str(error)
+    outside = [path for path in tmp_path.rglob("*") if root not in path.parents and path.is_file()]
+    assert outside == [tmp_path / "recipe.yaml"]
+    noted("faults", "A recipe's file names itself ../../evil", happened="no run outside of the cache", kept="all files")
+
+
+@pytest.mark.fast
+def test_prompts_name_files_inside_the_tools_folder_only(tmp_path, noted):
+    "T2I-CompBench++ and VBench read the prompt from the file's name."
+    work = tmp_path / "work"
+    (work / "source").mkdir(parents=True)
+    Image.new("RGB", (16, 16)).save(work / "source" / "0.png")
+    before, refused = tree(tmp_path), 0
+    for n, prompt in enumerate(HOSTILE):
+        row = {"number": 0, "prompt": prompt, "sample": 0, "image": "0.png"}
+        known = [{"tag": "colors", "include": [], "prompt": prompt}]
+        for layout in (geneval_layout, compbench_layout, vbench_layout):
+            target = work / "target" / f"{n}{layout.__name__}"
+            try:
+                layout([row], known, work / "source", target)
+                assert len([path for path in target.rglob("*.[pg][ni][gf]") if path.is_file()]) == 1
+            except ValueError as error:
+                assert "cannot be a file's name" in str(error)
+                assert not target.exists(), "nothing is half written"
+                refused += 1
+    shutil.rmtree(work / "target")
+    assert tree(tmp_path) == before and refused == 2 * 4
+    twins = [dict(number=n, prompt=p, sample=0, image="0.png") for n, p in enumerate(("a/b", "a b"))]
+    with pytest.raises(ValueError, match="give one file"):
+        vbench_layout(twins, [{}, {}], work / "source", work / "target")
+    assert not (work / "target").exists()
+    noted(
+        "faults",
+        "Benchmark layouts: prompts such as ../../evil, /etc/evil, NUL, 300 characters; two prompts with one file name",
+        happened="files inside the tool's folder, or one line that names the prompt",
+        kept="all other files; no image is scored against another prompt",
+    )
+
+
+@pytest.mark.fast
+def test_first_frames_are_read_as_images_only(tmp_path, noted):
+    "A row's `image` may lie anywhere, but only a picture is read from it: an EPS would start a program."
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "frame.png")
+    (tmp_path / "set").mkdir()
+    place = tmp_path / "set" / "clips.jsonl"
+    place.write_text(json.dumps({"prompt": "a", "image": "../frame.png"}))
+    assert from_path(place).first_frames(["a"]).shape == (1, 3, 8, 8)
+    (tmp_path / "frame.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n")
+    with pytest.raises((OSError, ValueError)):
+        from_path(place).first_frames(["a"])
+    noted("faults", "A first frame that is an EPS program named .png", happened="an error", kept="nothing is started")
+
+
+@pytest.mark.fast
+def test_links_in_a_run_lead_nowhere(tmp_path, noted):
+    "Leftovers of a killed save are deleted; a link among them is not followed."
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").write_text("kept")
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    for name in ("000001.tmp", "000002.old", "000001.old"):
+        (folder / name).symlink_to(precious)
+    remove_leftovers(tmp_path / "run")
+    (folder / "new").mkdir()
+    put_in_place(folder / "new", folder / "000001", {"iteration": 1})
+    assert (precious / "file").read_text() == "kept"
+    noted("faults", "Links to another folder among a run's leftovers", happened="not followed", kept="the other folder")
+
+
+PAGES = ("../../x", "/etc/passwd", "page/../../x", "-rf", "", "page.ipynb", "p\0q")
+
+
+@pytest.mark.fast
+def test_a_pages_name_is_one_of_those_that_are_there(tmp_path, capsys, noted):
+    new_page(tmp_path / "reproduce" / "page.ipynb", "n: int = 1")
+    new_page(tmp_path / "x.ipynb", "n: int = 1", f"open({str(tmp_path / 'EVIL')!r}, 'w')")
+    before = tree(tmp_path)
+    for name in PAGES:
+        with pytest.raises(ValueError, match="notebook: "):
+            jobs([name], "testbed", tmp_path / "reproduce", tmp_path / "out")
+    words = ["--folder", str(tmp_path / "reproduce"), "--output", str(tmp_path / "out")]
+    assert main(["reproduce", "../x", *words]) == 2
+    assert capsys.readouterr().err.startswith("branchgrpo: notebook: '../x' is not one of page")
+    assert tree(tmp_path) == before
+    noted("faults", "Pages named ../../x, /etc/passwd, …", happened="one line that lists the pages", kept="all files")
+
+
+EVIL = Path("EVIL")
+VALUES = (
+    "__import__('os').system('touch EVIL')",
+    "'); open('EVIL', 'w') #",
+    '"); open("EVIL", "w") #',
+    "'''\nopen('EVIL', 'w')\n'''",
+    '"""\nopen("EVIL", "w")\n"""',
+    "a\\",
+    "\\'); open('EVIL', 'w') #",
+    "line\nopen('EVIL', 'w')",
+    "line\u2028open('EVIL', 'w')\u2029\x85\x0b\x0c",
+    "{open('EVIL', 'w')} {{x}} %s $HOME $(touch EVIL) `touch EVIL`",
+    "# type: ignore\nopen('EVIL', 'w')",
+    "!touch EVIL",
+    "%%bash\ntouch EVIL",
+    "\ud800\x00\x1b[2J",
+)
+NAMES = (
+    "x = open('EVIL', 'w') #",
+    "__builtins__",
+    "__name__",
+    "open",
+    "text; y",
+    "a b",
+    "",
+    "text\n",
+    "naïve",
+    "print",
+)
+
+
+@pytest.mark.fast
+def test_parameters_are_data_for_the_planner(tmp_path, monkeypatch, noted):
+    "The runner executes the cells of a page that declare its runs; a parameter's value takes part as a value."
+    monkeypatch.chdir(tmp_path)
+    new_page("reproduce/page.ipynb", "text: str = ''\nkept: list = []", arms="arms = (text, kept)")
+    for value in VALUES:
+        given = {"text": value, "kept": [value, {value: value}]}
+        (job,) = jobs(["page"], "testbed", "reproduce", "out", given)
+        assert page_arms(job) == (value, [value, {value: value}])
+    for name in NAMES:
+        with pytest.raises(ValueError, match="parameter: "):
+            jobs(["page"], "testbed", "reproduce", "out", {name: 1})
+        assert main(["reproduce", "page", "--set", f"{name}=1"]) == 2
+    assert not EVIL.exists()
+    noted(
+        "faults",
+        "reproduce --set: 14 values with code, quotes, line separators; 10 names that are code or no parameter",
+        happened="values stay texts; each name is refused by one line",
+        kept="nothing is executed",
+    )
+
+
+def test_parameters_are_data_in_an_executed_page(tmp_path, monkeypatch, noted):
+    "papermill writes them into a cell of the executed notebook."
+    monkeypatch.chdir(tmp_path)
+    cell = "import json\nopen('seen.json', 'w').write(json.dumps([text, kept]))"
+    new_page("reproduce/page.ipynb", "text: str = ''\nkept: list = []", cell)
+    values = [value.replace("\ud800", "") for value in VALUES]  # a notebook is UTF-8
+    given = {"text": "\n".join(values), "kept": [*values, {value: value for value in values}]}
+    (job,) = jobs(["page"], "testbed", "reproduce", "out", given)
+    run_notebook(job, tmp_path / "executed.ipynb")
+    assert json.loads(Path("seen.json").read_text()) == [given["text"], given["kept"]]
+    assert not EVIL.exists()
+    noted("faults", "The same values in an executed page", happened="they arrive as they are", kept="no code runs")
+
+
+@pytest.mark.fast
+def test_no_shell_reads_the_launch_command(tmp_path, monkeypatch, noted):
+    "BRANCHGRPO_LAUNCH is split into words; a value of a variable cannot become a command."
+    monkeypatch.chdir(tmp_path)
+    Path("echo.py").write_text("import json, sys\njson.dump(sys.argv, open('words.json', 'w'))")
+    monkeypatch.setenv("HEAD", "node; touch EVIL `touch EVIL` $(touch EVIL) | touch EVIL > EVIL")
+    train_apart(TrainConfig(output="run $(touch EVIL)"), f"{sys.executable} echo.py $HEAD && touch EVIL")
+    words = json.loads(Path("words.json").read_text())
+    assert words[1:3] == ["node;", "touch"] and "&&" in words and words[-1] == "run $(touch EVIL)/log-0.yaml"
+    assert not EVIL.exists()
+    for text in ("account=x\nrm -rf ~", "account=x\r--wrap=evil", "x\n#SBATCH=y", "a b=c"):
+        with pytest.raises(ValueError, match="slurm-options: "):
+            sbatch_options(text)
+    noted(
+        "faults",
+        "Shell commands in --launch, in the variables it names, and in --slurm-options",
+        happened="words of one command; a line break is refused by one line",
+        kept="no shell reads them",
+    )
+
+
+@pytest.mark.fast
+def test_a_snakefile_quotes_its_words(tmp_path, monkeypatch, noted):
+    "Snakemake formats the command, then a shell splits it: every word arrives as it was."
+    monkeypatch.chdir(tmp_path)
+    words = [value for value in (*VALUES, "{input}", "{{x}}") if "\0" not in value]
+    text = rule("page", ['a"b\nc'], json.dumps("out'put"), words)
+    compile(text.split("shell:")[1].strip(), "Snakefile", "eval")
+    command = ast.literal_eval(text.split("shell:")[1].strip()).format()
+    assert shlex.split(command)[4:] == words
+    Path("echo.py").write_text("import json, sys\njson.dump(sys.argv[1:], open('words.json', 'w'))")
+    script = shlex.join([sys.executable, "echo.py"]) + command.partition(" reproduce")[2]
+    assert os.waitstatus_to_exitcode(os.system(script)) == 0
+    assert json.loads(Path("words.json").read_text()) == words and not EVIL.exists()
+    noted("faults", "Quotes, braces and commands in the words of a Snakefile", happened="quoted", kept="no code runs")
+
+
+TAGGED = '!!python/object/apply:os.system ["touch EVIL"]'
+FILES = {
+    "a tag that calls a function": f"steps: {TAGGED}",
+    "a tag of a name": "recipe: !!python/name:os.system",
+    "a tag of a module": "recipe: !!python/module:os",
+    "a new object": "recipe: !!python/object/new:subprocess.Popen [[touch, EVIL]]",
+}
+
+
+@pytest.mark.fast
+def test_yaml_is_data(tmp_path, monkeypatch, capsys, noted):
+    monkeypatch.chdir(tmp_path)
+    for text in FILES.values():
+        Path("config.yaml").write_text(text)
+        Path("recipe.yaml").write_text(f"base: branchgrpo\nvalues: {{{text}}}")
+        for words in (["train", "--config", "config.yaml"], ["recipes", "recipe.yaml"]):
+            assert main(words) == 2
+            said = capsys.readouterr().err
+            assert said.count("\n") == 1 and "python/" in said, said
+        assert main(["reproduce", "x", "--set", "extra={" + text + "}"]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+    assert not EVIL.exists() and not Path("runs").exists()
+    noted("faults", "YAML with Python's tags in --config, recipes and --set", happened="one line", kept="no code runs")
+
+
+def hostile_pipeline(folder, **changes):
+    "A copy of tiny-flux that brings code along."
+    source = load("tiny-flux").pipeline.config._name_or_path
+    shutil.copytree(source, folder)
+    code = f"open({str(folder.parent / 'EVIL')!r}, 'w')\nclass Evil: pass\n"
+    for name in ("evil.py", "pipeline.py", "scheduler/evil.py", "text_encoder/modeling_evil.py"):
+        if (folder / name).parent.is_dir():
+            (folder / name).write_text(code)
+    index = folder / "model_index.json"
+    index.write_text(json.dumps(json.loads(index.read_text()) | changes))
+    return str(folder)
+
+
+def test_a_models_folder_runs_no_code(tmp_path, noted):
+    "A pipeline that names classes of its own, or weights that are a pickle with code: not loaded, and nothing runs."
+    bad = hostile_pipeline(tmp_path / "component", scheduler=["evil", "Evil"])
+    with pytest.raises(Exception, match="."):
+        load(bad)
+    bad = hostile_pipeline(tmp_path / "pipeline", _class_name=["pipeline", "Evil"])
+    with pytest.raises(Exception, match="."):
+        load(bad)
+    bad = Path(hostile_pipeline(tmp_path / "pickle"))
+    (weights,) = (bad / "transformer").glob("*.safetensors")
+    weights.unlink()
+
+    class Evil:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path / 'EVIL'}",)
+
+    torch.save({"x": Evil()}, bad / "transformer" / "diffusion_pytorch_model.bin")
+    with pytest.raises(Exception, match="."):
+        load(str(bad))
+    torch.save({"layers.0.weight": Evil()}, tmp_path / "sac+logos+ava1-l14-linearMSE.pth")
+    with pytest.raises(Exception, match="(?i)weights"):
+        load_reward(f"aesthetic:{tmp_path}")
+    assert not (tmp_path / "EVIL").exists()
+    noted(
+        "faults",
+        "A model's folder with classes of its own; weights that are a pickle with a command (backbone, reward)",
+        happened="an error that names the file or class",
+        kept="no code of the folder runs",
+    )
+
+
+def published_model(cache, name, files):
+    "A model in a cache with the hub's layout: blobs named by their digests, and links to them."
+    repo = cache / f"models--{name.replace('/', '--')}"
+    snapshot = repo / "snapshots" / ("0" * 40)
+    (repo / "blobs").mkdir(parents=True)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("0" * 40)
+    for file, (data, large) in files.items():
+        git = hashlib.sha1(f"blob {len(data)}\0".encode() + data).hexdigest()
+        digest = hashlib.sha256(data).hexdigest() if large else git
+        (repo / "blobs" / digest).write_bytes(data)
+        (snapshot / file).parent.mkdir(parents=True, exist_ok=True)
+        (snapshot / file).symlink_to(os.path.relpath(repo / "blobs" / digest, (snapshot / file).parent))
+    return snapshot
+
+
+WEIGHTS = {
+    "model_index.json": (b"{}", False),
+    "transformer/a.safetensors": (b"a" * 9999, True),
+    "vae/b.safetensors": (b"b" * 99, True),
+}
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.fast
+def test_downloaded_weights_are_compared_with_their_digests(tmp_path, monkeypatch, noted):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    snapshot = published_model(tmp_path, "owner/model", WEIGHTS)
+    found = verify("owner/model", files_of("owner/model"))
+    assert [len(part) for part in found[1:]] == [3, 0, 0] and str(found).startswith("verified")
+    damages = {
+        "a flipped bit": flip,
+        "a missing last byte": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+        "an empty file": lambda path: path.write_bytes(b""),
+        "a blob that is gone": lambda path: path.unlink(),
+    }
+    for damage in damages.values():
+        for file in WEIGHTS:
+            blob = (snapshot / file).resolve()
+            kept = blob.read_bytes()
+            damage(blob)
+            found = verify("owner/model", files_of("owner/model"))
+            assert [str(path.relative_to(snapshot)) for path in found.damaged] == [file]
+            assert str(found).startswith("DAMAGED") and file in str(found)
+            blob.write_bytes(kept)
+    assert verify("none/such", files_of("none/such"))[1:] == ([], [], [])
+    noted(
+        "faults",
+        "Weights in the hub's cache: a flipped bit, a missing byte, an empty file, a lost blob",
+        happened="branchgrpo doctor --verify names the file",
+        kept="nothing is loaded or deleted",
+    )
+
+
+@pytest.mark.fast
+def test_doctor_verifies_what_a_run_would_load(tmp_path, monkeypatch, capsys, noted):
+    "Files of `hf download --local-dir`, of the cache, and of unknown origin."
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    place = tmp_path / "head" / "sac+logos+ava1-l14-linearMSE.pth"
+    place.parent.mkdir()
+    place.write_bytes(b"not the published head")
+    shutil.copytree(load("tiny-flux").pipeline.config._name_or_path, tmp_path / "flux")
+    notes = tmp_path / "flux" / ".cache" / "huggingface" / "download"
+    notes.mkdir(parents=True)
+    sound = tmp_path / "flux" / "model_index.json"
+    digest = hashlib.sha256(sound.read_bytes()).hexdigest()
+    (notes / "model_index.json.metadata").write_text(f"{'0' * 40}\n{digest}\n1.0\n")
+    words = [
+        "doctor",
+        "--backbone",
+        str(tmp_path / "flux"),
+        "--reward",
+        f"aesthetic:{place.parent}",
+        "--verify",
+    ]
+    assert main(words) == 1
+    said = capsys.readouterr().out
+    assert "1 as published" in said and "no digest published" in said
+    assert f"DAMAGED  aesthetic:{place.parent}" in said
+    assert main(["doctor", "--verify"]) == 0, "the tiny models are part of the package"
+    noted(
+        "faults",
+        "doctor --verify: a folder of `hf download`, own files, a reward's file that is not the published one",
+        happened="1 as published, others: no digest published; DAMAGED, code 1",
+        kept="all files",
+    )
+
+
+@pytest.mark.fast
+def test_a_printed_error_moves_no_cursor(capsys, noted):
+    for text in ("\x1b[2J\x1b]0;title\x07", "\u202e\u2066", "\x9b31m", "a\rb", "\x00"):
+        assert main(["train", "--recipe", f"x{text}y"]) == 2
+        said = capsys.readouterr().err
+        assert said.rstrip("\n").isprintable() and said.count("\n") == 1, ascii(said)
+    noted("faults", "Escape sequences in a value that an error shows", happened="shown as \\x1b…", kept="the terminal")
+
+
+@pytest.mark.fast
+def test_tables_and_figures_show_a_prompt_as_it_is(noted):
+    text = "a|b\n| c | $\\frac$ $x <script>alert(1)</script>\r\n# d"
+    table = markdown_table([{"prompt": text, "reward": 0.5}, {"prompt": "cat", "reward": 0.25}])
+    assert len(table.splitlines()) == 4 and "<script" not in table
+    assert all(line.replace("\\|", "").count("|") == 3 for line in table.splitlines())
+    image = np.zeros((3, 4, 4))
+    for figure in (
+        side_by_side({text: [image]}, [text]),
+        draw_tree([[], [0]], {1: image[None]}, [[0], [0.5]], title=text),
+    ):
+        figure.canvas.draw()
+        plt.close(figure)
+    noted(
+        "faults",
+        "A prompt with |, line breaks, <script> and a broken $formula$ in a table and in figures",
+        happened="one cell; drawn as text",
+        kept="the table's rows, the figure",
+    )
+
+
+RECIPES = "import sys\nfrom branchgrpo.cli import main\nsys.exit(main(sys.argv[1:]))"
+
+
+@pytest.mark.fast
+def test_the_current_folder_hides_no_library(tmp_path, noted):
+    "A file `numbers.py` or `yaml.py` beside the run is not imported in a library's place."
+    for name in ("numbers", "yaml", "matplotlib"):
+        (tmp_path / f"{name}.py").write_text("open('EVIL', 'w')")
+    done = run(
+        [sys.executable, "-c", RECIPES, "recipes"], cwd=tmp_path, timeout=200, env=os.environ | {"PYTHONSAFEPATH": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "EVIL").exists()
+
+
+def declared():
+    parser = ConfigParser(delimiters=["="], interpolation=None)
+    parser.read(ROOT / "settings.ini")
+    fields = {key: parser["DEFAULT"][key].split() for key in parser["DEFAULT"] if key.endswith("requirements")}
+    return {key: {canonicalize_name(Requirement(text).name) for text in texts} for key, texts in fields.items()}
+
+
+@pytest.mark.fast
+def test_dependencies_are_those_that_are_imported(noted):
+    "What the package imports is declared; what is declared is imported, or SECURITY.md says who else does."
+    pattern, imported = re.compile(r"^\s*(?:import|from) ([a-z]\w*)", re.M | re.I), set()
+    for path in (ROOT / "branchgrpo").rglob("*.py"):
+        imported |= set(pattern.findall(path.read_text(encoding="utf-8")))
+    known = packages_distributions()
+    libraries = [known[name] for name in imported - set(sys.stdlib_module_names) - {"branchgrpo"} if name in known]
+    tables = declared()
+    core, every = tables["requirements"], set().union(*tables.values())
+    for names in libraries:
+        assert {canonicalize_name(name) for name in names} & every, names
+    text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    for name in core - {canonicalize_name(name) for names in libraries for name in names}:
+        assert f"`{name}`" in text, name
+    noted(
+        "faults", "The list of dependencies", happened=f"{len(core)} are declared, each is used", kept="no other import"
+    )

@@ -1,0 +1,755 @@
+"""Servers that misbehave: real sockets; a request is bounded, an error is one line, a score belongs to its image."""
+
+import base64
+import gzip
+import io
+import itertools
+import json
+import random
+import re
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from PIL import Image
+from test_training import SMALL
+
+from branchgrpo import cli
+from branchgrpo.reproduction.warm import popen
+from branchgrpo.rewards import scorer, unified
+from branchgrpo.rewards.addresses import TOKEN
+from branchgrpo.rewards.scorer import Scorer
+from branchgrpo.rewards.sums import RewardSum
+from branchgrpo.rewards.unified import UnifiedReward
+from branchgrpo.training.checkpoint_folders import newest
+from branchgrpo.training.config import TrainConfig
+from branchgrpo.training.signals import REQUEUE
+from branchgrpo.training.trainer import Trainer
+
+IMAGE = torch.linspace(0, 1, 3 * 8 * 8).view(1, 3, 8, 8)
+QUICK = {"timeout": 1.0, "retries": 1, "wait": 0.01, "patience": 1.0}
+LOADED = 30  # seconds that a machine under load may add
+
+
+def chat(text):
+    return json.dumps({"choices": [{"message": {"content": text}}]}).encode()
+
+
+GOOD = chat("Final Score: 4")
+
+
+def answer(body=GOOD, status="200 OK", head=""):
+    "Return a whole response as bytes."
+    return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n{head}\r\n".encode() + body
+
+
+def read_request(connection):
+    "Return the first line and the body of a request; none at the end of a connection."
+    data = b""
+    while b"\r\n\r\n" not in data:
+        part = connection.recv(1 << 16)
+        if not part:
+            return None
+        data += part
+    head, _, body = data.partition(b"\r\n\r\n")
+    length = re.search(rb"content-length: *(\d+)", head.lower())
+    while length and len(body) < int(length[1]):
+        body += connection.recv(1 << 16)
+    return head, body
+
+
+class Server:
+    "Answers each POST as `behave(connection, n, body)` does, n counting from 0; other requests well."
+
+    def __init__(self, behave=None, host="127.0.0.1", port=0, context=None):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.behave = behave or (lambda connection, n, body: connection.sendall(answer()))
+        self.context, self.count, self.heads, self.connections = context, itertools.count(), [], []
+        self.socket = socket.create_server((host, port), family=family)
+        self.port = self.socket.getsockname()[1]
+        name = f"[{host}]" if ":" in host else host
+        self.where = f"http{'s' if context else ''}://{name}:{self.port}/v1"
+        threading.Thread(target=self.accept, daemon=True).start()
+
+    def accept(self):
+        while True:
+            try:
+                connection, _ = self.socket.accept()
+            except OSError:
+                return
+            self.connections.append(connection)
+            threading.Thread(target=self.talk, args=(connection,), daemon=True).start()
+
+    def talk(self, connection):
+        try:
+            connection = self.context.wrap_socket(connection, server_side=True) if self.context else connection
+            while request := read_request(connection):
+                self.heads.append(request[0])
+                if request[0].startswith(b"POST"):
+                    self.behave(connection, next(self.count), request[1])
+                else:
+                    connection.sendall(answer(b"{}"))
+        except OSError:
+            pass
+        finally:
+            connection.close()
+
+    @property
+    def posts(self):
+        return [head for head in self.heads if head.startswith(b"POST")]
+
+    def close(self):
+        "Stop, as a process that is killed: nobody listens, and every connection is cut."
+        self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+        for connection in self.connections:
+            with_reset(connection)
+
+
+def with_reset(connection):
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def serve():
+    "Start servers that end with the test."
+    servers = []
+
+    def start(behave=None, **options):
+        servers.append(Server(behave, **options))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        with suppress(OSError):
+            server.close()
+
+
+def scored(server, images=IMAGE, **options):
+    "Return the client, the scores of one call, and its seconds."
+    client = UnifiedReward(server.where, **(QUICK | options))
+    start = time.monotonic()
+    scores = client(images, ["a prompt"] * len(images))
+    return client, scores, time.monotonic() - start
+
+
+def trickle(data, every=0.1):
+    "Send an answer byte by byte."
+
+    def behave(connection, n, body):
+        for byte in data:
+            connection.sendall(bytes([byte]))
+            time.sleep(every)
+
+    return behave
+
+
+def endless(head, part):
+    "Send a head, and then the same part for ever."
+
+    def behave(connection, n, body):
+        connection.sendall(head)
+        while True:
+            behave.sent += connection.send(part)
+
+    behave.sent = 0
+    return behave
+
+
+def sends(data):
+    return lambda connection, n, body: connection.sendall(data)
+
+
+def cuts(data):
+    def behave(connection, n, body):
+        connection.sendall(data)
+        connection.close()
+
+    return behave
+
+
+UNANSWERED = {
+    "takes the request and never answers": (lambda connection, n, body: time.sleep(60), "no whole answer within 1 s"),
+    "sends the head a byte at a time": (trickle(answer(chat("x" * 500))), "no whole answer within 1 s"),
+    "sends the body a byte at a time": (
+        lambda connection, n, body: (connection.sendall(answer()[:40]), trickle(answer()[40:])(connection, n, body)),
+        "no whole answer within 1 s",
+    ),
+    "closes in the middle of the body": (cuts(answer()[:-9]), "RemoteProtocolError"),
+    "closes without a word": (cuts(b""), "RemoteProtocolError"),
+    "says a length that never comes": (
+        sends(answer().replace(b"Length: ", b"Length: 9")),
+        "no whole answer within 1 s",
+    ),
+    "says a length that is too short": (
+        cuts(answer().replace(b"Length: ", b"Length: 1 \r\nX: ")),
+        "no score in the answer",
+    ),
+    "sends chunks of garbage": (
+        sends(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nhello\r\n"),
+        "RemoteProtocolError",
+    ),
+    "does not speak HTTP": (cuts(b"220 mail.example.org ESMTP\r\n"), "RemoteProtocolError"),
+    "sends HTML": (sends(answer(b"<html>Welcome to nginx</html>")), "no score in the answer '<html>Welcome"),
+    "sends JSON of another form": (sends(answer(b'{"score": 4}')), "no score in the answer"),
+    "sends JSON in 500,000 brackets": (sends(answer(b"[" * 500_000)), "no score in the answer"),
+    "sends bytes that are no text": (sends(answer(b"\xff\xfe\x00")), "no score in the answer"),
+    "sends nothing": (sends(answer(b"")), "no score in the answer"),
+    "scores 7 of 5": (sends(answer(chat("Final Score: 7"))), "no score in the answer"),
+    "scores NaN": (sends(answer(chat("Final Score: NaN"))), "no score in the answer"),
+    "scores 1e400": (sends(answer(chat("Final Score: 1e400"))), "no score in the answer"),
+    "scores a number instead of a text": (sends(answer(b'{"choices": [{"message": {"content": 1e400}}]}')), "no score"),
+    "answers a million spaces after 'Final Score:'": (
+        sends(answer(chat("Final Score:" + " " * 1_000_000))),
+        "no score in the answer",
+    ),
+    "sends a compressed answer that unpacks to 300 MB": (
+        sends(answer(gzip.compress(b" " * 300_000_000), head="Content-Encoding: gzip\r\n")),
+        "the answer is compressed",
+    ),
+    "fails with 500": (sends(answer(b"oops", "500 Oops")), "status 500"),
+    "fails with 502": (sends(answer(b"oops", "502 Oops")), "status 502"),
+    "is busy (503)": (sends(answer(b"oops", "503 Busy")), "status 503"),
+    "has too many requests (429)": (sends(answer(b"", "429 Slow down")), "status 429"),
+}
+FAST = ("sends the body a byte at a time", "sends HTML", "closes in the middle of the body")
+
+
+@pytest.mark.parametrize("what", [pytest.param(w, marks=[pytest.mark.fast] if w in FAST else []) for w in UNANSWERED])
+def test_no_answer_costs_bounded_time_and_gives_no_score(what, serve, noted):
+    behave, reason = UNANSWERED[what]
+    server = serve(behave)
+    client, scores, seconds = scored(server)
+    assert scores.isnan().all()
+    assert client.last_error.startswith(f"{server.where}: {reason}"), client.last_error
+    assert seconds < 1 + 2 * 1 + LOADED
+    assert len(server.posts) >= 2, "tried again"
+    said = client.last_error.removeprefix(f"{server.where}: ")
+    noted(
+        "faults", f"a reward server {what}", f"no score after {len(server.posts)} tries: {said}", "no score is made up"
+    )
+
+
+HUGE = {
+    "an answer of 1 GB": endless(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n", b" " * 65536),
+    "an answer without an end": endless(
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"10000\r\n" + b" " * 65536 + b"\r\n"
+    ),
+    "headers without an end": endless(b"HTTP/1.1 200 OK\r\n", b"X-More: " + b"x" * 1000 + b"\r\n"),
+    "one header of 1 GB": endless(b"HTTP/1.1 200 OK\r\nX-More: ", b"x" * 65536),
+}
+
+
+@pytest.mark.parametrize("what", [pytest.param(w, marks=[pytest.mark.fast] if "1 GB" in w else []) for w in HUGE])
+def test_a_huge_answer_is_given_up(what, serve, noted):
+    "The server counts the bytes that it could send before the connection was cut: those of the sockets' buffers."
+    behave = HUGE[what]
+    behave.sent = 0
+    client, scores, _ = scored(serve(behave), timeout=20.0, retries=0, patience=0.0)
+    assert scores.isnan().all()
+    assert behave.sent < 30_000_000
+    happened = f"given up after {unified.LONGEST >> 20} MB: {client.last_error.partition(': ')[2]}"
+    noted("faults", f"a reward server sends {what}", happened, "no score is made up; memory does not grow")
+
+
+def test_nobody_accepts_the_connection(noted):
+    "The queue of a socket that nobody accepts from is full."
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        where = f"http://127.0.0.1:{full.getsockname()[1]}/v1"
+        waiting = [socket.socket() for _ in range(4)]
+        for one in waiting:
+            one.setblocking(False)
+            one.connect_ex(full.getsockname())
+        start = time.monotonic()
+        with pytest.raises(ValueError, match=f"reward: no server answers at {where}"):
+            UnifiedReward(where, **QUICK)
+        assert time.monotonic() - start < 1 + LOADED
+        for one in waiting:
+            one.close()
+    noted(
+        "faults", "a reward server accepts no connection", f"ValueError: no server answers at {where}", "nothing begun"
+    )
+
+
+def located(where):
+    return sends(answer(b"", "307 Elsewhere", f"Location: {where}\r\n"))
+
+
+@pytest.mark.fast
+def test_a_redirect_is_not_followed(serve, noted):
+    "Neither to another server, which would get the images, nor to itself, nor to a file."
+    elsewhere = serve()
+    for target in (f"{elsewhere.where}/chat/completions", "/v1/chat/completions", "file:///etc/passwd"):
+        server = serve(located(target))
+        with pytest.raises(ValueError, match=r"redirects \(307\), which is not followed") as error:
+            scored(server)
+        assert len(server.posts) == 1
+    assert elsewhere.heads == []
+    noted(
+        "faults", "a reward server redirects to another host, to itself, to a file", str(error.value), "no byte went on"
+    )
+
+
+REFUSALS = {401: TOKEN, 403: TOKEN, 404: "no such model", 400: "no such model", 422: "no such model"}
+
+
+@pytest.mark.parametrize("status", REFUSALS)
+def test_a_refusal_stops_at_once(status, serve, noted):
+    server = serve(sends(answer(b"no such model", f"{status} No")))
+    with pytest.raises(
+        ValueError, match=rf"^reward: the server at {server.where} refused a request \({status}"
+    ) as error:
+        scored(server)
+    assert REFUSALS[status] in str(error.value)
+    assert len(server.posts) == 1
+    noted("faults", f"a reward server refuses ({status})", str(error.value), "nothing is trained without a score")
+
+
+@pytest.mark.parametrize("status", [408, 425, 429, 503])
+def test_a_server_may_ask_to_wait(status, serve, noted):
+    times = []
+
+    def behave(connection, n, body):
+        times.append(time.monotonic())
+        connection.sendall(answer(b"", f"{status} Later", "Retry-After: 1\r\n") if n == 0 else answer())
+
+    _, scores, _ = scored(serve(behave), patience=60.0)
+    assert scores.tolist() == [4.0]
+    assert times[1] - times[0] >= 1
+    noted("faults", f"a reward server asks to wait a second ({status})", "waits, and tries again", "the score")
+
+
+@pytest.mark.fast
+def test_waits_are_bounded_and_draw_nothing_from_the_seeds(serve):
+    client = UnifiedReward(serve().where)
+    random.seed(0), torch.manual_seed(0)
+    before = random.getstate(), torch.get_rng_state()
+    for asked in ("99999999", "Fri, 31 Dec 9999 23:59:59 GMT", "", "-1"):
+        ended = unified.Try(wait=unified.asked_wait(asked))
+        waits = [unified.pause(client, attempt, ended) for attempt in range(5000)]
+        assert min(waits) >= 0.5 and max(waits) <= unified.MOST_WAIT
+    assert unified.pause(client, 2, unified.Try()) <= 4 * 1.25
+    assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
+
+
+@pytest.mark.fast
+def test_a_server_that_is_not_there_costs_one_line(tmp_path, monkeypatch, capsys, noted):
+    monkeypatch.chdir(tmp_path)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        where = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
+    start = time.monotonic()
+    code = cli.main(["train", "--reward", f"unified-reward:{where}", "--output", "run"])
+    err = capsys.readouterr().err
+    assert code == 2 and time.monotonic() - start < LOADED
+    assert err.splitlines()[-1].startswith(f"branchgrpo: reward: no server answers at {where} (ConnectError")
+    assert list(tmp_path.iterdir()) == []
+    noted(
+        "faults", "no reward server is there when a run begins", f"code 2, {err.splitlines()[-1]}", "nothing is written"
+    )
+
+
+WRONG = {
+    "host:8080/v1": "is not the address of a server",
+    "ftp://host/v1": "is not the address of a server",
+    "file:///etc/passwd": "is not the address of a server",
+    "http://host:many/v1": "is not the address of a server",
+    "http://[::1/v1": "is not the address of a server",
+}
+
+
+@pytest.mark.parametrize("where", WRONG)
+def test_a_wrong_address_is_one_line(where):
+    with pytest.raises(ValueError, match=f"^reward: .*{WRONG[where]}"):
+        UnifiedReward(where)
+
+
+def test_a_server_that_dies_and_comes_back(serve, noted):
+    "Meanwhile nobody listens, which fails in no time: the tries do not run out before the server is back."
+    first = serve(lambda connection, n, body: connection.sendall(answer()) if n < 3 else with_reset(connection))
+    client = UnifiedReward(first.where, timeout=5.0, retries=1, wait=0.01, patience=60.0, in_flight=2)
+    images = IMAGE.expand(12, -1, -1, -1)
+    found = []
+    caller = threading.Thread(target=lambda: found.append(client(images, ["a"] * 12)), daemon=True)
+    caller.start()
+    while len(first.posts) < 5:
+        time.sleep(0.01)
+    first.close()
+    time.sleep(1.5)
+    assert caller.is_alive()
+    second = serve(port=first.port)
+    caller.join(60 + LOADED)
+    assert found[0].tolist() == [4.0] * 12
+    assert len(second.posts) == 9
+    noted("faults", "a reward server dies in the middle and comes back", "waits for it", "all 12 scores")
+
+
+def test_a_server_that_has_gone_ends_the_call(serve, noted):
+    "However many images there are: the first two wait, all others have no score at once."
+    server = serve(lambda connection, n, body: time.sleep(60))
+    _, scores, seconds = scored(server, IMAGE.expand(500, -1, -1, -1), in_flight=2)
+    assert scores.isnan().all()
+    assert seconds < 1 + 2 * 1 + LOADED, "the patience and two time-outs"
+    assert len(server.posts) < 20
+    noted(
+        "faults", "a reward server goes silent before 500 images", f"ended after {seconds:.0f} s", "no score is made up"
+    )
+
+
+@pytest.mark.fast
+def test_a_connection_that_is_cut_once(serve, noted):
+    "Retried at once, without a wait."
+    server = serve(lambda connection, n, body: connection.sendall(answer()) if n % 2 else connection.close())
+    client = UnifiedReward(server.where, **(QUICK | {"timeout": 20.0, "retries": 2, "wait": 50.0}))
+    start = time.monotonic()
+    scores = [client(IMAGE, ["a"]).item() for _ in range(20)]
+    assert scores == [4.0] * 20
+    assert time.monotonic() - start < LOADED
+    noted("faults", "a reward server cuts every second connection", "tries again at once", "all scores")
+
+
+# a score is a function of its own image
+
+
+def value_of(body):
+    "Return the score of the image in a request: that of its first pixel, exact to 1/255."
+    url = json.loads(body)["messages"][0]["content"][0]["image_url"]["url"]
+    return 1 + 4 * Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).getpixel((0, 0))[0] / 255
+
+
+def images_of(values):
+    return torch.tensor(values).view(-1, 1, 1, 1).expand(-1, 3, 4, 4) / 255
+
+
+def chaotic(seed, kinds):
+    "Answer each image by its own score, late, twice, cut, cut in half, out of range or not at all."
+    draw = random.Random(seed)
+
+    def behave(connection, n, body):
+        kind = draw.choice(kinds)
+        good = answer(chat(f"Final Score: {value_of(body):.4f}"))
+        if kind == "late":
+            time.sleep(draw.uniform(0, 0.8))  # the client waits for 0.4 seconds
+        if kind == "busy":
+            return connection.sendall(answer(b"", "503 Busy", "Retry-After: 0\r\n"))
+        if kind == "twice":
+            return connection.sendall(good + good)  # the second could be taken for the next image's
+        if kind in ("cut", "half"):
+            connection.sendall(good[: len(good) // 2 if kind == "half" else 0])
+            return connection.close()
+        return connection.sendall(good.replace(b"Final", b"No") if kind == "wrong" else good)
+
+    return behave
+
+
+KINDS = ("good", "good", "late", "late", "busy", "twice", "cut", "half", "wrong")
+
+
+@pytest.mark.fast
+def test_every_score_belongs_to_its_image(serve, noted):
+    "Six calls at once share the connections; the answers come late, twice, out of order, cut."
+    server = serve(chaotic(0, KINDS))
+    client = UnifiedReward(server.where, timeout=0.4, retries=6, wait=0.01, in_flight=8, patience=60.0)
+    values = [list(range(k, 240 + k, 6)) for k in range(6)]
+    waiting = [scorer.in_background(client, images_of(v), [str(i) for i in v]) for v in values]
+    attached = 0
+    for some, future in zip(values, waiting):
+        wanted = 1 + 4 * torch.tensor(some) / 255
+        found = future.result(timeout=300)
+        known = found.isfinite()
+        torch.testing.assert_close(found[known], wanted[known], rtol=0, atol=1e-4)
+        attached += int(known.sum())
+    assert attached >= 200
+    happened = f"{attached} of 240 images scored by {len(server.posts)} requests"
+    noted("faults", "a reward server answers late, twice, cut, in half, out of order", happened, "each its own score")
+
+
+def test_a_run_on_a_misbehaving_server_ends_as_on_a_good_one(serve, tmp_path, noted):
+    def trained(name, kinds):
+        server = serve(chaotic(1, kinds))
+        table = SMALL | {"output": str(tmp_path / name), "iterations": 2, "reward": f"unified-reward:{server.where}"}
+        trainer = Trainer(TrainConfig.from_dict(table))
+        client = trainer.scorer.reward
+        client.timeout, client.wait, client.retries = 5.0, 0.01, 20
+        rows = [{k: v for k, v in row.items() if not k.startswith("seconds")} for row in trainer.fit().metrics]
+        return rows, {k: p.detach().clone() for k, p in trainer.learner.parameters.items()}, len(server.posts)
+
+    good, bad = trained("good", ("good",)), trained("bad", ("good", "busy", "twice", "cut", "half", "wrong"))
+    assert good[0] == bad[0]
+    assert all(torch.equal(weight, bad[1][name]) for name, weight in good[1].items())
+    assert bad[2] > good[2]
+    happened = f"{bad[2]} requests instead of {good[2]}"
+    noted("faults", "a training on a reward server that misbehaves", happened, "metrics and weights are bit-equal")
+
+
+# what a call may take
+
+
+def test_requests_and_threads_are_bounded(serve, monkeypatch, noted):
+    "Of 600 images, as many as may be in flight are encoded; the threads are few."
+    busy, most, lock = [0], [0, 0], threading.Lock()
+
+    def behave(connection, n, body):
+        with lock:
+            busy[0] += 1
+            most[0] = max(most[0], busy[0])
+            most[1] = max(most[1], len([t for t in threading.enumerate() if t.name in ("requests", "scores")]))
+        time.sleep(0.002)
+        with lock:
+            busy[0] -= 1
+        connection.sendall(answer())
+
+    server = serve(behave)
+    encode = unified.request_body
+    sizes, held = [], [0, 0]
+
+    def counted(*arguments):
+        held[0] += 1
+        held[1] = max(held[1], held[0] - len(server.posts))
+        sizes.append(1)
+        return encode(*arguments)
+
+    monkeypatch.setattr(unified, "request_body", counted)
+    client = UnifiedReward(server.where, timeout=60.0, in_flight=4)
+    waiting = [scorer.in_background(client, IMAGE.expand(6, -1, -1, -1), ["a"] * 6) for _ in range(100)]
+    assert all((future.result(timeout=300) == 4).all() for future in waiting)
+    assert len(sizes) == 600
+    assert most[0] <= 4 and held[1] <= 4 and most[1] <= 40, (most, held)
+    happened = f"at most {most[0]} requests at once, {held[1]} encoded images, {most[1]} threads"
+    noted("faults", "600 images at once for a reward server", happened, "all scores")
+
+
+STUCK = """
+import sys, threading, torch
+from branchgrpo.rewards.scorer import Scorer, start_scoring
+from branchgrpo.rewards.unified import UnifiedReward
+scorer = Scorer(UnifiedReward(sys.argv[1], timeout=100.0))
+waiting = [start_scoring(scorer, torch.rand(20, 3, 8, 8), ["a"] * 20) for _ in range(3)]
+threading.Event().wait(1)
+print("ends")
+"""
+
+
+def test_a_stuck_request_does_not_delay_the_end_of_a_process(serve, tmp_path, noted):
+    server = serve(lambda connection, n, body: time.sleep(100))
+    with open(tmp_path / "log", "w+") as log:
+        process = popen([sys.executable, "-c", STUCK, server.where], stdout=log, stderr=log)
+        while "ends" not in (tmp_path / "log").read_text():
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.05)
+        start = time.monotonic()
+        assert process.wait(timeout=60) == 0
+        seconds = time.monotonic() - start
+    assert (tmp_path / "log").read_text() == "ends\n"
+    assert seconds < LOADED
+    noted(
+        "faults",
+        "a process ends while a reward server holds 60 requests",
+        f"ended after {seconds:.1f} s",
+        "exit code 0",
+    )
+
+
+class Waiting:
+    "A reward on a server that answers when it is told to."
+
+    remote = True
+
+    def __init__(self):
+        self.go = threading.Event()
+
+    def __call__(self, images, prompts, metadata=None):
+        self.go.wait()
+        return [4.0] * len(images)
+
+
+@pytest.mark.fast
+def test_images_do_not_pile_up_before_a_server(monkeypatch):
+    "Without a place, the next call waits for one, and looks for a signal meanwhile."
+    monkeypatch.setattr(scorer, "PLACES", threading.BoundedSemaphore(2))
+    reward = Waiting()
+    first = [scorer.start_scoring(Scorer(reward), IMAGE, ["a"]) for _ in range(2)]
+
+    def watch():
+        raise KeyboardInterrupt("a signal")
+
+    with pytest.raises(KeyboardInterrupt, match="a signal"):
+        scorer.start_scoring(Scorer(reward), IMAGE, ["a"], watch=watch)
+    reward.go.set()
+    assert [future.result(timeout=60)[""].tolist() for future in first] == [[4.0]] * 2
+    assert scorer.start_scoring(Scorer(reward), IMAGE, ["a"], watch=watch).result(timeout=60)[""].tolist() == [4.0]
+
+
+# the way there
+
+
+@pytest.mark.fast
+def test_a_server_on_this_machine_is_called_without_a_proxy(serve, monkeypatch, noted):
+    proxy = serve()
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.port}")
+    _, scores, _ = scored(serve())
+    assert scores.tolist() == [4.0] and proxy.heads == []
+    far = UnifiedReward("http://node7.invalid:8080/v1", **QUICK)
+    assert far(IMAGE, ["a"]).tolist() == [4.0]
+    assert proxy.posts[0].startswith(b"POST http://node7.invalid:8080/v1/chat/completions")
+    happened = "a server on this machine is called directly, another one by the proxy"
+    noted("faults", "HTTP_PROXY is set and the reward server is here", happened, "the score")
+
+
+@pytest.mark.fast
+def test_ipv6(serve):
+    assert scored(serve(host="::1"))[1].tolist() == [4.0]
+
+
+@pytest.fixture
+def certificate(tmp_path):
+    "A certificate that nobody has signed but itself."
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    made += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", tmp_path / "key", "-out", tmp_path / "cert"]
+    subprocess.run(made, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "cert", tmp_path / "key")
+    return context, tmp_path / "cert"
+
+
+def test_a_certificate_that_nobody_signed(serve, certificate, monkeypatch, noted):
+    context, file = certificate
+    server = serve(context=context)
+    with pytest.raises(ValueError, match=f"no server answers at {server.where} .*certificate") as error:
+        scored(server)
+    assert server.heads == []
+    monkeypatch.setenv("SSL_CERT_FILE", str(file))
+    assert scored(server)[1].tolist() == [4.0]
+    noted("faults", "a reward server's certificate is signed by nobody", str(error.value), "no image was sent")
+
+
+# rewards of one's own that fail
+
+
+class Failing:
+    "Scores an image by its first pixel; each call fails as `fates` says, in turn."
+
+    def __init__(self, fates):
+        self.fates = iter(fates)
+
+    def __call__(self, images, prompts, metadata=None):
+        assert [row["id"] for row in metadata] == [round(255 * image[0, 0, 0].item()) for image in images]
+        fate = next(self.fates, "good")
+        if fate == "raises":
+            raise ConnectionError("gone")
+        scores = images[:, 0, 0, 0] * 255
+        bad = {"nan": torch.nan, "inf": torch.inf}.get(fate)
+        if bad is not None:
+            scores[:: 2 if len(scores) > 1 else 1] = bad
+        return scores
+
+
+FATES = st.lists(st.sampled_from(["good", "raises", "nan", "inf"]), max_size=8)
+COUNTED = [0]
+
+
+@given(
+    order=st.permutations(range(12)),
+    prompts=st.lists(st.sampled_from("abc"), min_size=12, max_size=12),
+    one=FATES,
+    two=FATES,
+    retries=st.integers(0, 4),
+)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def check_rows(order, prompts, one, two, retries):
+    "Whatever fails, a score that is there is that of its image, in its part."
+    COUNTED[0] += 1
+    images = images_of(list(order))
+    known = [{"id": i} for i in order]
+    pair = RewardSum({"one": (1.0, Failing(one)), "two": (1.0, Failing(two))})
+    for reward in (Failing(one), pair):
+        total, parts = Scorer(reward, retries, wait=0.0)(images, prompts, known)
+        wanted = torch.tensor(order).float()
+        for part in parts.values():
+            assert (part.isnan() | (part - wanted).abs().lt(1e-3) | part.isinf()).all()
+        if not one and not two:
+            assert total.isfinite().all()
+
+
+@pytest.mark.fast
+def test_no_score_is_attached_to_a_wrong_row(noted):
+    COUNTED[0] = 0
+    check_rows()
+    what = "a score belongs to its image, whatever call of a reward or of a sum fails"
+    noted("properties", what, f"{COUNTED[0]} examples", "0 failures", examples=COUNTED[0])
+
+
+def test_a_count_that_is_wrong_is_raised_at_once(noted):
+    calls = []
+
+    def reward(images, prompts, metadata=None):
+        calls.append(len(images))
+        return images[:, 0, 0, 0].tolist() * 2
+
+    with pytest.raises(ValueError, match="returned 2 scores for 1 images") as error:
+        Scorer(reward, retries=3)(IMAGE, ["a"])
+    assert calls == [1]
+    noted("faults", "a reward returns two scores for one image", str(error.value), "no score is attached")
+
+
+# a run that is told to stop while it waits for a server
+
+
+def train(folder, log, where, **changes):
+    "Start a run of the command line, with its output in `log`."
+    table = SMALL | {"output": str(folder), "iterations": 2, "reward": f"unified-reward:{where}"} | changes
+    (folder.parent / "run.json").write_text(json.dumps(table))
+    words = [sys.executable, "-m", "branchgrpo.cli", "train", "--config", folder.parent / "run.json"]
+    with open(log, "w") as file:
+        return popen(words, stdout=file, stderr=file)
+
+
+def test_a_run_is_told_to_stop_while_a_server_is_stuck(serve, tmp_path, noted):
+    stuck = [True]
+
+    def behave(connection, n, body):
+        while stuck:
+            time.sleep(0.1)
+        connection.sendall(answer(chat(f"Final Score: {value_of(body):.4f}")))
+
+    server = serve(behave)
+    process = train(tmp_path / "run", tmp_path / "log", server.where)
+    while not server.posts:
+        assert process.poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.05)
+    start = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=120) == REQUEUE, (tmp_path / "log").read_text()
+    seconds = time.monotonic() - start
+    assert seconds < 60, "not the 60 seconds of a request, nor the patience"
+    said = (tmp_path / "log").read_text().strip().splitlines()[-1]
+    stuck.clear()
+    again = train(tmp_path / "run", tmp_path / "log", server.where)
+    assert again.wait(timeout=300) == 0, (tmp_path / "log").read_text()
+    noted("faults", "SIGTERM while a reward server is stuck", f"code 75, {said}", "started again, the run ends")
+
+
+def test_a_server_that_goes_during_a_run_is_named(serve, tmp_path, noted):
+    "In a run of the command line, with a client that is less patient."
+    server = serve(lambda connection, n, body: connection.sendall(answer()) if n < 8 else connection.close())
+    table = SMALL | {"output": str(tmp_path / "run"), "iterations": 4, "reward": f"unified-reward:{server.where}"}
+    trainer = Trainer(TrainConfig.from_dict(table | {"splits": (0, 2), "checkpoint_every": 1}))
+    trainer.scorer.reward.silence.patience = 1.0
+    trainer.scorer.wait = 0.01
+    with pytest.raises(ValueError, match=f"could not be scored at iteration 1.*: {server.where}: Remote") as error:
+        trainer.fit()
+    assert newest(tmp_path / "run") is not None
+    noted("faults", "a reward server goes in the middle of a run", str(error.value), "checkpoint 1, after its 8 scores")
