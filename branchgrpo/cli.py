@@ -8,6 +8,7 @@ __all__ = ['TRAIN', 'EVALUATION', 'COMMANDS', 'code_of', 'tell', 'leave', 'train
 
 # %% ../nbs/27_cli.ipynb #3a400ef3
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -162,6 +163,9 @@ def main(argv: list[str] | None = None) -> int:
         print(overview())
         return 0
     sys.path.append(os.getcwd())  # a reward of your own is found from the current folder, and hides no library
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # else an arrow ends the program where output is ASCII
     try:
         with refusals_in_words({}):
             return execute(words[0], words[1:])
