@@ -68,8 +68,8 @@ PLACES = {
     "in a checkpoint": ("checkpoint:1:1", 2),
 }
 WAYS = {"one process": (1, {}), "2 processes (DDP)": (2, {}), "2 processes, sharded": (2, FULL)}
-RUN = {"iterations": 3, "prompts_per_iteration": 2, "checkpoint_every": 2, "evaluate_every": 2, "evaluation_prompts": 4}
-RUN |= {"max_batch": 2, "steps_per_pass": 2}
+RUN = {"iterations": 3, "prompts_per_iteration": 4, "checkpoint_every": 2, "evaluate_every": 2, "evaluation_prompts": 4}
+RUN |= {"max_batch": 2, "steps_per_pass": 2, "train_batch": 1}
 
 
 def table_of(folder, sharding):
