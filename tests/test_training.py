@@ -157,7 +157,7 @@ def free_port():
     A port that the system had just given could be taken again before the processes used it: two suites at once met."""
     while True:
         port = random.SystemRandom().randrange(10_000, 32_000)
-        claim = open(Path(tempfile.gettempdir()) / f"branchgrpo-port-{port}", "w")
+        claim = open(Path(tempfile.gettempdir()) / f"branchgrpo-port-{port}", "w")  # noqa: SIM115 held to the end
         with contextlib.suppress(OSError), socket.socket() as found:
             fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
             found.bind(("127.0.0.1", port))
