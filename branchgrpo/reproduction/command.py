@@ -82,11 +82,11 @@ def parameter(pair: str) -> tuple[str, Any]:
 
 def table(text: str) -> dict[str, Any]:
     "Return the table of a text such as {lora_rank: 32}. Raise `ValueError` if it is none."
-    import yaml
+    from branchgrpo.yaml_files import parse_table
 
     try:
-        return dict(yaml.safe_load(text))
-    except (yaml.YAMLError, TypeError, ValueError):
+        return dict(parse_table(text))
+    except (TypeError, ValueError):
         raise ValueError(f"set: {text!r} is no table such as {{lora_rank: 32}}") from None
 
 # %% ../../nbs/reproduction/15_command.ipynb #a7d24c3d

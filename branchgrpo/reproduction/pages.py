@@ -74,11 +74,10 @@ SCALES = ("smoke", "quickstart", "testbed", "paper")
 
 def scale_table(folder: str | Path) -> dict[str, dict[str, dict]]:
     "Return the parameters of scales.yaml as `{page: {scale: {parameter: value}}}`; empty without such a file."
-    import yaml
+    from branchgrpo.yaml_files import read_table
 
     path = Path(folder) / "scales.yaml"
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    return yaml.safe_load(text) or {}
+    return read_table(path, "scales") if path.is_file() else {}
 
 # %% ../../nbs/reproduction/05_pages.ipynb #84dbf546
 def check_parameters(name: str, template: Path, parameters: dict) -> None:

@@ -299,6 +299,28 @@ def test_yaml_is_data(tmp_path, monkeypatch, capsys, noted):
     noted("faults", "YAML with Python's tags in --config, recipes and --set", happened="one line", kept="no code runs")
 
 
+def laughs(depth=9):
+    "A list of 1 kB whose anchors stand for ten to the `depth` values."
+    parts = [f"&a{n} [{', '.join([f'*a{n - 1}' if n else 'ha'] * 10)}]" for n in range(depth)]
+    return f"[{', '.join(parts)}]"
+
+
+@pytest.mark.fast
+def test_anchors_do_not_fill_the_memory(tmp_path, monkeypatch, capsys, noted):
+    "Billions of values that a file of 1 kB names: refused before any of them is made or shown."
+    monkeypatch.chdir(tmp_path)
+    for setting in ("steps", "recipe", "splits", "prune_at", "prompts"):
+        Path("config.yaml").write_text(f"{setting}: {laughs()}")
+        Path("recipe.yaml").write_text(f"base: branchgrpo\nvalues: {{{setting}: {laughs()}}}")
+        for words in (["train", "--config", "config.yaml"], ["recipes", "recipe.yaml"]):
+            assert main(words) == 2
+            said = capsys.readouterr().err
+            assert "100,000 values" in said and said.count("\n") == 1, said[:500]
+    assert main(["reproduce", "x", "--set", f"extra={{a: {laughs()}}}"]) == 2
+    assert not Path("runs").exists()
+    noted("faults", "YAML of 1 kB whose anchors stand for 10⁹ values", happened="one line at once", kept="the memory")
+
+
 def hostile_pipeline(folder, **changes):
     "A copy of tiny-flux that brings code along."
     source = load("tiny-flux").pipeline.config._name_or_path
