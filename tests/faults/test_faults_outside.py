@@ -147,7 +147,7 @@ def test_links_in_a_run_lead_nowhere(tmp_path, noted):
         (folder / name).symlink_to(precious)
     remove_leftovers(tmp_path / "run")
     (folder / "new").mkdir()
-    put_in_place(folder / "new", folder / "000001", {"iteration": 1})
+    put_in_place(folder / "new", folder / "000001", {"iteration": 1}, {})
     assert (precious / "file").read_text() == "kept"
     noted("faults", "Links to another folder among a run's leftovers", happened="not followed", kept="the other folder")
 
@@ -288,12 +288,12 @@ def test_yaml_is_data(tmp_path, monkeypatch, capsys, noted):
     monkeypatch.chdir(tmp_path)
     for text in FILES.values():
         Path("config.yaml").write_text(text)
-        Path("recipe.yaml").write_text(f"base: branchgrpo\nvalues: {{{text}}}")
+        Path("recipe.yaml").write_text(f"base: branchgrpo\nvalues:\n  {text}\n")
         for words in (["train", "--config", "config.yaml"], ["recipes", "recipe.yaml"]):
             assert main(words) == 2
             said = capsys.readouterr().err
             assert said.count("\n") == 1 and "python/" in said, said
-        assert main(["reproduce", "x", "--set", "extra={" + text + "}"]) == 2
+        assert main(["reproduce", "x", "--set", "extra={" + text + " }"]) == 2
         assert capsys.readouterr().err.count("\n") == 1
     assert not EVIL.exists() and not Path("runs").exists()
     noted("faults", "YAML with Python's tags in --config, recipes and --set", happened="one line", kept="no code runs")
