@@ -9,13 +9,13 @@ __all__ = ['MOST', 'PLAIN', 'LARGEST', 'weight', 'Loader', 'yaml_text', 'parse_t
 import re
 from collections.abc import Hashable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
 from .registry import shown
 
-# %% ../nbs/20_yaml_files.ipynb #870283af
+# %% ../nbs/20_yaml_files.ipynb #7c206dae
 MOST = 100_000  # values of a file; those of an anchor count at each of its uses
 
 
@@ -33,7 +33,7 @@ def weight(node: yaml.Node, known: dict[int, int]) -> int:
 class Loader(yaml.SafeLoader):
     "Reads plain values as people mean them, and refuses a table in which a name occurs twice."
 
-    yaml_implicit_resolvers: ClassVar[dict] = {}  # those below take their place
+    yaml_implicit_resolvers = {}  # those below take their place
 
     def get_single_node(self) -> yaml.Node | None:
         node = super().get_single_node()

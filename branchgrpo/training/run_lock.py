@@ -41,7 +41,7 @@ class RunLock:
         "Hold the lock, and make the folder if it is missing. Raise `Refused` if a training holds it."
         self.path.parent.mkdir(parents=True, exist_ok=True)
         while self.file is None and opened(self, fcntl.LOCK_EX):
-            if os.fstat(self.file).st_nlink == 0:  # its holder has removed it just now
+            if self.file is not None and os.fstat(self.file).st_nlink == 0:  # its holder has removed it just now
                 self.release()
         if self.file is not None:
             told = {"process": os.getpid(), "host": socket.gethostname()}

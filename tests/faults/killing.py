@@ -11,7 +11,7 @@ from pathlib import Path
 from test_training import SMALL, free_port
 
 from branchgrpo.reproduction.warm import popen
-from branchgrpo.training.checkpoint_folders import checkpoints, newest
+from branchgrpo.training.checkpoint_folders import newest
 from branchgrpo.training.checkpoint_manifest import read_manifest
 from branchgrpo.training.checkpoints import read_table
 
@@ -120,16 +120,18 @@ def outcome(folder):
         warnings.simplefilter("ignore")
         last = newest(folder)
     progress = read_manifest(last)
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
     return {
         "state": json.loads((folder / "run.json").read_text())["state"],
         "metrics": without_seconds(folder / "metrics.jsonl"),
         "evaluations": without_seconds(folder / "evaluations.jsonl"),
         "images": digests(folder, "samples/*"),
-        "checkpoints": [path.name for path in checkpoints(folder)],
+        "checkpoints": sorted(path.name for path in (folder / "checkpoints").iterdir()),
         "progress": [progress["iteration"], progress["averaging_steps"], progress["counts"]],
         "tables": tables(last),
         "model": digests(folder, "model/**/*") | digests(folder, "lora/**/*"),
-        "files": sorted({str(path.relative_to(folder)) for path in folder.rglob("*")}),
+        "files": [path for path in files if not path.startswith("checkpoints/")]
+        + [path for path in files if path.startswith(f"checkpoints/{last.name}/")],
     }
 
 

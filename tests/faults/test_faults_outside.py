@@ -211,7 +211,7 @@ def test_parameters_are_data_for_the_planner(tmp_path, monkeypatch, noted):
         (job,) = jobs(["page"], "testbed", "reproduce", "out", given)
         assert page_arms(job) == (value, [value, {value: value}])
     for name in NAMES:
-        with pytest.raises(ValueError, match="parameter: "):
+        with pytest.raises(ValueError, match="set: "):
             jobs(["page"], "testbed", "reproduce", "out", {name: 1})
         assert main(["reproduce", "page", "--set", f"{name}=1"]) == 2
     assert not EVIL.exists()
