@@ -2824,6 +2824,9 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'branchgrpo.yaml_files': { 'branchgrpo.yaml_files.Loader': ('yaml_files.html#loader', 'branchgrpo/yaml_files.py'),
                                        'branchgrpo.yaml_files.Loader.construct_mapping': ( 'yaml_files.html#loader.construct_mapping',
                                                                                            'branchgrpo/yaml_files.py'),
+                                       'branchgrpo.yaml_files.Loader.get_single_node': ( 'yaml_files.html#loader.get_single_node',
+                                                                                         'branchgrpo/yaml_files.py'),
                                        'branchgrpo.yaml_files.parse_table': ('yaml_files.html#parse_table', 'branchgrpo/yaml_files.py'),
                                        'branchgrpo.yaml_files.read_table': ('yaml_files.html#read_table', 'branchgrpo/yaml_files.py'),
+                                       'branchgrpo.yaml_files.weight': ('yaml_files.html#weight', 'branchgrpo/yaml_files.py'),
                                        'branchgrpo.yaml_files.yaml_text': ('yaml_files.html#yaml_text', 'branchgrpo/yaml_files.py')}}}
