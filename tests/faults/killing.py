@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 
 from safetensors import safe_open
+from safetensors.torch import load_file
 from test_training import SMALL, free_port
 
 from branchgrpo.reproduction.warm import popen
@@ -105,8 +106,8 @@ def content(path):
     "Return the bytes of a file; of safetensors a description, since its writer puts metadata in any order."
     if path.suffix != ".safetensors":
         return path.read_bytes()
+    tensors = {key: digest(tensor.numpy().tobytes()) for key, tensor in load_file(path).items()}
     with safe_open(path, "pt") as file:
-        tensors = {key: digest(file.get_tensor(key).numpy().tobytes()) for key in file.keys()}
         return json.dumps([tensors, sorted((file.metadata() or {}).items())]).encode()
 
 
