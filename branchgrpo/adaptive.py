@@ -33,7 +33,9 @@ class AdaptiveSplits:
     Source: BranchGRPO's discussion names adaptive splits as future work; the rule is ours.
     """
 
-    score: Callable[[int, Tensor], Tensor]  # (step, x0_hat (P, W, …)) -> rewards (P, W); NaN of a prompt that is left out
+    score: Callable[
+        [int, Tensor], Tensor
+    ]  # (step, x0_hat (P, W, …)) -> rewards (P, W); NaN of a prompt that is left out
     count: int  # splits that are left
     factor: int  # children per split
     last: int  # latest step of the last split

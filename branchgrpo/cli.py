@@ -8,6 +8,7 @@ __all__ = ['TRAIN', 'EVALUATION', 'COMMANDS', 'code_of', 'tell', 'leave', 'train
 
 # %% ../nbs/27_cli.ipynb #3a400ef3
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from .refusals import REFUSED, Refused, refusals_in_words
 from .registry import import_target, unknown
 from .reproduction.command import reproduce
 from .training.outside import plain_line
+from .training.signals import ended_at_once
 
 # %% ../nbs/27_cli.ipynb #2540175c
 def code_of(error: BaseException) -> int:
@@ -32,9 +34,11 @@ def tell(error: BaseException) -> None:
     print(f"branchgrpo: {plain_line(str(error))}", file=sys.stderr)
 
 # %% ../nbs/27_cli.ipynb #8272daf9
-def leave(accelerator: Any, error: BaseException) -> None:
+def leave(accelerator: Any, error: BaseException, minutes: float) -> None:
     "End a process that failed alone at once: a common end would wait for processes that wait for this one."
     import traceback
+
+    from branchgrpo.training.ranks import of_another
 
     if accelerator.num_processes == 1:
         with contextlib.suppress(OSError):  # a tracker may meet the full disk again
@@ -42,6 +46,8 @@ def leave(accelerator: Any, error: BaseException) -> None:
         return
     if isinstance(error, (ValueError, Refused)):
         tell(error)
+    elif line := of_another(error, accelerator.process_index, minutes):
+        print(f"branchgrpo: {line}", file=sys.stderr)
     else:
         traceback.print_exception(error)
     sys.stdout.flush()
@@ -49,6 +55,7 @@ def leave(accelerator: Any, error: BaseException) -> None:
     os._exit(code_of(error))
 
 # %% ../nbs/27_cli.ipynb #bd6837dd
+@ended_at_once()
 def train(given: dict[str, Any]) -> int:
     "Train a model with a recipe; what is not given comes from the recipe."
     from branchgrpo.training.config import TrainConfig
@@ -63,7 +70,7 @@ def train(given: dict[str, Any]) -> int:
         print(f"branchgrpo: {stopped}; a second call continues the run", file=sys.stderr)
         return REQUEUE
     except BaseException as error:
-        leave(trainer.accelerator, error)
+        leave(trainer.accelerator, error, trainer.settings.timeout_minutes)
         raise
     trainer.accelerator.end_training()  # else a process may abort while it ends
     if trainer.accelerator.is_main_process:
@@ -156,6 +163,9 @@ def main(argv: list[str] | None = None) -> int:
         print(overview())
         return 0
     sys.path.append(os.getcwd())  # a reward of your own is found from the current folder, and hides no library
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # else an arrow ends the program where output is ASCII
     try:
         with refusals_in_words({}):
             return execute(words[0], words[1:])

@@ -6,10 +6,13 @@
 __all__ = ['BenchOptions', 'whole_numbers', 'bench']
 
 # %% ../nbs/26_commands_bench.ipynb #fb1a641d
+import re
 from dataclasses import dataclass
 from typing import Any
 
-from .commands import options
+from .commands import options, require
+from .registry import shown, with_setting
+from .yaml_files import read_table
 
 # %% ../nbs/26_commands_bench.ipynb #c83867e4
 @dataclass
@@ -34,11 +37,18 @@ class BenchOptions:
 # %% ../nbs/26_commands_bench.ipynb #29f7d418
 def whole_numbers(o: BenchOptions) -> list[int]:
     "Return the children per split. Raise `ValueError` if one is no whole number, or if nothing would be measured."
+    from branchgrpo import recipes
+    from branchgrpo.training.runs import check_file
+
     for factor in o.factors:
-        if not factor.isdigit() or int(factor) < 2:
-            raise ValueError(f"factors: {factor!r} is not a whole number of at least 2")
-    if o.rounds < 1:
-        raise ValueError(f"rounds: {o.rounds} is not a whole number of at least 1")
+        if not re.fullmatch("[0-9]{1,3}", factor) or not 2 <= int(factor) <= 16:
+            raise ValueError(f"factors: {shown(factor)} is not a whole number from 2 to 16")
+    for name in o.recipes:
+        with_setting("recipes", recipes.get, name)
+    require(o, "rounds", 1, 10_000)
+    require(o, "prompts", 1, 10_000)
+    if o.output is not None:
+        check_file(o.output)
     return [int(factor) for factor in o.factors]
 
 # %% ../nbs/26_commands_bench.ipynb #30ea0680
@@ -53,13 +63,14 @@ def bench(given: dict[str, Any]) -> int:
 
     warnings.filterwarnings("ignore")
     o = options(BenchOptions, given)
+    factors = whole_numbers(o)
     table = read_table(o.settings, "settings") if o.settings else {}
     config = TrainConfig.from_dict(table | {"backbone": o.backbone, "prompts_per_iteration": o.prompts})
-    record = measure(config, o.recipes, whole_numbers(o), o.rounds)
+    record = measure(config, o.recipes, factors, o.rounds)
     for title, rows in record["tables"].items():
         print(table_text(title, rows), end="\n\n")
     print(f"{record['backbone']}, {record['prompts']} prompts, medians of {record['rounds']}, {record['device']}")
-    if o.output:
+    if o.output is not None:
         write_text(o.output, json.dumps(record, indent=1, ensure_ascii=False))
         print(f"numbers: {o.output}")
     return 0

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['NUMBER', 'READ', 'ONLY_FLAGS', 'MESSAGES', 'sections_of', 'comments_of', 'not_allowed', 'whole', 'number', 'distinct',
            'steps', 'pairs', 'truth', 'plain_text', 'texts', 'without_none', 'flag_of', 'shown_default', 'add_section',
-           'Help', 'Parser', 'parser_of', 'parse', 'joined', 'from_file', 'one_line', 'not_expected', 'nearest_flag']
+           'Help', 'Parser', 'parser_of', 'parse', 'joined', 'from_file', 'one_line', 'not_expected', 'nearest_flag',
+           'variable']
 
 # %% ../nbs/25_options.ipynb #969b75d9
 import argparse
@@ -14,6 +15,7 @@ import difflib
 import functools
 import inspect
 import operator
+import os
 import re
 import typing
 from typing import Any, NoReturn
@@ -44,8 +46,10 @@ def not_allowed(value: Any, allowed: str) -> argparse.ArgumentTypeError:
 
 def whole(value: Any) -> int:
     "Return a whole number written with the digits 0 to 9, eighteen of them at most."
-    if isinstance(value, bool) or not re.fullmatch(r"[-+]?[0-9]{1,18}", str(value)[:99]):
+    if isinstance(value, bool) or not re.fullmatch(r"[-+]?[0-9]+", str(value)):
         raise not_allowed(value, "a whole number, such as 12")
+    if len(str(value)) > 18:
+        raise not_allowed(value, "a whole number of at most 18 digits")
     return int(value)
 
 # %% ../nbs/25_options.ipynb #c0e78504
@@ -78,7 +82,8 @@ def steps(value: Any) -> tuple[int, ...] | str:
     try:
         return tuple(distinct([whole(item) for item in items][:1000], value))
     except argparse.ArgumentTypeError as error:
-        raise error if "twice" in str(error) else not_allowed(value, "steps such as 0,3,6, or a name") from None
+        allowed = "a list of steps such as 0,3,6, nor a name"
+        raise error if "twice" in str(error) else not_allowed(value, allowed) from None
 
 
 def pairs(value: Any) -> dict[int, int]:
@@ -87,11 +92,11 @@ def pairs(value: Any) -> dict[int, int]:
     if value == "":
         return {}
     if any(len(item) != 2 for item in items):
-        raise not_allowed(value, "pairs such as 5:24,7:12")
+        raise not_allowed(value, "a list of pairs such as 5:24,7:12")
     try:
         found = [(whole(step), whole(count)) for step, count in items]
     except argparse.ArgumentTypeError:
-        raise not_allowed(value, "pairs such as 5:24,7:12") from None
+        raise not_allowed(value, "a list of pairs such as 5:24,7:12") from None
     distinct([step for step, _ in found], value)
     return dict(found)
 
@@ -181,9 +186,7 @@ class Parser(argparse.ArgumentParser):
 
 def parser_of(prog: str, about: str, classes: tuple[type, ...], config: bool = False) -> Parser:
     "Return the parser of a command whose options are the fields of `classes`."
-    parser = Parser(
-        prog=prog, usage="%(prog)s [options]", description=about, allow_abbrev=False, formatter_class=Help
-    )
+    parser = Parser(prog=prog, usage="%(prog)s [options]", description=about, allow_abbrev=False, formatter_class=Help)
     if config:
         about = "a YAML file of settings; flags override it"
         parser.add_argument("--config", type=plain_text, action="append", metavar="FILE", help=about)
@@ -208,7 +211,7 @@ def joined(words: list[str]) -> list[str]:
     "Return the words with `--eta -1` as `--eta=-1`, since a parser takes -1e-4 and -1:2 for flags."
     out: list[str] = []
     for word in words:
-        if out and re.fullmatch(r"--[a-z][a-z0-9-]*", out[-1]) and re.match(r"-[0-9.]", word):
+        if out and re.fullmatch(r"--[a-z][a-z0-9-]*", out[-1]) and re.match(r"-([0-9.]|inf$|nan$)", word):
             out[-1] = f"{out[-1]}={word}"
         else:
             out.append(word)
@@ -271,3 +274,15 @@ def nearest_flag(wanted: str, parser: Parser) -> str:
     begin = [flag for flag in flags if len(wanted) > 4 and flag.startswith(wanted)]
     close = begin or difflib.get_close_matches(wanted, flags, n=1)
     return f"; did you mean {close[0]}?" if close else ""
+
+# %% ../nbs/25_options.ipynb #87c8a119
+def variable(name: str, default: int, least: int = 0, most: int = 10**9) -> int:
+    "Return the whole number in a variable of the environment. Raise `ValueError` naming it if it holds another value."
+    text = os.environ.get(name) or str(default)
+    try:
+        value = whole(text)
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"{name}: {error} (a variable of the environment)") from None
+    if not least <= value <= most:
+        raise ValueError(f"{name}: {value} is not from {least} to {most} (a variable of the environment)")
+    return value

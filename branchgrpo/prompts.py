@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PROMPT_SETS', 'COLUMNS', 'PAPER_SETS', 'read_dataset', 'from_hub', 'PaperSet', 'paper_set', 'is_dataset_folder',
-           'is_hub_name', 'load_named', 'load_prompts']
+           'is_hub_name', 'is_path', 'load_named', 'load_prompts']
 
 # %% ../nbs/19_prompts.ipynb #74100d6a
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .prompt_files import PromptSet, from_path, from_rows, from_texts, part_file
-from .registry import Registry
+from .registry import Registry, unknown
 
 # %% ../nbs/19_prompts.ipynb #064b08a8
 PROMPT_SETS = Registry(
@@ -108,6 +108,14 @@ def is_hub_name(name: str) -> bool:
     return one_slash and Path(name).suffix not in (".txt", ".jsonl") and name[:1].isalnum()
 
 # %% ../nbs/19_prompts.ipynb #14c38198
+def is_path(name: str) -> bool:
+    "Return whether there is a file or folder of that name; a text that cannot be a name is none."
+    try:
+        return bool(name) and Path(name).exists()
+    except (OSError, ValueError):
+        return False
+
+
 def load_named(name: str) -> PromptSet:
     "Return the prompt set of a name, a path or a hub name. Raises `ValueError` if it is missing, empty or unreadable."
     if name in PROMPT_SETS.names():
@@ -115,14 +123,12 @@ def load_named(name: str) -> PromptSet:
         return entry() if callable(entry) else load_prompts(entry)
     if name in PAPER_SETS:
         return paper_set(name)
-    if is_dataset_folder(Path(name)):
-        return from_hub(name)
-    if Path(name).exists():
-        return from_path(name)
+    if is_path(name):
+        return from_hub(name) if is_dataset_folder(Path(name)) else from_path(name)
     if is_hub_name(name):
         return from_hub(name)
-    known = ", ".join([*PROMPT_SETS.names(), *PAPER_SETS])
-    raise ValueError(f"prompts: {name!r} is not one of {known}, nor a file, a folder or a hub name owner/data")
+    known = unknown("prompts", name, [*PROMPT_SETS.names(), *PAPER_SETS])
+    raise ValueError(f"{known} (also allowed: a .txt or .jsonl file, a folder, or a hub name owner/data)")
 
 # %% ../nbs/19_prompts.ipynb #7ec058ce
 def load_prompts(prompts: str | Path | PromptSet | Sequence[str]) -> PromptSet:

@@ -72,6 +72,8 @@ def sourced(key: str, value: Any, path: Path) -> tuple[Any, str]:
         for other in value.keys() - {"value", "source"}:
             raise ValueError(f"{key}: {other!r} in {str(path)!r} is not one of value, source")
         value, source = value["value"], str(value.get("source", source))
+    if value is None:
+        raise ValueError(f"{key}: there is no value in {str(path)!r}; leave the line out for that of the base")
     if isinstance(value, list):
         value = tuple(value)
     if field_types(MethodSettings).get(key) is float and isinstance(value, str):

@@ -164,7 +164,13 @@ def field_types(cls: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
-WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", dict[int, int]: "pairs of numbers"}
+WORDS = {
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    bool: "true or false",
+    dict[int, int]: "a list of pairs such as 5:24,7:12",
+}
 
 
 def type_name(hint: Any) -> str:
@@ -172,7 +178,8 @@ def type_name(hint: Any) -> str:
     parts = [part for part in typing.get_args(hint) if part is not type(None)]
     if hint not in WORDS and len(parts) == 1:
         return type_name(parts[0])
-    return WORDS.get(hint, "steps such as (0, 3, 6), or a name" if hint == tuple[int, ...] | str else str(hint))
+    steps = "a list of steps such as 0,3,6, nor a name"
+    return WORDS.get(hint, steps if hint == tuple[int, ...] | str else str(hint))
 
 # %% ../nbs/21_settings.ipynb #e405dbac
 def check_types(cls: type, values: dict[str, Any]) -> None:

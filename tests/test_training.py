@@ -1,10 +1,14 @@
 """Training on tiny-flux: shared siblings, exact ratios, kills, processes."""
 
+import contextlib
+import fcntl
 import json
 import os
+import random
 import signal
 import socket
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -144,10 +148,22 @@ torch.save(out, f"{sys.argv[2]}.{t.accelerator.process_index}")
 """
 
 
+CLAIMED = []
+
+
 def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    """A port for this process alone: nobody connects outwards from one below 32768, and a lock keeps it from others.
+
+    A port that the system had just given could be taken again before the processes used it: two suites at once met."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        claim = open(Path(tempfile.gettempdir()) / f"branchgrpo-port-{port}", "w")
+        with contextlib.suppress(OSError), socket.socket() as found:
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            found.bind(("127.0.0.1", port))
+            CLAIMED.append(claim)
+            return port
+        claim.close()
 
 
 def together(n, code, *words):

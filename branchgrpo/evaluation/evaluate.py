@@ -14,7 +14,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from .config import Evaluation, check_evaluation, open_folder, write_shared
+from .config import Evaluation, check_evaluation, check_place, open_folder, write_shared
 from .rows import file_columns, image_rows, save_images, score_images
 from .sampling import open_policy, sample_block
 from .summary import summarise
@@ -41,6 +41,7 @@ class Evaluator:
         e = self.evaluation
         check_evaluation(e)
         self.folder = Path(self.folder)
+        check_place(self.folder, e)
         self.prompt_set = load_prompts(e.prompts)
         self.prompts = self.prompt_set.test[: e.limit]
         self.policy = open_model(e, self.device)

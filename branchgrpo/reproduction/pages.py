@@ -13,6 +13,9 @@ from pathlib import Path
 
 import nbformat
 
+from ..registry import unknown
+from ..yaml_files import read_table
+
 # %% ../../nbs/reproduction/05_pages.ipynb #ae0145f5
 def new_page(
     path: str | Path,
@@ -74,11 +77,12 @@ SCALES = ("smoke", "quickstart", "testbed", "paper")
 
 def scale_table(folder: str | Path) -> dict[str, dict[str, dict]]:
     "Return the parameters of scales.yaml as `{page: {scale: {parameter: value}}}`; empty without such a file."
-    import yaml
-
     path = Path(folder) / "scales.yaml"
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    return yaml.safe_load(text) or {}
+    table = read_table(path, "folder") if path.is_file() and path.stat().st_size else {}
+    for name, row in table.items():
+        if not isinstance(row, dict) or not all(isinstance(part or {}, dict) for part in row.values()):
+            raise ValueError(f"folder: {name!r} in {str(path)!r} is no table of scales and their parameters")
+    return table
 
 # %% ../../nbs/reproduction/05_pages.ipynb #84dbf546
 def check_parameters(name: str, template: Path, parameters: dict) -> None:
@@ -89,10 +93,14 @@ def check_parameters(name: str, template: Path, parameters: dict) -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        known = papermill.inspect_notebook(str(template))
+        try:
+            known = papermill.inspect_notebook(str(template))
+        except Exception as error:  # nbformat has many
+            reason = " ".join(str(error).split())[:80]
+            raise ValueError(f"notebook: {str(template)!r} is no notebook ({reason})") from None
     for parameter in parameters:
         if parameter not in known:
-            raise ValueError(f"parameter: {name} has no {parameter!r}; it has {', '.join(known)}")
+            raise ValueError(f"set: {name} has no parameter {parameter!r}; it has {', '.join(known)}")
 
 # %% ../../nbs/reproduction/05_pages.ipynb #ab12cd34
 def merged(known: dict, given: dict) -> dict:
@@ -111,15 +119,20 @@ def jobs(
     "Return the jobs of pages at a scale. Raise `ValueError` on an unknown scale, page or parameter."
     if scale not in SCALES:
         raise ValueError(f"scale: {scale!r} is not one of {', '.join(SCALES)}")
+    if not Path(folder).is_dir():
+        raise ValueError(f"folder: {str(folder)!r} is not a folder of notebooks")
     found, table = templates(folder), scale_table(folder)
     todo = []
     for name in names or [name for name in found if scale in table.get(name, {})]:
         if name not in found:
-            allowed = ", ".join(found) or f"none: no notebooks under {folder}"
-            raise ValueError(f"notebook: {name!r} is not one of {allowed}")
+            if not found:
+                raise ValueError(f"folder: {str(folder)!r} has no notebooks")
+            raise unknown("notebook", name, found)
         row = dict(table.get(name, {}).get(scale) or {})
         runner = row.pop("runner", {})
         parameters = merged(row, given or {})
         check_parameters(name, found[name], parameters)
         todo.append(Job(name, found[name], parameters, Path(out) / scale / f"{name}.ipynb", runner))
+    if not todo:
+        raise ValueError(f"scale: no notebook in {str(folder)!r} has parameters for {scale!r}")
     return todo

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ..registry import shown
 from .execution import execute
 from .page_runs import missing_runs
 from .pages import Job
@@ -24,11 +25,10 @@ from ..training.config import TrainConfig
 def sbatch_options(text: str) -> dict[str, str]:
     "Return `partition=a100,account=x` as a dict. Raise `ValueError` on an option without a value."
     pairs = [pair.strip().partition("=") for pair in text.split(",") if pair.strip()]
-    for key, _, value in pairs:
-        if not value:
-            raise ValueError(f"slurm-options: {key!r} has no value; they are written partition=a100,account=x")
-        if not re.fullmatch(r"[\w-]+", key) or not value.isprintable():  # a line of its own would be a command
-            raise ValueError(f"slurm-options: {key!r}={value!r} is no option of #SBATCH")
+    for key, equals, value in pairs:
+        if not re.fullmatch(r"[a-z][a-z0-9-]*", key) or not value or not value.isprintable():
+            given = shown(f"{key}{equals}{value}")
+            raise ValueError(f"slurm_options: {given} is not OPTION=VALUE; they are written partition=a100,account=x")
     return {key: value for key, _, value in pairs}
 
 # %% ../../nbs/reproduction/08_slurm.ipynb #0d323099

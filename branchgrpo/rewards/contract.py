@@ -37,6 +37,8 @@ def as_scores(scores: Any, name: str, count: int, device: torch.device | str = "
         values = torch.as_tensor(scores).detach().clone()
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(f"reward: {name!r} returned {kind_of(scores)}, not {count} numbers") from None
+    if values.is_complex():
+        raise ValueError(f"reward: {name!r} returned complex numbers, not {count} real ones")
     if values.ndim == 1 and len(values) != count:
         raise ValueError(f"reward: {name!r} returned {len(values)} scores for {count} images")
     if values.ndim != 1:

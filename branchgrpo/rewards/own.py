@@ -40,7 +40,7 @@ def import_own(name: str) -> Any:
         raise ValueError(f"reward: {name!r}: there is no file {place!r}") from None
     except ModuleNotFoundError as error:
         raise ValueError(f"reward: {name!r}: there is no module {error.name!r}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
         raise ValueError(f"reward: {name!r}: importing {place!r} failed ({reason})") from error
     if not hasattr(module, attribute):

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PLACES', 'part_names', 'score_parts', 'unscored_rows', 'rows_by_prompt', 'Scorer', 'all_tries', 'said', 'try_parts',
-           'retry', 'is_remote', 'attempt', 'in_background', 'fill', 'start_scoring']
+           'retry', 'is_remote', 'attempt', 'nothing', 'in_background', 'fill', 'start_scoring']
 
 # %% ../../nbs/rewards/02_scorer.ipynb #7bd3617f
 import threading
@@ -143,11 +143,16 @@ def attempt(function: Callable, *arguments: Any) -> Future:
 PLACES = threading.BoundedSemaphore(32)  # calls of remote rewards that are on their way
 
 
-def in_background(function: Callable, *arguments: Any) -> Future:
-    "Call a function in a thread of its own, once there is a place."
+def nothing() -> None:
+    "Do nothing."
+
+
+def in_background(function: Callable, *arguments: Any, watch: Callable[[], None] = nothing) -> Future:
+    "Call a function in a thread of its own, once there is a place; while it waits for one, it calls `watch`."
     done = Future()
     done.set_running_or_notify_cancel()
-    PLACES.acquire()
+    while not PLACES.acquire(timeout=0.5):
+        watch()
     threading.Thread(target=fill, args=(done, function, *arguments), name="scores", daemon=True).start()
     return done
 
@@ -163,9 +168,13 @@ def fill(done: Future, function: Callable, *arguments: Any) -> None:
 
 
 def start_scoring(
-    scorer: Scorer, images: Tensor, prompts: list[str], metadata: list[dict] | None = None
+    scorer: Scorer,
+    images: Tensor,
+    prompts: list[str],
+    metadata: list[dict] | None = None,
+    watch: Callable[[], None] = nothing,  # called while there is no place; it may raise
 ) -> Future[dict[str, Tensor]]:
     "Begin to score images; the future holds the scores `{name: (B,)}` of every part."
     if is_remote(scorer.reward):
-        return in_background(all_tries, scorer, images.cpu(), prompts, metadata)
+        return in_background(all_tries, scorer, images.cpu(), prompts, metadata, watch=watch)
     return attempt(all_tries, scorer, images, prompts, metadata)

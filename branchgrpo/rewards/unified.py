@@ -211,20 +211,20 @@ class Silence:
     def __init__(self, patience: float, more: float):
         self.patience = patience  # seconds until it has gone
         self.more = more  # seconds that a later call gives it
-        self.since: float | None = None  # when the first request without an answer ended
+        self.until: float | None = None  # when it has gone, if nobody gets an answer; None: it answers
 
     def note(self, silent: bool) -> None:
         "Take the end of a request into account."
-        self.since = (self.since or time.monotonic()) if silent else None
+        self.until = (self.until or time.monotonic() + self.patience) if silent else None
 
     @property
     def too_long(self) -> bool:
-        return self.since is not None and time.monotonic() - self.since > self.patience
+        return self.until is not None and time.monotonic() > self.until
 
     def once_more(self) -> None:
-        "Give the server some more seconds."
-        if self.too_long:
-            self.since = time.monotonic() - self.patience + self.more
+        "Give a server that has gone some more seconds, if it was left alone for as long."
+        if self.until is not None and time.monotonic() > self.until + self.more:
+            self.until = time.monotonic() + self.more
 
 # %% ../../nbs/rewards/13_unified.ipynb #91bf487b
 class ChatClient:

@@ -21,17 +21,22 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from ..options import variable
+
 # %% ../../nbs/training/20_distributed.ipynb #7cbaf8f4
 def check_launch() -> None:
     "Raise `ValueError` if accelerate is set to distribute the model itself."
     for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):
         if os.environ.get(f"ACCELERATE_USE_{kind}", "false").lower() in ("true", "1"):
             raise ValueError(f"launch: accelerate's {kind} is not supported; start with --multi_gpu, and set sharding")
+    processes = variable("WORLD_SIZE", 1, least=1)
+    for name in ("RANK", "LOCAL_RANK"):
+        variable(name, 0, most=processes - 1)
 
 # %% ../../nbs/training/20_distributed.ipynb #377b18af
 def check_processes(processes: int) -> None:
     "Raise `ValueError` if more processes were started than accelerate sees: each would train a run of its own."
-    started = int(os.environ.get("WORLD_SIZE", "1"))
+    started = variable("WORLD_SIZE", 1, least=1)
     if started > processes:
         raise ValueError(
             f"launch: {started} processes were started, and accelerate sees {processes}; "
@@ -52,7 +57,7 @@ def mesh_of(device_type: str, hybrid: bool = False) -> DeviceMesh:
     processes = dist.get_world_size()
     if not hybrid:
         return init_device_mesh(device_type, (processes,))
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    per_node = variable("LOCAL_WORLD_SIZE", processes, least=1)
     return init_device_mesh(device_type, (processes // per_node, per_node), mesh_dim_names=("replicate", "shard"))
 
 # %% ../../nbs/training/20_distributed.ipynb #46250ab5

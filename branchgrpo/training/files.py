@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..refusals import naming
+
 # %% ../../nbs/training/00_files.ipynb #bcf6652a
 def to_disk(path: Path) -> None:
     "Wait until a file, or a folder's list of names, is on the disk."
@@ -32,9 +34,10 @@ def write_atomic(path: str | Path, write: Callable[[Path], Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        write(temporary)
-        to_disk(temporary)
-        os.replace(temporary, path)
+        with naming(path):
+            write(temporary)
+            to_disk(temporary)
+            os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

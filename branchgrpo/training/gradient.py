@@ -140,5 +140,11 @@ def accumulate(
         worst = torch.maximum(worst, largest)
     seen = accelerator.gather(torch.stack([worst, sums[MEANS.index("loss")]])[None])  # (processes, 2)
     calls = sum(len(batch.rows) for batch in batches if not batch.is_empty)
-    counts = {"rollout_mismatch": seen[:, 0].max(), "losses": seen[:, 1], "edges": edges, "mean_edges": mean_edges, "calls": calls}
+    counts = {
+        "rollout_mismatch": seen[:, 0].max(),
+        "losses": seen[:, 1],
+        "edges": edges,
+        "mean_edges": mean_edges,
+        "calls": calls,
+    }
     return dict(zip(MEANS, sums / some_edges)) | counts

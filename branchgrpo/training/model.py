@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -44,6 +45,8 @@ def make_accelerator(s: Settings) -> Accelerator:
         DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
     ]
     log_with = None if s.tracker == "none" else s.tracker
+    if s.tracker == "wandb" and not find_spec("wandb"):
+        raise ValueError("tracker: 'wandb' is not installed here; pip install wandb, or use tensorboard or none")
     accelerator = Accelerator(
         mixed_precision=s.mixed_precision, log_with=log_with, project_dir=s.output, kwargs_handlers=handlers
     )

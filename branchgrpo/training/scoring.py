@@ -71,7 +71,7 @@ def decode_and_score(
         shown = with_rows(decoded, wrong, 0.0)
         known = None if metadata is None else metadata[a:b]
         for name, scorer in scorers.items():
-            waiting[name].append(start_scoring(scorer, shown, prompts[a:b], known))
+            waiting[name].append(start_scoring(scorer, shown, prompts[a:b], known, watch))
     return torch.cat(images) if images else latents[:0], waiting
 
 # %% ../../nbs/training/05_scoring.ipynb #2a7148d3
@@ -144,7 +144,9 @@ def rewards_of_parts(r: RolloutRewards, parts: dict[str, Tensor]) -> tuple[Tenso
     table = parts | {None: total.float().reshape(shape)}
     error = f": {r.scorer.last_error}" if r.scorer.last_error else ""
     for name, scores in table.items():
-        r.lost.add(r.step + 0.5, f"{f'reward {name}' if name else 'a reward'} is not finite{error}", ~finite_rows(scores))
+        r.lost.add(
+            r.step + 0.5, f"{f'reward {name}' if name else 'a reward'} is not finite{error}", ~finite_rows(scores)
+        )
     table = {k: t.nan_to_num(0.0, 0.0, 0.0) for k, t in table.items()}
     table = {k: t.masked_fill(r.unscored[:, None], 0.0) for k, t in table.items()}
     return table.pop(None), {k: t for k, t in table.items() if k}

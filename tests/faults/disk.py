@@ -16,13 +16,14 @@ BEGIN = """
 import contextlib, ctypes, importlib, io, json, os, resource, sys, traceback, warnings
 from pathlib import Path
 ROOT = Path(sys.argv[1])
-NEW_USER, NEW_MOUNTS, READ_ONLY, REMOUNT = 0x10000000, 0x20000, 1, 32
+NEW_USER, NEW_MOUNTS, READ_ONLY, REMOUNT, BIND = 0x10000000, 0x20000, 1, 32, 4096
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 def mount(kind, target, flags, options):
-    "Mount as mount(8) does. Raise OSError."
-    if libc.mount(kind, str(target).encode(), kind, flags, options):
+    "Mount as mount(8) does; a bind mount is of the folder itself. Raise OSError."
+    source = str(target).encode() if flags & BIND else kind
+    if libc.mount(source, str(target).encode(), kind, flags, options):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
@@ -57,8 +58,12 @@ class Disk:
         (self.path / "filler").unlink(missing_ok=True)
 
     def read_only(self, now=True):
-        if self.kind == "tmpfs":
-            mount(b"tmpfs", self.path, REMOUNT | (READ_ONLY if now else 0), None)
+        "Lay a mount over the disk that can only be read, or take it away."
+        if self.kind == "tmpfs" and now:
+            mount(None, self.path, BIND, None)
+            mount(None, self.path, BIND | REMOUNT | READ_ONLY, None)
+        elif self.kind == "tmpfs":
+            libc.umount2(str(self.path).encode(), 2)  # also while a file is open
         else:  # a user that is not root
             for folder in (self.path, *(p for p in self.path.rglob("*") if p.is_dir())):
                 folder.chmod(0o555 if now else 0o755)

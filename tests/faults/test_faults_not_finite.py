@@ -57,7 +57,7 @@ trainer.assign_credit = assigned
 def gradients(lose):
     calls.update(decode=0, predict=0)
     collected, process = t.collector(3), process_of(t.settings, t.policy, 3)
-    if lose and last: collected.unscored[:1] = True
+    if lose and (last or t.settings.ranks_per_prompt > 1): collected.unscored[:1] = True
     rolled, _ = assign_credit(t.learner, collected, process, t.collector.noise(3))
     accumulate(t.learner, rolled)
     grads = everything({n: p.grad for n, p in t.learner.parameters.items()})

@@ -4,15 +4,20 @@ import ast
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import sys
+from configparser import ConfigParser
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from PIL import Image
 
 from branchgrpo import TrainConfig
@@ -35,7 +40,7 @@ from branchgrpo.rewards.base import load as load_reward
 from branchgrpo.training.checkpoint_folders import put_in_place, remove_leftovers
 from branchgrpo.training.verify import files_of, verify
 
-HERE = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 HOSTILE = (
     *("..", ".", "../../evil", "/etc/evil", "a/b", "..\\evil", "-rf", "~", ".hidden", "CON", "a\0b", "a\nb", " "),
     *("x" * 300, "模" * 300, "a\u2028b", "\u202eexe.txt", "\x1b[2J", "\ud800", "$(touch EVIL)", "`touch EVIL`", ";"),
@@ -182,7 +187,18 @@ VALUES = (
     "%%bash\ntouch EVIL",
     "\ud800\x00\x1b[2J",
 )
-NAMES = ("x = open('EVIL', 'w') #", "__builtins__", "__name__", "open", "text; y", "a b", "", "text\n", "naïve", "print")
+NAMES = (
+    "x = open('EVIL', 'w') #",
+    "__builtins__",
+    "__name__",
+    "open",
+    "text; y",
+    "a b",
+    "",
+    "text\n",
+    "naïve",
+    "print",
+)
 
 
 @pytest.mark.fast
@@ -212,7 +228,8 @@ def test_parameters_are_data_in_an_executed_page(tmp_path, monkeypatch, noted):
     monkeypatch.chdir(tmp_path)
     cell = "import json\nopen('seen.json', 'w').write(json.dumps([text, kept]))"
     new_page("reproduce/page.ipynb", "text: str = ''\nkept: list = []", cell)
-    given = {"text": "\n".join(VALUES), "kept": [*VALUES, {value: value for value in VALUES}]}
+    values = [value.replace("\ud800", "") for value in VALUES]  # a notebook is UTF-8
+    given = {"text": "\n".join(values), "kept": [*values, {value: value for value in values}]}
     (job,) = jobs(["page"], "testbed", "reproduce", "out", given)
     run_notebook(job, tmp_path / "executed.ipynb")
     assert json.loads(Path("seen.json").read_text()) == [given["text"], given["kept"]]
@@ -246,7 +263,7 @@ def test_a_snakefile_quotes_its_words(tmp_path, monkeypatch, noted):
     "Snakemake formats the command, then a shell splits it: every word arrives as it was."
     monkeypatch.chdir(tmp_path)
     words = [value for value in (*VALUES, "{input}", "{{x}}") if "\0" not in value]
-    text = rule("page", ["a\"b\nc"], json.dumps("out'put"), words)
+    text = rule("page", ['a"b\nc'], json.dumps("out'put"), words)
     compile(text.split("shell:")[1].strip(), "Snakefile", "eval")
     command = ast.literal_eval(text.split("shell:")[1].strip()).format()
     assert shlex.split(command)[4:] == words
@@ -398,7 +415,14 @@ def test_doctor_verifies_what_a_run_would_load(tmp_path, monkeypatch, capsys, no
     sound = tmp_path / "flux" / "model_index.json"
     digest = hashlib.sha256(sound.read_bytes()).hexdigest()
     (notes / "model_index.json.metadata").write_text(f"{'0' * 40}\n{digest}\n1.0\n")
-    words = ["doctor", "--backbone", str(tmp_path / "flux"), "--reward", f"aesthetic:{place.parent / 'head'}", "--verify"]
+    words = [
+        "doctor",
+        "--backbone",
+        str(tmp_path / "flux"),
+        "--reward",
+        f"aesthetic:{place.parent}",
+        "--verify",
+    ]
     assert main(words) == 1
     said = capsys.readouterr().out
     assert "1 as published" in said and "no digest published" in said
@@ -428,7 +452,10 @@ def test_tables_and_figures_show_a_prompt_as_it_is(noted):
     assert len(table.splitlines()) == 4 and "<script" not in table
     assert all(line.replace("\\|", "").count("|") == 3 for line in table.splitlines())
     image = np.zeros((3, 4, 4))
-    for figure in (side_by_side({text: [image]}, [text]), draw_tree([[], [0]], {1: image[None]}, [[0], [0.5]], title=text)):
+    for figure in (
+        side_by_side({text: [image]}, [text]),
+        draw_tree([[], [0]], {1: image[None]}, [[0], [0.5]], title=text),
+    ):
         figure.canvas.draw()
         plt.close(figure)
     noted(
@@ -439,7 +466,7 @@ def test_tables_and_figures_show_a_prompt_as_it_is(noted):
     )
 
 
-LAUGHS = "import sys\nfrom branchgrpo.cli import main\nsys.exit(main(sys.argv[1:]))"
+RECIPES = "import sys\nfrom branchgrpo.cli import main\nsys.exit(main(sys.argv[1:]))"
 
 
 @pytest.mark.fast
@@ -447,6 +474,35 @@ def test_the_current_folder_hides_no_library(tmp_path, noted):
     "A file `numbers.py` or `yaml.py` beside the run is not imported in a library's place."
     for name in ("numbers", "yaml", "matplotlib"):
         (tmp_path / f"{name}.py").write_text("open('EVIL', 'w')")
-    done = run([sys.executable, "-c", LAUGHS, "recipes"], cwd=tmp_path, timeout=200, env=os.environ | {"PYTHONSAFEPATH": "1"})
+    done = run(
+        [sys.executable, "-c", RECIPES, "recipes"], cwd=tmp_path, timeout=200, env=os.environ | {"PYTHONSAFEPATH": "1"}
+    )
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "EVIL").exists()
+
+
+def declared():
+    parser = ConfigParser(delimiters=["="], interpolation=None)
+    parser.read(ROOT / "settings.ini")
+    fields = {key: parser["DEFAULT"][key].split() for key in parser["DEFAULT"] if key.endswith("requirements")}
+    return {key: {canonicalize_name(Requirement(text).name) for text in texts} for key, texts in fields.items()}
+
+
+@pytest.mark.fast
+def test_dependencies_are_those_that_are_imported(noted):
+    "What the package imports is declared; what is declared is imported, or SECURITY.md says who else does."
+    pattern, imported = re.compile(r"^\s*(?:import|from) ([a-z]\w*)", re.M | re.I), set()
+    for path in (ROOT / "branchgrpo").rglob("*.py"):
+        imported |= set(pattern.findall(path.read_text(encoding="utf-8")))
+    known = packages_distributions()
+    libraries = [known[name] for name in imported - set(sys.stdlib_module_names) - {"branchgrpo"} if name in known]
+    tables = declared()
+    core, every = tables["requirements"], set().union(*tables.values())
+    for names in libraries:
+        assert {canonicalize_name(name) for name in names} & every, names
+    text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    for name in core - {canonicalize_name(name) for names in libraries for name in names}:
+        assert f"`{name}`" in text, name
+    noted(
+        "faults", "The list of dependencies", happened=f"{len(core)} are declared, each is used", kept="no other import"
+    )

@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 import re
+import signal
 import socket
 import ssl
 import subprocess
@@ -29,7 +30,9 @@ from branchgrpo.rewards.addresses import TOKEN
 from branchgrpo.rewards.scorer import Scorer
 from branchgrpo.rewards.sums import RewardSum
 from branchgrpo.rewards.unified import UnifiedReward
+from branchgrpo.training.checkpoint_folders import newest
 from branchgrpo.training.config import TrainConfig
+from branchgrpo.training.signals import REQUEUE
 from branchgrpo.training.trainer import Trainer
 
 IMAGE = torch.linspace(0, 1, 3 * 8 * 8).view(1, 3, 8, 8)
@@ -559,6 +562,36 @@ def test_a_stuck_request_does_not_delay_the_end_of_a_process(serve, tmp_path, no
     )
 
 
+class Waiting:
+    "A reward on a server that answers when it is told to."
+
+    remote = True
+
+    def __init__(self):
+        self.go = threading.Event()
+
+    def __call__(self, images, prompts, metadata=None):
+        self.go.wait()
+        return [4.0] * len(images)
+
+
+@pytest.mark.fast
+def test_images_do_not_pile_up_before_a_server(monkeypatch):
+    "Without a place, the next call waits for one, and looks for a signal meanwhile."
+    monkeypatch.setattr(scorer, "PLACES", threading.BoundedSemaphore(2))
+    reward = Waiting()
+    first = [scorer.start_scoring(Scorer(reward), IMAGE, ["a"]) for _ in range(2)]
+
+    def watch():
+        raise KeyboardInterrupt("a signal")
+
+    with pytest.raises(KeyboardInterrupt, match="a signal"):
+        scorer.start_scoring(Scorer(reward), IMAGE, ["a"], watch=watch)
+    reward.go.set()
+    assert [future.result(timeout=60)[""].tolist() for future in first] == [[4.0]] * 2
+    assert scorer.start_scoring(Scorer(reward), IMAGE, ["a"], watch=watch).result(timeout=60)[""].tolist() == [4.0]
+
+
 # the way there
 
 
@@ -670,3 +703,53 @@ def test_a_count_that_is_wrong_is_raised_at_once(noted):
         Scorer(reward, retries=3)(IMAGE, ["a"])
     assert calls == [1]
     noted("faults", "a reward returns two scores for one image", str(error.value), "no score is attached")
+
+
+# a run that is told to stop while it waits for a server
+
+
+def train(folder, log, where, **changes):
+    "Start a run of the command line, with its output in `log`."
+    table = SMALL | {"output": str(folder), "iterations": 2, "reward": f"unified-reward:{where}"} | changes
+    (folder.parent / "run.json").write_text(json.dumps(table))
+    words = [sys.executable, "-m", "branchgrpo.cli", "train", "--config", folder.parent / "run.json"]
+    with open(log, "w") as file:
+        return popen(words, stdout=file, stderr=file)
+
+
+def test_a_run_is_told_to_stop_while_a_server_is_stuck(serve, tmp_path, noted):
+    stuck = [True]
+
+    def behave(connection, n, body):
+        while stuck:
+            time.sleep(0.1)
+        connection.sendall(answer(chat(f"Final Score: {value_of(body):.4f}")))
+
+    server = serve(behave)
+    process = train(tmp_path / "run", tmp_path / "log", server.where)
+    while not server.posts:
+        assert process.poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.05)
+    start = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=120) == REQUEUE, (tmp_path / "log").read_text()
+    seconds = time.monotonic() - start
+    assert seconds < 60, "not the 60 seconds of a request, nor the patience"
+    said = (tmp_path / "log").read_text().strip().splitlines()[-1]
+    stuck.clear()
+    again = train(tmp_path / "run", tmp_path / "log", server.where)
+    assert again.wait(timeout=300) == 0, (tmp_path / "log").read_text()
+    noted("faults", "SIGTERM while a reward server is stuck", f"code 75, {said}", "started again, the run ends")
+
+
+def test_a_server_that_goes_during_a_run_is_named(serve, tmp_path, noted):
+    "In a run of the command line, with a client that is less patient."
+    server = serve(lambda connection, n, body: connection.sendall(answer()) if n < 8 else connection.close())
+    table = SMALL | {"output": str(tmp_path / "run"), "iterations": 4, "reward": f"unified-reward:{server.where}"}
+    trainer = Trainer(TrainConfig.from_dict(table | {"splits": (0, 2), "checkpoint_every": 1}))
+    trainer.scorer.reward.silence.patience = 1.0
+    trainer.scorer.wait = 0.01
+    with pytest.raises(ValueError, match=f"could not be scored at iteration 1.*: {server.where}: Remote") as error:
+        trainer.fit()
+    assert newest(tmp_path / "run") is not None
+    noted("faults", "a reward server goes in the middle of a run", str(error.value), "checkpoint 1, after its 8 scores")

@@ -1,0 +1,475 @@
+"""Random texts of rewards, prompts, YAML, commands and variables: each is read, or one line says why not."""
+
+import collections
+import contextlib
+import io
+import json
+import os
+import resource
+import string
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import yaml
+from hypothesis import example, given
+from test_faults_plans import FIELDS, profile, tables
+
+from branchgrpo import TrainConfig, cli, load_reward, recipes
+from branchgrpo.prompts import load_prompts
+from branchgrpo.reproduction.run_cache import NOT_HASHED, cache_key
+from branchgrpo.rewards.base import REWARDS, check_name, terms
+
+COUNTS = collections.Counter()
+# letters of many scripts, signs that have a meaning somewhere, controls, line separators, halves of a pair, emoji
+SIGNS = "+*():-.,0123456789eE norm'\"{}[]#&!%|>@`\\/\t\r\n\x00\x0b\x1f\x85\u2028\u2029\ufeff\ud800\udfff😀é中عक"
+TEXTS = st.text(st.one_of(st.sampled_from(SIGNS), st.characters()), max_size=40)
+
+
+def refused(function, *args) -> str | None:
+    "Return the one line that a call raises as `ValueError`, or None if it raises nothing; other errors are not caught."
+    try:
+        function(*args)
+    except ValueError as error:
+        text = str(error)
+        assert type(error) is ValueError, repr(error)
+        assert text and not set("\n\r") & set(text), repr(text)
+        return text
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------- rewards
+
+WEIGHTS = st.one_of(
+    st.sampled_from(["", "2*", "0*", ".5*", "-1*", "1e-3 * ", "0.25*", " 3 *  "]),
+    st.floats(-100, 100).map(lambda x: f"{x!r}*"),
+)
+SPACES = st.sampled_from(["", "", " ", "  "])
+
+
+@st.composite
+def sums(draw) -> tuple[str, list, bool]:
+    "A valid expression, its terms, and whether it is normalised."
+    parts = draw(st.lists(st.tuples(WEIGHTS, st.integers(0, 3)), min_size=1, max_size=5))
+    text = "+".join(f"{draw(SPACES)}{weight}fault-{n}{draw(SPACES)}" for weight, n in parts)
+    normalised = draw(st.booleans())
+    numbers = [(float(weight.replace("*", "").strip() or 1), n) for weight, n in parts]
+    return f"{draw(SPACES)}norm({text})" if normalised else text, numbers, normalised
+
+
+def member(n: int):
+    def reward(images, prompts, metadata=None):
+        return torch.cos(images.flatten(1).sum(1) * (n + 1))
+
+    return reward
+
+
+IMAGES = torch.rand(4, 3, 2, 2, generator=torch.Generator().manual_seed(3))
+CAPTIONS = ["one", "one", "two", "two"]
+
+
+def weighted(numbers: list, normalised: bool) -> torch.Tensor:
+    "Return the sum by hand, in float64."
+    total = torch.zeros(4, dtype=torch.float64)
+    for weight, n in numbers:
+        part = member(n)(IMAGES, CAPTIONS).double().view(2, 2)
+        if normalised:
+            part = (part - part.mean(1, keepdim=True)) / (part.std(1, correction=0, keepdim=True) + 1e-6)
+        total += weight * part.flatten()
+    return total
+
+
+def rewards_are_sums(examples: int) -> None:
+    known = dict(REWARDS.entries)
+    REWARDS.entries.update({f"fault-{n}": member(n) for n in range(4)})
+
+    @profile(examples)
+    @example(("fault-1+fault-1", [(1.0, 1), (1.0, 1)], False))
+    @given(sums())
+    def each(case):
+        text, numbers, normalised = case
+        # e+05 of a number would be a sum
+        if any("e+" in f"{weight!r}" for weight, _ in numbers):
+            return
+        COUNTS["ran"] += 1
+        found = load_reward(text)(IMAGES, CAPTIONS).double()
+        size = sum(abs(weight) for weight, _ in numbers) + 1
+        torch.testing.assert_close(found, weighted(numbers, normalised), rtol=1e-4, atol=1e-5 * size)
+        check_name(text)
+
+    try:
+        each()
+    finally:
+        REWARDS.entries = known
+
+
+def check_reward(text: str) -> None:
+    line = refused(check_name, text)
+    COUNTS["ran" if line is None else "refused"] += 1
+    if line is not None:
+        assert line.startswith("reward: "), line
+
+
+NAMES = st.sampled_from(["clip", "tiny-clip", "norm(", ")", "+", "*", "2*", "1e", "math:pi", "x.py:f", "os:", ":", "-"])
+MUTATED = st.lists(st.one_of(NAMES, st.text(SIGNS, max_size=4)), max_size=6).map("".join)
+
+
+def wrong_rewards(examples: int) -> None:
+    @profile(examples)
+    @example("1e400*clip")
+    @example("clip" * 3000)
+    @example("\x00")
+    @example("\ud800")
+    @example("norm(" * 50)
+    @given(st.one_of(TEXTS, MUTATED))
+    def each(text):
+        check_reward(text)
+
+    each()
+
+
+@pytest.mark.fast
+def test_reward_expressions_are_their_sums_or_one_line():
+    rewards_are_sums(20)
+    wrong_rewards(30)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("one", ["1", "1 ", "a ", " ", "a", "1e", "norm(", "a+", "2*a+", "a.b.", "_", "a:"])
+def test_a_long_expression_takes_no_exponential_time(one):
+    start = time.process_time()
+    for end in ("", "!", " b", ")", "*", "+"):
+        refused(terms, one * 20_000 + end)
+    assert time.process_time() - start < 20
+
+
+# ------------------------------------------------------------------------------------------------------- prompt files
+
+
+def prompt_file(name: str, content: bytes) -> None:
+    "A file's prompts are whole, distinct texts; or one line names the setting."
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / name
+        path.write_bytes(content)
+        line = refused(load_prompts, str(path))
+        COUNTS["ran" if line is None else "refused"] += 1
+        if line is not None:
+            assert line.startswith("prompts: "), line
+            return
+        found = load_prompts(str(path))
+        assert found.train and len(set(found.train)) == len(found.train)
+        assert all(isinstance(text, str) and text.strip() for text in found.train), found.train
+        assert len(found.metadata(found.train)) == len(found.train)
+        text = content.decode("utf-8-sig")
+        if name.endswith(".txt"):
+            lines = [line.strip() for line in text.splitlines() if line.strip()]
+            assert set(found.train) <= set(lines) and len(found.train) <= len(lines)
+
+
+SURROUNDED = st.tuples(st.sampled_from([b"", b"\xef\xbb\xbf", b"\xff\xfe"]), st.binary(max_size=60)).map(b"".join)
+LINES = st.lists(st.text(st.characters(codec="utf-8"), max_size=20), max_size=8)
+ENDS = st.sampled_from(["\n", "\r\n", "\r", "\u2028"])
+WRITTEN = st.builds(lambda lines, end: end.join(lines).encode(), LINES, ENDS)
+JSONS = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8)),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["prompt", "text", "x"]), inner),
+    max_leaves=6,
+)
+PROMPT_ROWS = st.builds(
+    lambda prompt, more: {"prompt": prompt} | more,
+    st.text(st.characters(codec="utf-8"), max_size=12),
+    st.dictionaries(st.sampled_from(["image", "tag", "prompt"]), JSONS, max_size=2),
+)
+ROWS = st.lists(PROMPT_ROWS | JSONS, max_size=4).map(lambda rows: "\n".join(map(json.dumps, rows)).encode())
+
+
+def prompt_files(examples: int) -> None:
+    @profile(examples)
+    @example("a.jsonl", b'{"prompt": "\\ud800"}')
+    @example("a.jsonl", b'{"prompt": " "}')
+    @example("a.jsonl", b"[" * 100_000)
+    @example("a.jsonl", b'{"prompt": 1' + b"0" * 5000 + b"}")
+    @example("a.txt", b"")
+    @example("a.txt", b"\xef\xbb\xbf")
+    @example("a.txt", b"a\x00b\n\xf0\x9f\x98\x80\n")
+    @example("a.txt", b"x" * 10_000 + b"\n" + b"x" * 10_000)
+    @given(
+        st.sampled_from(["a.txt", "a.txt", "a.jsonl", "a.JSONL", "a.json", "a"]), st.one_of(SURROUNDED, WRITTEN, ROWS)
+    )
+    def each(name, content):
+        prompt_file(name, content)
+
+    each()
+
+
+@pytest.mark.fast
+def test_prompt_files_are_read_or_refused():
+    prompt_files(30)
+
+
+def test_a_prompt_file_of_100_mb(tmp_path, noted):
+    "A million lines, two thirds of them said before: seconds and memory are stated."
+    line = "a photograph of a red fox in the snow, number {} of many, with a long tail and a warm scarf"
+    with open(tmp_path / "large.txt", "w") as file:
+        file.writelines(line.format(n % 400_000) + "\n" for n in range(1_150_000))
+    size = (tmp_path / "large.txt").stat().st_size / 1e6
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    found = load_prompts(str(tmp_path / "large.txt"))
+    seconds = time.perf_counter() - start
+    memory = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3
+    assert size > 100 and len(found.train) == 400_000
+    happened = f"read in {seconds:.1f} s with {memory:.0f} MB more memory"
+    kept = "400,000 different prompts of 1,150,000 lines"
+    noted("properties", "a prompt file of 100 MB", happened, kept, examples=1, ran=1, refused=0)
+
+
+# ------------------------------------------------------------------------------------------------------- command lines
+
+
+@contextlib.contextmanager
+def empty_folder():
+    "Work in an empty folder."
+    before = os.getcwd()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        try:
+            yield Path(folder)
+        finally:
+            os.chdir(before)
+
+
+def called(words: list[str]) -> tuple[int, str, str]:
+    "Return the exit code and what was printed of a command line, in this process."
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            code = cli.main(words)
+        except SystemExit as left:  # --help
+            code = left.code or 0
+    return code, out.getvalue(), err.getvalue()
+
+
+def one_line_or_done(words: list[str], folder: Path) -> str | None:
+    "Check a command line that writes nothing; return what it printed, None if it was refused."
+    files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    code, out, err = called(words)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == files, "something was written"
+    COUNTS["ran" if code == 0 else "refused"] += 1
+    if code == 0:
+        assert not err, err
+        return out
+    assert code == 2 and not out, (code, out, err)
+    assert err.startswith("branchgrpo: ") and err.endswith("\n") and len(err.splitlines()) == 1, err
+    return None
+
+
+def again_the_same(printed: str, folder: Path) -> None:
+    "A printed config gives the same settings again."
+    (folder / "again.yaml").write_text(printed, encoding="utf-8")
+    code, out, err = called(["train", "--config", "again.yaml", "--print-config"])
+    assert (code, out) == (0, printed), err
+    (folder / "again.yaml").unlink()
+
+
+FLAGS = [f"--{name.replace('_', '-')}" for name in sorted(FIELDS)]
+VALUES = st.one_of(
+    st.sampled_from(["0", "1", "-1", "4", "0.5", "1e-4", "inf", "nan", "0,3", "5:2,7:1", "window", "true", "none", ""]),
+    st.sampled_from(
+        ["ovf", "branchgrpo", "mixgrpo", "tiny-flux", "tiny-sd", "tiny-clip", "1" * 5000, "[1, 2]", "{0: 1}"]
+    ),
+    st.text(string.printable, max_size=8),
+    TEXTS.filter(lambda text: "\x00" not in text),
+)
+GIVEN = st.tuples(st.sampled_from(FLAGS), VALUES)
+EQUALS = GIVEN.map(lambda pair: ("=".join(pair),))
+WORDS = st.lists(st.one_of(GIVEN, GIVEN, EQUALS, VALUES.map(lambda word: (word,))), max_size=3)
+
+
+def command_lines(examples: int) -> None:
+    @profile(examples)
+    @example([("--seed", "1" * 5000)])
+    @example([("--splits", "0,,3")])
+    @given(WORDS)
+    def each(words):
+        with empty_folder() as folder:
+            flat = [word for some in words for word in some]
+            printed = one_line_or_done(["train", "--print-config", *flat], folder)
+            if printed is not None and printed.startswith("recipe: "):
+                again_the_same(printed, folder)
+
+    each()
+
+
+def other_commands(examples: int) -> None:
+    "Words that are no command, and commands that fail or only print."
+    commands = st.sampled_from(["recipes", "rewards", "evaluate", "sample", "check-hps", "traın", "", "--version"])
+
+    @profile(examples)
+    @given(commands, st.lists(VALUES, max_size=2))
+    def each(command, words):
+        words = [word for word in words if word not in ("-h", "--help")]
+        if command in ("evaluate", "sample"):
+            words = ["--limit" if command == "evaluate" else "--steps", "zero", *words]
+        with empty_folder() as folder:
+            one_line_or_done([command, *words], folder)
+
+    each()
+
+
+@pytest.mark.fast
+def test_command_lines_print_or_refuse():
+    command_lines(25)
+    other_commands(10)
+
+
+# ------------------------------------------------------------------------------------------------------- YAML
+
+PLAIN_YAML = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-3, 9), st.floats(), st.text(max_size=6)),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.integers(-2, 9) | st.text(max_size=4), inner, max_size=3)
+    ),
+    max_leaves=4,
+)
+SETTINGS = st.dictionaries(st.sampled_from(sorted(FIELDS)), PLAIN_YAML, max_size=3)
+DOCUMENTS = st.one_of(
+    st.one_of(SETTINGS, SETTINGS, PLAIN_YAML).map(lambda table: yaml.safe_dump(table, allow_unicode=True).encode()),
+    st.lists(st.sampled_from(["steps: 4", "steps: 4", "- a", "{", "a: &x [*x]", "\t", "!!python/object:os.x",
+                              "splits: [0]", "---", "? [1]", "eta: .nan",
+                              "<<: 3", "seed: 0x1F", "steps: 1_0", "%YAML 9.9"]), max_size=4)
+    .map(lambda lines: "\n".join(lines).encode()),
+    st.binary(max_size=30),
+)  # fmt: skip
+
+
+def configs(examples: int) -> None:
+    @profile(examples)
+    @example(b"steps: 2024-01-01")
+    @example(b"? [steps, 4]\n: 1")
+    @example(b"a: &x\n  b: *x")
+    @example(b"[" * 3000)
+    @given(DOCUMENTS)
+    def each(content):
+        with empty_folder() as folder:
+            (folder / "given.yaml").write_bytes(content)
+            printed = one_line_or_done(["train", "--config", "given.yaml", "--print-config"], folder)
+            if printed is not None:
+                again_the_same(printed, folder)
+            (folder / "recipe.yaml").write_bytes(b"base: branchgrpo\nvalues:\n  " + content.replace(b"\n", b"\n  "))
+            one_line_or_done(["recipes", "recipe.yaml"], folder)
+
+    each()
+
+
+@pytest.mark.fast
+def test_yaml_files_are_read_or_refused():
+    configs(8)
+
+
+def test_every_recipe_is_the_same_after_a_round_through_yaml():
+    for name in recipes.names():
+        backbone = "tiny-sd" if recipes.get(name).values.transition == "ddim" else "tiny-flux"
+        with empty_folder() as folder:
+            printed = one_line_or_done(["train", "--recipe", name, "--backbone", backbone, "--print-config"], folder)
+            assert printed is not None
+            again_the_same(printed, folder)
+
+
+# ------------------------------------------------------------------------------------------------------- cache keys
+
+
+def keys(examples: int) -> None:
+    "A key does not depend on the order, on defaults, or on a round through JSON; other settings have other keys."
+
+    @profile(examples)
+    @given(tables(), tables())
+    def each(one, two):
+        found = []
+        for table in (one, two):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                try:
+                    found.append(TrainConfig.from_dict(table).settings().to_dict())
+                except ValueError:
+                    COUNTS["refused"] += 1
+                    return
+        COUNTS["ran"] += 1
+        first, second = found
+        key = cache_key(first)
+        assert key == cache_key(dict(reversed(first.items())))
+        assert key == cache_key(json.loads(json.dumps(first))), "the settings of a run.json"
+        assert key == cache_key(first | dict.fromkeys(NOT_HASHED))
+        assert key == cache_key(first | {"a setting of a later version": None})
+        differ = {k for k in first.keys() | second.keys() if first.get(k) != second.get(k)} - NOT_HASHED
+        assert (cache_key(second) != key) == bool(differ), differ
+
+    each()
+
+
+@pytest.mark.fast
+def test_cache_keys_are_those_of_settings():
+    keys(15)
+
+
+# ------------------------------------------------------------------------------------------------------- variables
+
+VARIABLES = ["BRANCHGRPO_DATA", "BRANCHGRPO_NODES", "BRANCHGRPO_LAUNCH", "BRANCHGRPO_PROGRESS", "WORLD_SIZE", "RANK"]
+VARIABLES += ["LOCAL_RANK", "LOCAL_WORLD_SIZE", "ACCELERATE_USE_FSDP", "ACCELERATE_MIXED_PRECISION"]
+PLAIN_VALUES = st.one_of(
+    st.sampled_from(["", "0", "1", "-1", "two", "0/1/", "1/0/x", "true", "nowhere", "1e3", " 1 ", "9" * 5000]),
+    st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=8),
+)
+
+
+def variables(examples: int) -> None:
+    "With variables of any text, a printed config is the same, and a missing prompt set is one line."
+    expected = called(["train", "--print-config"])[1]
+
+    @profile(examples)
+    @given(st.dictionaries(st.sampled_from(VARIABLES), PLAIN_VALUES, max_size=3))
+    def each(changes):
+        with pytest.MonkeyPatch.context() as patch, empty_folder() as folder:
+            for name, value in changes.items():
+                patch.setenv(name, value)
+            assert one_line_or_done(["train", "--print-config"], folder) == expected
+            line = refused(load_prompts, "geneval")
+            assert line is not None and line.startswith("prompts: "), line
+            one_line_or_done(["evaluate", "--output", "out", "--rewards", "nothing"], folder)
+
+    each()
+
+
+@pytest.mark.fast
+def test_variables_of_any_text():
+    variables(15)
+
+
+WHOLE = {
+    "reward expressions, valid ones": (rewards_are_sums, 300, "each is its weighted sum, computed by hand"),
+    "reward expressions, any text": (wrong_rewards, 1000, "read, or one line"),
+    "prompt files": (prompt_files, 600, "whole and different prompts, or one line"),
+    "command lines": (command_lines, 400, "nothing written; a printed config gives the same settings again"),
+    "commands that only print or fail": (other_commands, 150, "nothing written"),
+    "YAML files as config and as recipe": (
+        configs,
+        300,
+        "nothing written; a printed config gives the same settings again",
+    ),
+    "cache keys": (keys, 300, "the same for the same settings, others for others"),
+    "environment variables": (variables, 150, "the same settings; one line; nothing written"),
+}
+
+
+@pytest.mark.parametrize("what", WHOLE)
+def test_many_random_texts(what, noted):
+    function, examples, kept = WHOLE[what]
+    COUNTS.clear()
+    function(examples)
+    ran, line = COUNTS["ran"], COUNTS["refused"]
+    happened = f"{ran + line} tried: {ran} ran, {line} refused with one line"
+    noted("properties", f"random {what}", happened, kept, examples=ran + line, ran=ran, refused=line)
