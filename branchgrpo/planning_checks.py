@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MOST_NODES', 'LOST', 'LARGEST_LATENT', 'UP_TO_ONE', 'at_places', 'check_size', 'check_trained', 'check_adaptive',
-           'leaves_of', 'check_depth_window', 'drawn_steps', 'check_noise', 'no_noise', 'check_scaled',
+           'leaves_of', 'latest_split', 'check_depth_window', 'drawn_steps', 'check_noise', 'no_noise', 'check_scaled',
            'check_all_noise', 'check_plans']
 
 # %% ../nbs/23_planning_checks.ipynb #60a652de
@@ -78,11 +78,16 @@ def leaves_of(s: MethodSettings, plan: RolloutPlan) -> int:
     return plan.leaves * grown
 
 # %% ../nbs/23_planning_checks.ipynb #44feb0eb
+def latest_split(s: MethodSettings) -> int:
+    "Return the last step at which an adaptive split may come."
+    return max(int(step) for step in s.splits)
+
+
 def check_depth_window(s: MethodSettings, plan: RolloutPlan) -> None:
     "Raise `ValueError` if the window of depths that pruning drops leads nowhere."
     if s.prune != "depth-window":
         return
-    starts = (0, max(s.splits)) if s.adaptive and s.window_start is None else (s.window_start,)
+    starts = (0, latest_split(s)) if s.adaptive and s.window_start is None else (s.window_start,)
     for start in starts:
         depth_window(plan, 0, s.window_size, start, s.window_stop, s.window_every, s.window_stride)
 
@@ -93,7 +98,7 @@ LARGEST_LATENT = 1e4  # latents begin at about 1
 
 def drawn_steps(s: MethodSettings, plan: RolloutPlan) -> frozenset[int]:
     "Return the steps that may draw noise; adaptive splits may come up to the latest one."
-    return plan.drawn | set(range(max(s.splits) + 1)) if s.adaptive else plan.drawn
+    return plan.drawn | set(range(latest_split(s) + 1)) if s.adaptive else plan.drawn
 
 # %% ../nbs/23_planning_checks.ipynb #f5d0f0b8
 def check_noise(s: MethodSettings, process: Transition, drawn: Iterable[int], least: float) -> None:

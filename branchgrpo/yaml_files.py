@@ -9,7 +9,7 @@ __all__ = ['PLAIN', 'LARGEST', 'Loader', 'yaml_text', 'parse_table', 'read_table
 import re
 from collections.abc import Hashable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -19,7 +19,7 @@ from .registry import shown
 class Loader(yaml.SafeLoader):
     "Reads plain values as people mean them, and refuses a table in which a name occurs twice."
 
-    yaml_implicit_resolvers: ClassVar[dict] = {}  # those below take their place
+    yaml_implicit_resolvers = {}  # those below take their place
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         names = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]

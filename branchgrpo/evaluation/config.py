@@ -66,7 +66,7 @@ def check_evaluation(e: Evaluation) -> None:
         if e.rewards.count(name) > 1:
             raise ValueError(f"rewards: {name!r} is named twice")
     if not e.rewards:
-        raise ValueError("rewards: none is given; name at least one")
+        raise ValueError("rewards: none given; name at least one")
 
 # %% ../../nbs/evaluation/04_config.ipynb #b5ea4578
 def recorded(e: Evaluation) -> dict[str, Any]:

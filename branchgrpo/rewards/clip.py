@@ -49,11 +49,11 @@ def open_clip_model(folder: str, processor_name: str | None = None) -> tuple:
 
     model = CLIPModel.from_pretrained(folder, dtype=torch.float32)
     try:
-        return model, CLIPProcessor.from_pretrained(folder)
+        return model, CLIPProcessor.from_pretrained(folder, trust_remote_code=False)
     except OSError:
         if processor_name is None:
             raise
-        return model, CLIPProcessor.from_pretrained(processor_name)
+        return model, CLIPProcessor.from_pretrained(processor_name, trust_remote_code=False)
 
 # %% ../../nbs/rewards/06_clip.ipynb #b8749fe9
 @torch.no_grad()

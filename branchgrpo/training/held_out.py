@@ -97,8 +97,8 @@ class Evaluator:
 
 # %% ../../nbs/training/11_held_out.ipynb #537c8183
 @torch.no_grad()
-def draw_block(e: Evaluator, policy, block: Block, prompts: list[str]) -> tuple[Tensor, dict[str, list]]:
-    "Return the images of a block's kept prompts, on the CPU, and their scores and checks as they arrive."
+def draw_block(e: Evaluator, policy, block: Block, prompts: list[str]) -> tuple[Tensor, dict[str, Any]]:
+    "Return the images of a block's kept prompts, on the CPU, their scores and checks as they arrive, and what is lost."
     conditioning = e.conditioner([prompts[p] for p in block.places])
     latents = sample(e.settings, policy, conditioning, block.places, e.watch)[: block.kept]
     kept = [prompts[p] for p in block.places[: block.kept]]
@@ -128,7 +128,7 @@ def evaluate(e: Evaluator, policy) -> tuple[dict[str, float], Tensor]:
     return scores, first_images(e.processes, shown, len(prompts))
 
 # %% ../../nbs/training/11_held_out.ipynb #cd95df30
-def score_table(e: Evaluator, waiting: dict[str, list]) -> dict[str, dict[str, Tensor]]:
+def score_table(e: Evaluator, waiting: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
     "Return `{metric: {part: (B,) on the CPU}}` of a block's images; `check` is one of the metrics."
     table = {name: joined(waiting[name], scorer, e.watch_alone) for name, scorer in e.scorers.items()}
     if "check" in waiting:

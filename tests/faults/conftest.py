@@ -4,6 +4,7 @@ A test notes what it tried with the fixture `noted`; with `--faults` the notes o
 `figures/faults/`, which `nbs/faults.ipynb` shows.
 """
 
+import hashlib
 import json
 import os
 import platform
@@ -46,7 +47,9 @@ def noted(request):
 
     def note(kind, what, happened, kept, **more):
         assert kind in KINDS, kind
-        path = NOTES / kind / f"{re.sub(r'[^a-z0-9]+', '-', what.lower())[:120]}.json"
+        name = re.sub(r"[^a-z0-9]+", "-", what.lower())[:100]
+        digest = hashlib.blake2b(what.encode(), digest_size=4).hexdigest()  # texts that differ in signs only
+        path = NOTES / kind / f"{name}-{digest}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         row = {"what": what, "happened": happened, "kept": kept} | more
         path.write_text(json.dumps(row | {"test": request.node.nodeid.split("::")[0]}, ensure_ascii=False))
