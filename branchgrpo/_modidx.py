@@ -404,6 +404,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                'branchgrpo/evaluation/evaluate.py'),
                                                 'branchgrpo.evaluation.evaluate.open_model': ( 'evaluation/evaluate.html#open_model',
                                                                                                'branchgrpo/evaluation/evaluate.py'),
+                                                'branchgrpo.evaluation.evaluate.remove_leftovers': ( 'evaluation/evaluate.html#remove_leftovers',
+                                                                                                     'branchgrpo/evaluation/evaluate.py'),
                                                 'branchgrpo.evaluation.evaluate.run_evaluation': ( 'evaluation/evaluate.html#run_evaluation',
                                                                                                    'branchgrpo/evaluation/evaluate.py')},
             'branchgrpo.evaluation.features': { 'branchgrpo.evaluation.features.ClipFeatures': ( 'evaluation/features.html#clipfeatures',
