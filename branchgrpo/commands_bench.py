@@ -59,7 +59,6 @@ def bench(given: dict[str, Any]) -> int:
 
     from branchgrpo.training.bench_tables import measure, table_text
     from branchgrpo.training.config import TrainConfig
-    from branchgrpo.yaml_files import read_table
     from branchgrpo.training.files import write_text
 
     warnings.filterwarnings("ignore")
