@@ -264,6 +264,19 @@ def test_the_result_loads_in_plain_diffusers(tmp_path, lora):
     assert run.finished and len(Trainer(trainer.config).fit().metrics) == 2  # a finished run is returned as it is
 
 
+def test_prompts_that_come_again_are_encoded_as_the_first_time(tmp_path):
+    "What a reward and the model see of a prompt does not depend on the prompts beside it, so resumed runs are equal."
+    (tmp_path / "prompts.txt").write_text("a red 3\ntwo blue 5s\na green 7\n")
+    table = SMALL | {"prompts": str(tmp_path / "prompts.txt"), "prompts_per_iteration": 2, "evaluate_every": 0}
+
+    def rows(name, iterations):
+        run = Trainer(TrainConfig.from_dict(table | {"output": str(tmp_path / name), "iterations": iterations})).fit()
+        return [{key: value for key, value in row.items() if "seconds" not in key} for row in run.metrics]
+
+    rows("stopped", 2)
+    assert rows("stopped", 4) == rows("whole", 4)
+
+
 def test_another_run_in_the_folder_is_refused(tmp_path):
     Trainer(config(tmp_path / "run", iterations=2)).fit()
     before = (tmp_path / "run/metrics.jsonl").read_text()

@@ -95,10 +95,10 @@ class ClipTower:
         return embed_images(self.model, self.pixels(images.to(self.device).float()), self.max_batch)
 
     def text(self, prompts: list[str]) -> Tensor:
-        "Return the text embeddings `(B, E)`, not normalised."
-        new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self.texts]
-        if new:
-            self.texts |= dict(zip(new, embed_texts(self.model, self.processor.tokenizer, new, self.device)))
+        "Return the text embeddings `(B, E)`, not normalised; each computed once and alone, whatever stands beside it."
+        for prompt in prompts:
+            if prompt not in self.texts:
+                self.texts[prompt] = embed_texts(self.model, self.processor.tokenizer, [prompt], self.device)[0]
         return torch.stack([self.texts[prompt] for prompt in prompts])
 
 # %% ../../nbs/rewards/06_clip.ipynb #f9bdf806
