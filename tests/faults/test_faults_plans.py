@@ -293,14 +293,14 @@ def check_shapes(tree: Tree, plan: RolloutPlan, s, prompts: int) -> None:
         assert (tree.latents[0] == tree.latents[0][:, :1]).all()
 
 
-def edge_log_density(policy, process, words: Tensor, tree: Tree, p: int, d: int, n: int) -> Tensor:
-    "Return the log-density of one edge, computed alone in float64 from the step's Gaussian."
+def edge_log_density(policy, process, words: Tensor, tree: Tree, p: int, d: int, n) -> tuple[Tensor, Tensor]:
+    "Return the log-densities of edges, each alone in float64 from the step's Gaussian, and their std."
     parent, child = tree.latents[d - 1][p, tree.parents[d][p, n]], tree.latents[d][p, n]
-    output = policy.denoiser(parent[None], process.times[d - 1], words[p : p + 1])
-    dist = process.step(d - 1, parent[None], output)
+    output = policy.denoiser(parent, process.times[d - 1], words[p : p + 1])
+    dist = process.step(d - 1, parent, output)
     std = dist.std.double()
-    z = (child[None].double() - dist.mean.double()) / std
-    return (-0.5 * z.square().mean() - std.log() - 0.5 * torch.tensor(2 * torch.pi).double().log()), std
+    z = (child.double() - dist.mean.double()) / std
+    return -0.5 * z.square().mean(-1) - std.log().view(-1) - 0.5 * torch.tensor(2 * torch.pi).double().log(), std
 
 
 def close(a: Tensor, b: Tensor, atol: float = 1e-4) -> None:
@@ -310,15 +310,14 @@ def close(a: Tensor, b: Tensor, atol: float = 1e-4) -> None:
 def check_densities(t: Trainer, tree: Tree, process, words: Tensor) -> None:
     "Every stored log-density is that of the stored child; steps without noise have none."
     for d in range(1, tree.steps + 1):
+        if d - 1 not in tree.plan.drawn:
+            assert (tree.log_probs[d] == 0).all()
+            continue
+        every = torch.arange(tree.parents[d].shape[1])
         for p in range(tree.prompts):
-            for n in range(min(tree.parents[d].shape[1], 4)):
-                stored = tree.log_probs[d][p, n]
-                if d - 1 not in tree.plan.drawn:
-                    assert stored == 0
-                    continue
-                with torch.no_grad():
-                    expected = edge_log_density(t.policy, process, words, tree, p, d, n)[0]
-                close(stored, expected, atol=2e-3)
+            with torch.no_grad():
+                expected = edge_log_density(t.policy, process, words, tree, p, d, every)[0]
+            close(tree.log_probs[d][p], expected, atol=2e-3)
 
 
 def advantages(tree: Tree, rewards: Tensor, s, mask: Tensor, clip=None) -> list[Tensor]:
@@ -408,9 +407,9 @@ def edge_by_edge(t: Trainer, rolled, mask: list[Tensor]) -> tuple[Tensor, Tensor
     size = torch.zeros_like(total)
     for d, of_depth in enumerate(mask):
         for p, n in of_depth.nonzero().tolist():
-            log_p, std = edge_log_density(t.policy, rolled.process, words, tree, p, d, n)
+            log_p, std = edge_log_density(t.policy, rolled.process, words, tree, p, d, [n])
             weight = -rolled.advantages[d][p, n].double() * (std if s.ratio == "guard" else 1.0)
-            grads = torch.autograd.grad(weight * log_p, own)
+            grads = torch.autograd.grad((weight * log_p).sum(), own)
             flat = torch.cat([g.double().flatten() for g in grads])
             total, size = total + flat, size + flat.abs()
     return total, size

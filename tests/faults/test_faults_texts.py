@@ -45,7 +45,7 @@ def refused(function, *args) -> str | None:
 # ------------------------------------------------------------------------------------------------------- rewards
 
 WEIGHTS = st.one_of(
-    st.sampled_from(["", "2*", "0*", ".5*", "-1*", "1e-3 * ", "0.25*", " 3 *  "]),
+    st.sampled_from(["", "2*", "0*", ".5*", "-1*", "1e-3 * ", "0.25*", " 3 *  ", "1e9*", "-1000000000.5*"]),
     st.floats(-100, 100).map(lambda x: f"{x!r}*"),
 )
 SPACES = st.sampled_from(["", "", " ", "  "])
@@ -89,11 +89,17 @@ def rewards_are_sums(examples: int) -> None:
 
     @profile(examples)
     @example(("fault-1+fault-1", [(1.0, 1), (1.0, 1)], False))
+    @example(("0.0*fault-0", [(0.0, 0)], False))
     @given(sums())
     def each(case):
         text, numbers, normalised = case
         # e+05 of a number would be a sum
         if any("e+" in f"{weight!r}" for weight, _ in numbers):
+            return
+        weights = [weight for weight, _ in numbers]
+        if not any(weights) or max(map(abs, weights)) > 1e9:
+            COUNTS["refused"] += 1
+            assert refused(load_reward, text).startswith("reward: "), text
             return
         COUNTS["ran"] += 1
         found = load_reward(text)(IMAGES, CAPTIONS).double()
@@ -353,6 +359,9 @@ def configs(examples: int) -> None:
     @example(b"? [steps, 4]\n: 1")
     @example(b"a: &x\n  b: *x")
     @example(b"[" * 3000)
+    @example(b"0: .")
+    @example(b"name: 4\nself: 4")
+    @example(b'"a\\nb": null')
     @given(DOCUMENTS)
     def each(content):
         with empty_folder() as folder:
