@@ -2822,6 +2822,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'branchgrpo.yaml_files': { 'branchgrpo.yaml_files.Loader': ('yaml_files.html#loader', 'branchgrpo/yaml_files.py'),
                                        'branchgrpo.yaml_files.Loader.construct_mapping': ( 'yaml_files.html#loader.construct_mapping',
                                                                                            'branchgrpo/yaml_files.py'),
+                                       'branchgrpo.yaml_files.Loader.fetch_flow_collection_start': ( 'yaml_files.html#loader.fetch_flow_collection_start',
+                                                                                                     'branchgrpo/yaml_files.py'),
                                        'branchgrpo.yaml_files.parse_table': ('yaml_files.html#parse_table', 'branchgrpo/yaml_files.py'),
                                        'branchgrpo.yaml_files.read_table': ('yaml_files.html#read_table', 'branchgrpo/yaml_files.py'),
                                        'branchgrpo.yaml_files.yaml_text': ('yaml_files.html#yaml_text', 'branchgrpo/yaml_files.py')}}}

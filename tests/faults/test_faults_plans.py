@@ -171,7 +171,7 @@ def shapes(draw) -> dict:
     if kind in ("chains", "funnel", "window"):
         table["roots"] = draw(st.integers(1, 6))
     if kind in ("funnel", "mixed"):
-        table["prune_at"] = draw(st.dictionaries(early, st.integers(1, table["roots"] + 1), max_size=2))
+        table["prune_at"] = draw(st.dictionaries(early, st.integers(1, table["roots"]), max_size=2))
     if kind == "adaptive":
         table["adaptive"] = True
     if kind in ("window", "moving splits") or some(draw, 0.1):
@@ -183,6 +183,9 @@ def shapes(draw) -> dict:
         table["splits"] = draw(st.sampled_from(["window", "window-start"]))
     for field in ("noisy_last", "same_root"):
         table[field] = some(draw, 0.15)
+    if some(draw, 0.8):  # mostly something to compare, and a step to train
+        table["noisy_last"] |= n == 1
+        table["roots"] += table["roots"] == 1 and (table["branch_factor"] == 1 or not table["splits"])
     return table
 
 
@@ -587,7 +590,7 @@ def check_step(t: Trainer, rolled, watched: Watched, iteration: int) -> None:
 
 
 COUNTS = collections.Counter()
-EXAMPLES = 500  # of the whole suite
+EXAMPLES = 800  # of the whole suite
 
 
 def tried(table: dict, kind: str, iteration: int, ranks: int, seed: int) -> None:
