@@ -2826,6 +2826,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'branchgrpo.yaml_files': { 'branchgrpo.yaml_files.Loader': ('yaml_files.html#loader', 'branchgrpo/yaml_files.py'),
                                        'branchgrpo.yaml_files.Loader.construct_mapping': ( 'yaml_files.html#loader.construct_mapping',
                                                                                            'branchgrpo/yaml_files.py'),
+                                       'branchgrpo.yaml_files.Loader.fetch_flow_collection_start': ( 'yaml_files.html#loader.fetch_flow_collection_start',
+                                                                                                     'branchgrpo/yaml_files.py'),
                                        'branchgrpo.yaml_files.Loader.get_single_node': ( 'yaml_files.html#loader.get_single_node',
                                                                                          'branchgrpo/yaml_files.py'),
                                        'branchgrpo.yaml_files.parse_table': ('yaml_files.html#parse_table', 'branchgrpo/yaml_files.py'),
