@@ -224,7 +224,9 @@ def from_file(parser: Parser, path: str) -> dict[str, Any]:
     given = {}
     for name, value in read_table(path).items():
         if name not in actions:
-            raise ValueError(f"config: unknown setting {shown(name)}{nearest_flag(f'--{name}', parser)}")
+            close = difflib.get_close_matches(name[:80], actions, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"config: {shown(name)} in {shown(path)} is not the name of a setting{hint}")
         read: Any = truth if actions[name].nargs == 0 else texts if actions[name].nargs == "+" else actions[name].type
         try:
             given[name] = None if value is None else read(value)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .registry import shown
+from .registry import reason, shown
 
 # %% ../nbs/19_prompt_files.ipynb #6156c0e7
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ def read_row(line: str, n: int, path: Path) -> Any:
         row = json.loads(line)
         json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair is no text
     except (ValueError, RecursionError) as error:
-        reason = str(error)[:80]
-        raise ValueError(f"prompts: line {n} of {shown(str(path))} is not JSON ({reason})") from None
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else reason(error)
+        raise ValueError(f"prompts: line {n} of {shown(str(path))} is not JSON ({why})") from None
     return row
 
 

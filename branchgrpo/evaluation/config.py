@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..rewards.base import check_name, source_digest
-from ..registry import with_setting
+from ..registry import first_of, reason, with_setting
 from ..settings import check_types
 from ..training.files import write_text
 from ..training.runs import check_output
@@ -88,7 +88,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     try:
         old = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"output: evaluation.json in {str(folder)!r} is not readable ({str(error)[:80]})") from None
+        raise ValueError(f"output: evaluation.json in {str(folder)!r} is not readable ({reason(error)})") from None
     if not isinstance(old, dict):
         raise ValueError(f"output: evaluation.json in {str(folder)!r} holds no settings of an evaluation")
     return old
@@ -101,7 +101,7 @@ def check_place(folder: Path, e: Evaluation) -> bool:
         old, new = read_record(folder), recorded(e)
         differ = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
         if differ:
-            raise ValueError(f"output: {str(folder)!r} holds another evaluation (differs in {', '.join(differ)})")
+            raise ValueError(f"output: {str(folder)!r} holds another evaluation (differs in {first_of(differ)})")
         return True
     others = folder.iterdir() if folder.exists() else ()
     if any(not other.name.startswith("evaluation.json") for other in others):

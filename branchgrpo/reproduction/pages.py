@@ -13,7 +13,7 @@ from pathlib import Path
 
 import nbformat
 
-from ..registry import unknown
+from ..registry import reason, unknown
 from ..yaml_files import read_table
 
 # %% ../../nbs/reproduction/05_pages.ipynb #ae0145f5
@@ -96,8 +96,7 @@ def check_parameters(name: str, template: Path, parameters: dict) -> None:
         try:
             known = papermill.inspect_notebook(str(template))
         except Exception as error:  # nbformat has many
-            reason = " ".join(str(error).split())[:80]
-            raise ValueError(f"notebook: {str(template)!r} is no notebook ({reason})") from None
+            raise ValueError(f"notebook: {str(template)!r} is no notebook ({reason(error)})") from None
     for parameter in parameters:
         if parameter not in known:
             raise ValueError(f"set: {name} has no parameter {parameter!r}; it has {', '.join(known)}")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..registry import shown, unknown
+from ..registry import reason, shown, unknown
 from .addresses import check_no_secret
 from .contract import Checked, Reward
 from .own import import_own, is_own_name, object_digest, object_name, short_digest
@@ -61,6 +61,8 @@ def split_name(name: str) -> Named:
         return Named(REWARDS.get("clip"), name)
     if is_own_name(name):
         return Named(import_own(name), None)
+    if name.removesuffix(":").endswith(".py"):
+        raise ValueError(f"reward: {shown(name)} names a file and nothing in it; write file.py:function")
     raise ValueError(
         f"{unknown('reward', name, REWARDS.names())} "
         "(also allowed: a folder with a CLIPModel, module:function, file.py:function, and sums of those)"
@@ -114,8 +116,9 @@ def load_one(name: str, device: torch.device | str = "cpu") -> Reward:
     try:
         return make(entry, where, name, device)
     except (OSError, HFValidationError) as error:
-        reason = " ".join(str(error).split())[:140]
-        raise ValueError(f"reward: the weights of {name!r} are not at {where!r} ({reason})") from None
+        gone = str(where).startswith(("/", ".", "~")) and not Path(str(where)).expanduser().exists()
+        why = "there is no such file or folder" if gone else reason(error)
+        raise ValueError(f"reward: the weights of {name!r} are not at {where!r} ({why})") from None
 
 # %% ../../nbs/rewards/05_base.ipynb #82bdb98f
 def load(reward: str | Reward, device: torch.device | str = "cpu") -> Reward:

@@ -120,8 +120,8 @@ WHOLE_FROM_ONE = (
     "ranks_per_prompt",
 )
 WHOLE_FROM_ZERO = ("seed", "evaluate_every", "reward_retries", "lora_rank", "min_nodes", "group_keep", "keep_every")
-ABOVE_ZERO = ("learning_rate", "clip_range", "shift", "timeout_minutes", "adam_eps")
-FINITE_FROM_ZERO = ("eta", "kl", "weight_decay", "guidance_scale", "tail_ratio")
+ABOVE_ZERO = ("learning_rate", "clip_range", "shift", "adam_eps")
+FINITE_FROM_ZERO = ("eta", "kl", "weight_decay", "guidance_scale")
 OPTIONAL_FROM_ONE = ("max_batch", "train_batch", "decode_batch", "height", "width", "frames", "evaluation_steps")
 LARGEST = 3e38  # of a float32, which a number becomes
 MOST = {"seed": 2**63 - 1, "steps": 999, "evaluation_steps": 999}  # a diffusion model has no more steps
@@ -169,8 +169,8 @@ def check_numbers(s: Settings) -> None:
     require_whole(s, WHOLE_FROM_ZERO, 0)
     require(s, ABOVE_ZERO, lambda v: is_finite(v) and v > 0, f"a finite number above 0, up to {LARGEST:g}")
     require(s, FINITE_FROM_ZERO, lambda v: is_finite(v) and v >= 0, f"a finite number of at least 0, up to {LARGEST:g}")
-    require(s, ("timeout_minutes",), lambda v: v <= 1e6, "at most 1000000")
-    require(s, ("tail_ratio",), lambda v: v <= 1, "within 0 and 1")
+    require(s, ("timeout_minutes",), lambda v: 0 < v <= 1e6, "above 0 and at most 1000000")
+    require(s, ("tail_ratio",), lambda v: 0 <= v <= 1, "within 0 and 1")
     require(s, ("max_grad_norm", "advantage_clip"), lambda v: v > 0 and is_number(v), "a number above 0")
     require(s, ("beta",), lambda v: is_finite(v) and abs(v) <= LARGEST_BETA, "a finite number within ±1e9")
     require(s, ("s",), lambda v: v >= 0 and is_number(v), "a number of at least 0, or inf")

@@ -23,7 +23,7 @@ from typing import Any
 
 import branchgrpo
 from ..refusals import EVERYWHERE, naming
-from ..registry import shown
+from ..registry import first_of, reason, shown
 from .files import append_jsonl, read_jsonl, write_jsonl, write_text
 from .run_lock import LOCK
 
@@ -126,7 +126,7 @@ def recorded(path: str | Path, setting: str) -> dict:
     try:
         table = Run(Path(path)).info
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{setting}: run.json in {shown(str(path))} is not readable ({str(error)[:80]})") from None
+        raise ValueError(f"{setting}: run.json in {shown(str(path))} is not readable ({reason(error)})") from None
     if not isinstance(table, dict) or not isinstance(table.get("settings"), dict) or "state" not in table:
         raise ValueError(f"{setting}: run.json in {shown(str(path))} holds no settings and state of a run")
     return table
@@ -162,6 +162,7 @@ def check_folder(path: str | Path) -> None:
     check_path(path)
     path = Path(path)
     if (path / "run.json").exists():
+        recorded(path, "output")
         return
     if path.exists() and (not path.is_dir() or not is_empty(path)):
         raise ValueError(f"output: {str(path)!r} exists and is not a run")
@@ -173,7 +174,7 @@ def check_same_run(path: str | Path, settings: dict, free: tuple[str, ...]) -> N
     old = recorded(path, "output")["settings"]
     differ = [k for k in old.keys() | settings.keys() if k not in free and old.get(k) != settings.get(k)]
     if differ:
-        raise ValueError(f"output: {str(path)!r} holds another run (differs in {', '.join(sorted(differ))})")
+        raise ValueError(f"output: {str(path)!r} holds another run (differs in {first_of(sorted(differ))})")
 
 # %% ../../nbs/training/01_runs.ipynb #6d470f8a
 def facts_of(prompts: Any) -> dict[str, Any]:

@@ -35,7 +35,7 @@ RUNS = {  # what looks odd and is fine: what is typed, and a part of what is pri
     "a YAML file with 1e-4": ("train --config {f}/exp.yaml --print-config", "learning_rate: 0.0001"),
     "mixed_precision: no, without quotes": ("train --config {f}/no.yaml --print-config", "mixed_precision: 'no'"),
     "a setting that is null: the recipe's value": ("train --config {f}/null.yaml --print-config", "iterations: 50"),
-    "the smallest of numbers": ("train --eta 1e-300 --print-config", "eta: 1.0e-300"),
+    "a very small number": ("train --kl 1e-300 --print-config", "kl: 1.0e-300"),
     "a recipe of your own": ("train --recipe {f}/r_good.yaml --print-config", "recipe: r_good"),
     "a negative weight": ("train --reward -1*tiny-clip --print-config", "reward: -1*tiny-clip"),
     "a negative number after a flag": ("train --beta -0.5 --print-config", "beta: -0.5"),
