@@ -54,10 +54,10 @@ class Loader(yaml.SafeLoader):
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
-    def fetch_flow_collection_start(self, token: type[yaml.Token]) -> None:
+    def fetch_flow_collection_start(self, TokenClass: type[yaml.Token]) -> None:  # noqa: N803
         if self.flow_level == DEEPEST:
             raise yaml.YAMLError("it is nested too deeply")
-        super().fetch_flow_collection_start(token)
+        super().fetch_flow_collection_start(TokenClass)
 
 # %% ../nbs/20_yaml_files.ipynb #14057f8f
 PLAIN = {  # what is no text: pattern, and how it may begin

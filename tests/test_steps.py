@@ -151,7 +151,9 @@ def test_an_evaluation_has_its_own_number_of_steps(tmp_path):
 
 def test_an_evaluation_of_fewer_steps_than_the_window_needs_no_window(tmp_path):
     "Nothing of an evaluation is stochastic, so that the place of a window does not matter there."
-    moving = dict(steps=8, window="progressive", window_size=2, window_stop=5, stochastic="window", splits="window-start")
+    moving = dict(
+        steps=8, window="progressive", window_size=2, window_stop=5, stochastic="window", splits="window-start"
+    )
     trainer = Trainer(config(tmp_path / "run", **moving, evaluation_steps=4, evaluation_prompts=2))
     assert trainer.evaluator(trainer.policy)[0]["eval_reward"] > 0
 
