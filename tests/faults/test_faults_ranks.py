@@ -18,7 +18,7 @@ from branchgrpo.training.checkpoint_folders import newest
 from branchgrpo.training.checkpoints import read_table
 
 # FAULT="place:iteration:nth:rank:signal" sends a signal to this process just before it does something.
-INJECTOR = '''
+INJECTOR = """
 import importlib, os, signal, time
 where = {
     "rollout": "rollout:take_step", "decode": "training.scoring:start_scoring",
@@ -50,7 +50,7 @@ def inject(place, iteration, nth, rank, number):
     setattr(module, function, hit)
 if "FAULT" in os.environ:
     inject(*os.environ["FAULT"].split(":"))
-'''
+"""
 SHELL = f"""
 import os, sys
 from branchgrpo.cli import main, ended_at_once
@@ -68,8 +68,8 @@ PLACES = {
     "in a checkpoint": ("checkpoint:1:1", 2),
 }
 WAYS = {"one process": (1, {}), "2 processes (DDP)": (2, {}), "2 processes, sharded": (2, FULL)}
-RUN = {"iterations": 3, "prompts_per_iteration": 2, "checkpoint_every": 2, "evaluate_every": 2, "evaluation_prompts": 4}
-RUN |= {"max_batch": 2, "steps_per_pass": 2}
+RUN = {"iterations": 3, "prompts_per_iteration": 4, "checkpoint_every": 2, "evaluate_every": 2, "evaluation_prompts": 4}
+RUN |= {"max_batch": 2, "steps_per_pass": 2, "train_batch": 1}
 
 
 def table_of(folder, sharding):
@@ -122,7 +122,7 @@ def stopped_everywhere(tmp_path, monkeypatch, noted, way, places):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_that_is_told_to_stop_saves_at_once_and_goes_on(tmp_path, monkeypatch, noted, way):
-    "In a rollout, its scores, micro-batches, optimiser steps, an evaluation and a checkpoint; one rank is told, or all."
+    "In a rollout, its scores, micro-batches, steps, an evaluation and a checkpoint; one rank is told, or all."
     stopped_everywhere(tmp_path, monkeypatch, noted, way, PLACES)
 
 
@@ -149,12 +149,12 @@ def test_before_and_after_the_training_a_signal_loses_nothing(tmp_path, monkeypa
 
 OWN = (
     INJECTOR
-    + '''
+    + """
 from branchgrpo.rewards.base import load
 clip = load("tiny-clip")
 def score(images, prompts, metadata=None):
     return clip(images, prompts, metadata)
-'''
+"""
 )
 TORCHRUN = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2"
 KILLED = {
@@ -193,8 +193,12 @@ def test_a_process_that_hangs_ends_the_others_after_the_timeout(tmp_path, monkey
     line, seconds = launched(tmp_path, monkeypatch, "rollout:1:4:1:SIGSTOP", timeout_minutes=0.2)
     assert "timeout_minutes: process 0 waited 0.2 minutes for another, which is stuck or slow" in line
     assert seconds < 12 + 60
-    noted("faults", "SIGSTOP of one of 2 processes, torchrun", f"after {seconds:.0f} s: {line.split(': ', 1)[1][:90]}…",
-          "the last checkpoint")
+    noted(
+        "faults",
+        "SIGSTOP of one of 2 processes, torchrun",
+        f"after {seconds:.0f} s: {line.split(': ', 1)[1][:90]}…",
+        "the last checkpoint",
+    )
 
 
 def test_a_dead_process_is_named_by_accelerate_too(tmp_path, monkeypatch):
