@@ -593,7 +593,7 @@ def check_step(t: Trainer, rolled, watched: Watched, iteration: int) -> None:
 
 
 COUNTS = collections.Counter()
-EXAMPLES = 800  # of the whole suite
+EXAMPLES = 500  # of the whole suite
 
 
 def tried(table: dict, kind: str, iteration: int, ranks: int, seed: int) -> None:
