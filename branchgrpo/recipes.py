@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from .methods import branchgrpo, pro_grpo, released
-from .methods.recipe import Recipe, Sourced, adapted
+from .methods.recipe import Recipe, Sourced, adapted, changed
 from . import yaml_files
-from .registry import Registry, shown
+from .registry import Registry, shown, unknown
 from .settings import MethodSettings, field_types
 
 # %% ../nbs/22_recipes.ipynb #1783d3e4
@@ -49,7 +49,7 @@ def from_yaml(path: Path, within: tuple[Path, ...] = ()) -> Recipe:
     values = {key: sourced(key, value, path) for key, value in (table.get("values") or {}).items()}
     base = get(table.get("base", "branchgrpo"), (*within, path.resolve()))
     name = file_name(table.get("name", path.stem), path)
-    return base.variant(name, table.get("summary", f"{base.name} with changes"), **values)
+    return changed(base, name, table.get("summary", f"{base.name} with changes"), values)
 
 # %% ../nbs/22_recipes.ipynb #f89c7b9c
 def read_table(path: Path) -> dict[str, Any]:
@@ -62,6 +62,9 @@ def read_table(path: Path) -> dict[str, Any]:
             raise ValueError(f"recipe: the {key} {shown(table[key])} in {str(path)!r} is not a text")
     if not isinstance(table.get("values") or {}, dict):
         raise ValueError(f"recipe: the values {shown(table['values'])} in {str(path)!r} are no table of settings")
+    for key in table.get("values") or {}:
+        if key not in field_types(MethodSettings):
+            raise unknown("setting", key, sorted(field_types(MethodSettings)))
     return table
 
 # %% ../nbs/22_recipes.ipynb #77637ec4

@@ -149,6 +149,13 @@ def test_an_evaluation_has_its_own_number_of_steps(tmp_path):
     assert scores[None] == scores[4] != scores[9]
 
 
+def test_an_evaluation_of_fewer_steps_than_the_window_needs_no_window(tmp_path):
+    "Nothing of an evaluation is stochastic, so that the place of a window does not matter there."
+    moving = dict(steps=8, window="progressive", window_size=2, window_stop=5, stochastic="window", splits="window-start")
+    trainer = Trainer(config(tmp_path / "run", **moving, evaluation_steps=4, evaluation_prompts=2))
+    assert trainer.evaluator(trainer.policy)[0]["eval_reward"] > 0
+
+
 def test_a_run_with_parts_resumes_to_the_same_numbers(tmp_path):
     "Steps within a rollout have addresses like all draws, so that a run goes on as if it had not stopped."
     parts = dict(steps_per_pass=3, step_unit="edges", checkpoint_every=1, ema_every=2, ema_decay=0.9)

@@ -157,7 +157,7 @@ def free_port():
     A port that the system had just given could be taken again before the processes used it: two suites at once met."""
     while True:
         port = random.SystemRandom().randrange(10_000, 32_000)
-        claim = open(Path(tempfile.gettempdir()) / f"branchgrpo-port-{port}", "w")
+        claim = open(Path(tempfile.gettempdir()) / f"branchgrpo-port-{port}", "w")  # noqa: SIM115 held to the end
         with contextlib.suppress(OSError), socket.socket() as found:
             fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
             found.bind(("127.0.0.1", port))
@@ -262,6 +262,19 @@ def test_the_result_loads_in_plain_diffusers(tmp_path, lora):
         theirs = trainer.policy.predict(x, torch.tensor(0.5), cond)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
     assert run.finished and len(Trainer(trainer.config).fit().metrics) == 2  # a finished run is returned as it is
+
+
+def test_prompts_that_come_again_are_encoded_as_the_first_time(tmp_path):
+    "What a reward and the model see of a prompt does not depend on the prompts beside it, so resumed runs are equal."
+    (tmp_path / "prompts.txt").write_text("a red 3\ntwo blue 5s\na green 7\n")
+    table = SMALL | {"prompts": str(tmp_path / "prompts.txt"), "prompts_per_iteration": 2, "evaluate_every": 0}
+
+    def rows(name, iterations):
+        run = Trainer(TrainConfig.from_dict(table | {"output": str(tmp_path / name), "iterations": iterations})).fit()
+        return [{key: value for key, value in row.items() if "seconds" not in key} for row in run.metrics]
+
+    rows("stopped", 2)
+    assert rows("stopped", 4) == rows("whole", 4)
 
 
 def test_another_run_in_the_folder_is_refused(tmp_path):

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FAMILIES', 'TINY', 'BACKBONES', 'UNREADABLE', 'PLACES', 'Backbone', 'tiny_backbone', 'adapt_recipe', 'is_hub_name',
-           'is_pipeline', 'resolve', 'absent', 'pipeline_class', 'family', 'declared', 'default_sizes', 'load_pipeline',
-           'empty_denoiser', 'parts_for', 'load']
+           'is_pipeline', 'resolve', 'absent', 'not_loaded', 'pipeline_class', 'family', 'declared', 'default_sizes',
+           'load_pipeline', 'empty_denoiser', 'parts_for', 'load']
 
 # %% ../../nbs/backbones/03_base.ipynb #f35a8196
 import re
@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from .guidance import guided  # noqa: F401
@@ -111,6 +113,12 @@ def absent(name: str, error: Exception) -> ValueError:
     reason = " ".join(str(error).replace(folder, "…").split())[:120]
     return ValueError(f"backbone: {shown(name)} {what} ({reason}…)")
 
+
+def not_loaded(name: str, error: Exception) -> ValueError:
+    "Return the one-line error for a pipeline with a file that holds no weights, or code."
+    reason = " ".join(str(error).split())[:120]
+    return ValueError(f"backbone: {shown(name)} holds what is not loaded ({reason}…)")
+
 # %% ../../nbs/backbones/03_base.ipynb #8d4d485d
 def pipeline_class(name: str) -> str | None:
     "Return the class name in a backbone's `model_index.json`, if it has one. Raises `ValueError` if there is no file."
@@ -168,6 +176,8 @@ def load_pipeline(
             pipeline = read_pipeline(folder, dtype, **parts, **given)
     except UNREADABLE as error:
         raise absent(name, error) from None
+    except (UnpicklingError, SafetensorError, ValueError) as error:
+        raise not_loaded(name, error) from None
     place(pipeline, device, [*waiting, *([] if denoiser is None else [part])])
     return pipeline
 

@@ -34,7 +34,7 @@ def read_pipeline(folder: str, dtype: torch.dtype, **parts: nn.Module | None) ->
 
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
-    pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, dtype=dtype, **parts)
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, dtype=dtype, trust_remote_code=False, **parts)
     for part in pipeline.components.values():
         if isinstance(part, nn.Module):
             part.requires_grad_(False).eval()

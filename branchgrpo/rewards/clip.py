@@ -49,11 +49,11 @@ def open_clip_model(folder: str, processor_name: str | None = None) -> tuple:
 
     model = CLIPModel.from_pretrained(folder, dtype=torch.float32)
     try:
-        return model, CLIPProcessor.from_pretrained(folder)
+        return model, CLIPProcessor.from_pretrained(folder, trust_remote_code=False)
     except OSError:
         if processor_name is None:
             raise
-        return model, CLIPProcessor.from_pretrained(processor_name)
+        return model, CLIPProcessor.from_pretrained(processor_name, trust_remote_code=False)
 
 # %% ../../nbs/rewards/06_clip.ipynb #b8749fe9
 @torch.no_grad()
@@ -95,10 +95,10 @@ class ClipTower:
         return embed_images(self.model, self.pixels(images.to(self.device).float()), self.max_batch)
 
     def text(self, prompts: list[str]) -> Tensor:
-        "Return the text embeddings `(B, E)`, not normalised."
-        new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self.texts]
-        if new:
-            self.texts |= dict(zip(new, embed_texts(self.model, self.processor.tokenizer, new, self.device)))
+        "Return the text embeddings `(B, E)`, not normalised; each computed once and alone, whatever stands beside it."
+        for prompt in prompts:
+            if prompt not in self.texts:
+                self.texts[prompt] = embed_texts(self.model, self.processor.tokenizer, [prompt], self.device)[0]
         return torch.stack([self.texts[prompt] for prompt in prompts])
 
 # %% ../../nbs/rewards/06_clip.ipynb #f9bdf806

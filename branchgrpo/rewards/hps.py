@@ -78,7 +78,7 @@ class HPSReward(ClipReward):
         from transformers import CLIPProcessor
 
         model = read_open_clip(fetch(folder, self.checkpoint))
-        return model, CLIPProcessor.from_pretrained(self.processor_name)
+        return model, CLIPProcessor.from_pretrained(self.processor_name, trust_remote_code=False)
 
     def pixels(self, images: Tensor) -> Tensor:
         processor = self.processor.image_processor

@@ -59,7 +59,7 @@ def open_parts(folder: str) -> Parts:
     from transformers.utils import cached_file
 
     model = Qwen2VLModel.from_pretrained(folder, dtype=torch.bfloat16)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     state = torch.load(cached_file(folder, "rm_head.pt"), map_location="cpu", weights_only=True)
     head = nn.Linear(state["weight"].shape[1], 3, bias=False)
     head.load_state_dict(state)

@@ -11,7 +11,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from .checkpoint_manifest import damage, write_manifest
+from .checkpoint_manifest import damage, described, write_manifest
 from .files import recover, remove_temporaries, replace_folder, to_disk
 
 # %% ../../nbs/training/09_checkpoint_folders.ipynb #795eb2ff
@@ -69,9 +69,10 @@ def superfluous(folders: list[Path], keep: int, keep_every: int) -> list[Path]:
     return [folder for folder in old if not keep_every or int(folder.name) % keep_every]
 
 # %% ../../nbs/training/09_checkpoint_folders.ipynb #cd28b08f
-def put_in_place(temporary: Path, folder: Path, facts: dict[str, Any], files: dict[str, dict[str, Any]]) -> None:
-    "Write a checkpoint's manifest, `facts` and its `files` as `described`, and rename it to `folder`."
-    write_manifest(temporary, facts, files)
+def put_in_place(temporary: Path, folder: Path, facts: dict[str, Any], files: dict[str, Any] | None = None) -> None:
+    "Write a checkpoint's manifest, `facts` and its `files` (described here if not yet), and rename it to `folder`."
+    names = [path.name for path in temporary.iterdir()]
+    write_manifest(temporary, facts, described(temporary, names) if files is None else files)
     to_disk(temporary)
     replace_folder(temporary, folder)
 

@@ -31,8 +31,8 @@ def check_origin(place: str, manifest: dict[str, Any], settings: Settings) -> No
             raise ValueError(f"checkpoint: {place!r} was written for {name} {found!r}, this run has {here!r}")
     if manifest["numbers"] != NUMBERS:
         raise ValueError(
-            f"checkpoint: {place!r} was written by branchgrpo {manifest['version']}; "
-            f"this is {branchgrpo.__version__}, which computes other numbers; start the run in another folder"
+            f"checkpoint: {place!r} was written by branchgrpo {manifest['version']} (numbers {manifest['numbers']}); "
+            f"this is {branchgrpo.__version__} (numbers {NUMBERS}), which computes others; start in another folder"
         )
 
 # %% ../../nbs/training/09_checkpoint_origin.ipynb #7e242d76

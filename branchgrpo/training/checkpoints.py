@@ -22,13 +22,8 @@ import torch.distributed as dist
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from branchgrpo.training.checkpoint_folders import (
-    checkpoints,
-    iteration_of,
-    put_in_place,
-    superfluous,
-    take_newest,
-)
+# %% ../../nbs/training/09_checkpoints.ipynb #8b0546a8
+from .checkpoint_folders import checkpoints, iteration_of, put_in_place, superfluous, take_newest
 from .checkpoint_manifest import read_manifest
 from .checkpoint_origin import Shapes, check_origin, check_shapes, origin_of
 from branchgrpo.training.checkpoint_tensors import (

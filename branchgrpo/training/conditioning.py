@@ -48,10 +48,9 @@ class Conditioner:
         "Return the conditioning of P prompts: a dict of tensors with P rows."
         if self.store is not None:
             return self.store.get(prompts, self.device)
-        new = [p for p in dict.fromkeys(prompts) if p not in self.known]
-        if new:
-            made = self.policy.encode(new)
-            self.known |= {p: {k: v[i].cpu() for k, v in made.items()} for i, p in enumerate(new)}
+        for prompt in prompts:  # one at a time: beside others, its last bits would depend on them
+            if prompt not in self.known:
+                self.known[prompt] = {name: rows[0].cpu() for name, rows in self.policy.encode([prompt]).items()}
         keys = self.known[prompts[0]]
         return {k: torch.stack([self.known[p][k] for p in prompts]).to(self.device) for k in keys}
 

@@ -24,7 +24,7 @@ class RunSettings:
     backbone: str = "tiny-flux"  # a name, a pipeline's folder, or a hub name
     reward: str = "tiny-clip"  # a name, a sum 0.7*hps-v2.1+0.3*clip, norm(a+b), or your own: my_package.scores:redness
     reward_retries: int = 2  # further calls of a reward that fails
-    max_unscored: float = 0.5  # the run stops if more than this share of an iteration's prompts has no reward
+    max_unscored: float = 0.5  # the run stops if more than this share of an iteration's prompts has no finite reward
     prompts: str = "digit-pairs"  # a name, a .txt or .jsonl file, a folder, or a hub data set
     output: str = "runs/demo"  # the run's folder; an unfinished run there continues
     iterations: int = 50  # rollouts, each with its update

@@ -58,6 +58,8 @@ def write_lora(policy, folder: Path, state: dict[str, torch.Tensor]) -> None:
 
     part = policy.component
     metadata = _collate_lora_metadata({part: policy.denoiser})
+    for config in metadata.values():  # a set, whose order differs between two processes
+        config["target_modules"] = sorted(config["target_modules"])
     layers = {f"{part}_lora_layers": get_peft_model_state_dict(policy.denoiser, state_dict=state)}
     policy.pipeline.save_lora_weights(folder, **layers, **metadata)
 

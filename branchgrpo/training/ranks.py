@@ -115,5 +115,7 @@ def of_another(error: BaseException, rank: int, minutes: float) -> str | None:
         return None
     again = "started again, the run goes on from its last checkpoint"
     if any(word in text for word in LATE):
-        return f"timeout_minutes: process {rank} waited {minutes:g} minutes for another, which is stuck or slow; {again}"
+        return (
+            f"timeout_minutes: process {rank} waited {minutes:g} minutes for another, which is stuck or slow; {again}"
+        )
     return f"process {rank} lost another one, which has ended; {again}" if any(w in text for w in GONE) else None

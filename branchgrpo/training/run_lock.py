@@ -40,20 +40,21 @@ class RunLock:
     def take(self) -> None:
         "Hold the lock, and make the folder if it is missing. Raise `Refused` if a training holds it."
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        while self.file is None and opened(self, fcntl.LOCK_EX):
-            if self.file is not None and os.fstat(self.file).st_nlink == 0:  # its holder has removed it just now
+        while self.file is None:
+            self.file = file = opened(self.path, fcntl.LOCK_EX)
+            if file is None:
+                return
+            if os.fstat(file).st_nlink == 0:  # its holder has removed it just now
                 self.release()
-        if self.file is not None:
-            told = {"process": os.getpid(), "host": socket.gethostname()}
-            told["since"] = datetime.now().isoformat(" ", "seconds")
-            os.ftruncate(self.file, 0)
-            os.pwrite(self.file, json.dumps(told).encode(), 0)
-            fcntl.flock(self.file, fcntl.LOCK_SH)
+        told = {"process": os.getpid(), "host": socket.gethostname(), "since": f"{datetime.now():%Y-%m-%d %H:%M:%S}"}
+        os.ftruncate(self.file, 0)
+        os.pwrite(self.file, json.dumps(told).encode(), 0)
+        fcntl.flock(self.file, fcntl.LOCK_SH)
 
     def join(self) -> None:
         "Hold the lock together with the main process of this training."
         if self.file is None and self.path.exists():
-            opened(self, fcntl.LOCK_SH)
+            self.file = opened(self.path, fcntl.LOCK_SH)
 
     def release(self) -> None:
         "Let go; the last one removes the file."
@@ -67,24 +68,18 @@ class RunLock:
         self.file = None
 
 # %% ../../nbs/training/25_run_lock.ipynb #0d340a87
-def opened(lock: RunLock, kind: int) -> bool:
-    "Open a lock's file and lock it as `kind`; return False where the disk has no locks. Raise `Refused` if it is held."
-    file = os.open(lock.path, os.O_RDWR | os.O_CREAT, 0o666)
+def opened(path: Path, kind: int) -> int | None:
+    "Return a lock's file, locked as `kind`; None where the disk has no locks. Raise `Refused` if another holds it."
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
-        text = os.pread(file, 1000, 0).decode(errors="replace")
+        who = holder(os.pread(file, 1000, 0).decode(errors="replace"))
         os.close(file)
-        raise Refused(
-            f"output: {str(lock.path.parent)!r} is being trained by {holder(text)}; nothing was touched"
-        ) from None
+        raise Refused(f"output: {str(path.parent)!r} is being trained by {who}; nothing was touched") from None
     except OSError as error:
         os.close(file)
-        warnings.warn(
-            f"output: the disk of {str(lock.path.parent)!r} has no locks ({error.strerror}); do not train "
-            "this run twice at once",
-            stacklevel=3,
-        )
-        return False
-    lock.file = file
-    return True
+        reason = f"the disk of {str(path.parent)!r} has no locks ({error.strerror})"
+        warnings.warn(f"output: {reason}; do not train this run twice at once", stacklevel=3)
+        return None
+    return file

@@ -14,7 +14,7 @@ from typing import Any
 from ..planning import process_of
 from ..prompts import load_prompts
 from .callbacks import usual_callbacks
-from .checkpoints import Progress, Saver
+from .checkpoints import Progress, Saver, delete_old
 from .collection import Collected, Collector, TooManyUnscored, make_scorers
 from .conditioning import make_conditioner
 from .config import TrainConfig
@@ -137,6 +137,7 @@ def fit(t: Trainer) -> Run:
         return run
     resume(t, run)
     saver = Saver(run.path, t.settings, t.accelerator, saved=t.progress.iteration)
+    from_main(t.accelerator, lambda: delete_old(saver))  # a kill may have come before it
     notify(t, "on_start")
     with t.stop:
         if t.settings.evaluate_every and t.progress.iteration == 0:

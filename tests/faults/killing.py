@@ -8,6 +8,8 @@ import time
 import warnings
 from pathlib import Path
 
+from safetensors import safe_open
+from safetensors.torch import load_file
 from test_training import SMALL, free_port
 
 from branchgrpo.reproduction.warm import popen
@@ -100,9 +102,19 @@ def without_seconds(path):
     return [{key: value for key, value in row.items() if not key.startswith("seconds")} for row in rows]
 
 
+def content(path):
+    "Return the bytes of a file; of safetensors a description, since its writer puts metadata in any order."
+    if path.suffix != ".safetensors":
+        return path.read_bytes()
+    tensors = {key: digest(tensor.numpy().tobytes()) for key, tensor in load_file(path).items()}
+    with safe_open(path, "pt") as file:
+        return json.dumps([tensors, sorted((file.metadata() or {}).items())]).encode()
+
+
 def digests(folder, pattern):
+    "Return a digest of the content of every file that fits a pattern."
     paths = sorted(path for path in folder.glob(pattern) if path.is_file())
-    return {str(path.relative_to(folder)): digest(path.read_bytes()) for path in paths}
+    return {str(path.relative_to(folder)): digest(content(path)) for path in paths}
 
 
 def tables(folder):

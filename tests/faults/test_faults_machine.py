@@ -80,31 +80,6 @@ def test_a_full_disk_at_an_evaluation(tmp_path, noted):
     filled(tmp_path, noted, [name for name in FULL if "evaluation" in name])
 
 
-ASYNC = """
-disk = Disk()
-run = disk.path / "run"
-before("branchgrpo.training.checkpoints:begin_checkpoint", disk.fill, 2)
-found["refused"] = train(run, "--checkpoint-async", "true")
-disk.free()
-found["again"] = train(run, "--checkpoint-async", "true")
-train(ROOT / "whole")
-found |= {"same": same(run, ROOT / "whole"), "tidy": leftovers(run), "kind": disk.kind}
-"""
-
-
-def test_a_full_disk_while_a_thread_writes_the_checkpoint(tmp_path, noted):
-    found = scene(ASYNC, tmp_path)
-    line = refused(found["refused"], is_disk_full(found))
-    assert found["again"] == [0, []] and found["same"] and found["tidy"] == [], found
-    noted(
-        "faults",
-        "disk full while a thread writes the checkpoint (checkpoint_async)",
-        happened="code 74, one line, an iteration later at most",
-        kept=f"{line.partition('; ')[2].partition(',')[0]}; then bit-equal",
-        disk=found["kind"],
-    )
-
-
 TWO = """
 disk = Disk()
 run = disk.path / "run"

@@ -147,7 +147,7 @@ def test_links_in_a_run_lead_nowhere(tmp_path, noted):
         (folder / name).symlink_to(precious)
     remove_leftovers(tmp_path / "run")
     (folder / "new").mkdir()
-    put_in_place(folder / "new", folder / "000001", {"iteration": 1})
+    put_in_place(folder / "new", folder / "000001", {"iteration": 1}, {})
     assert (precious / "file").read_text() == "kept"
     noted("faults", "Links to another folder among a run's leftovers", happened="not followed", kept="the other folder")
 
@@ -211,7 +211,7 @@ def test_parameters_are_data_for_the_planner(tmp_path, monkeypatch, noted):
         (job,) = jobs(["page"], "testbed", "reproduce", "out", given)
         assert page_arms(job) == (value, [value, {value: value}])
     for name in NAMES:
-        with pytest.raises(ValueError, match="parameter: "):
+        with pytest.raises(ValueError, match="set: "):
             jobs(["page"], "testbed", "reproduce", "out", {name: 1})
         assert main(["reproduce", "page", "--set", f"{name}=1"]) == 2
     assert not EVIL.exists()
@@ -288,15 +288,37 @@ def test_yaml_is_data(tmp_path, monkeypatch, capsys, noted):
     monkeypatch.chdir(tmp_path)
     for text in FILES.values():
         Path("config.yaml").write_text(text)
-        Path("recipe.yaml").write_text(f"base: branchgrpo\nvalues: {{{text}}}")
+        Path("recipe.yaml").write_text(f"base: branchgrpo\nvalues:\n  {text}\n")
         for words in (["train", "--config", "config.yaml"], ["recipes", "recipe.yaml"]):
             assert main(words) == 2
             said = capsys.readouterr().err
             assert said.count("\n") == 1 and "python/" in said, said
-        assert main(["reproduce", "x", "--set", "extra={" + text + "}"]) == 2
+        assert main(["reproduce", "x", "--set", "extra={" + text + " }"]) == 2
         assert capsys.readouterr().err.count("\n") == 1
     assert not EVIL.exists() and not Path("runs").exists()
     noted("faults", "YAML with Python's tags in --config, recipes and --set", happened="one line", kept="no code runs")
+
+
+def laughs(depth=9):
+    "A list of 1 kB whose anchors stand for ten to the `depth` values."
+    parts = [f"&a{n} [{', '.join([f'*a{n - 1}' if n else 'ha'] * 10)}]" for n in range(depth)]
+    return f"[{', '.join(parts)}]"
+
+
+@pytest.mark.fast
+def test_anchors_do_not_fill_the_memory(tmp_path, monkeypatch, capsys, noted):
+    "Billions of values that a file of 1 kB names: refused before any of them is made or shown."
+    monkeypatch.chdir(tmp_path)
+    for setting in ("steps", "recipe", "splits", "prune_at", "prompts"):
+        Path("config.yaml").write_text(f"{setting}: {laughs()}")
+        Path("recipe.yaml").write_text(f"base: branchgrpo\nvalues: {{{setting}: {laughs()}}}")
+        for words in (["train", "--config", "config.yaml"], ["recipes", "recipe.yaml"]):
+            assert main(words) == 2
+            said = capsys.readouterr().err
+            assert "100,000 values" in said and said.count("\n") == 1, said[:500]
+    assert main(["reproduce", "x", "--set", f"extra={{a: {laughs()}}}"]) == 2
+    assert not Path("runs").exists()
+    noted("faults", "YAML of 1 kB whose anchors stand for 10⁹ values", happened="one line at once", kept="the memory")
 
 
 def hostile_pipeline(folder, **changes):

@@ -68,8 +68,8 @@ PLACES = {
     "in a checkpoint": ("checkpoint:1:1", 2),
 }
 WAYS = {"one process": (1, {}), "2 processes (DDP)": (2, {}), "2 processes, sharded": (2, FULL)}
-RUN = {"iterations": 3, "prompts_per_iteration": 2, "checkpoint_every": 2, "evaluate_every": 2, "evaluation_prompts": 4}
-RUN |= {"max_batch": 2, "steps_per_pass": 2}
+RUN = {"iterations": 3, "prompts_per_iteration": 4, "checkpoint_every": 2, "evaluate_every": 2, "evaluation_prompts": 4}
+RUN |= {"max_batch": 2, "steps_per_pass": 2, "train_batch": 1}
 
 
 def table_of(folder, sharding):
@@ -122,7 +122,7 @@ def stopped_everywhere(tmp_path, monkeypatch, noted, way, places):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_that_is_told_to_stop_saves_at_once_and_goes_on(tmp_path, monkeypatch, noted, way):
-    "In a rollout, its scores, micro-batches, optimiser steps, an evaluation and a checkpoint; one rank is told, or all."
+    "In a rollout, its scores, micro-batches, steps, an evaluation and a checkpoint; one rank is told, or all."
     stopped_everywhere(tmp_path, monkeypatch, noted, way, PLACES)
 
 
