@@ -105,7 +105,7 @@ def evaluate(given: dict[str, Any]) -> int:
         print(f"{where.benchmark}: {results or 'laid out'}")
     return 0
 
-
+# %% ../nbs/26_commands.ipynb #6d145353
 def check_benchmark(where: EvaluateOptions) -> None:
     "Raise `ValueError` if the benchmark is unknown, or if there is a command for none."
     from branchgrpo.evaluation.benchmarks import BENCHMARKS
@@ -218,7 +218,7 @@ def check_hps(given: dict[str, Any]) -> int:
     print(f"largest difference {worst:.1e}")
     return 0 if worst <= o.tolerance else 1
 
-
+# %% ../nbs/26_commands.ipynb #869861dd
 def image_rows(path: str) -> list[dict[str, Any]]:
     "Return the rows {image, prompt} of a jsonl file. Raise `ValueError` if it has none, or if an image is missing."
     from branchgrpo.training.files import read_jsonl

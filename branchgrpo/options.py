@@ -85,7 +85,7 @@ def steps(value: Any) -> tuple[int, ...] | str:
         allowed = "a list of steps such as 0,3,6, nor a name"
         raise error if "twice" in str(error) else not_allowed(value, allowed) from None
 
-
+# %% ../nbs/25_options.ipynb #5164857c
 def pairs(value: Any) -> dict[int, int]:
     "Return pairs written as 5:24,7:12 (or as a table in a file); nothing is no pair."
     items = list(value.items()) if isinstance(value, dict) else [tuple(i.split(":")) for i in str(value).split(",")]

@@ -79,7 +79,7 @@ def read_row(line: str, n: int, path: Path) -> Any:
         raise ValueError(f"prompts: line {n} of {shown(str(path))} is not JSON ({why})") from None
     return row
 
-
+# %% ../nbs/19_prompt_files.ipynb #a8a56ca7
 def read_rows(path: str | Path) -> list[dict]:
     """Return the rows of a .txt file (one prompt per line) or of a .jsonl file, as dicts with a `prompt`.
 

@@ -240,9 +240,9 @@ def test_a_process_that_loses_all_its_prompts_does_not_stop_the_others(tmp_path)
 def test_the_result_loads_in_plain_diffusers(tmp_path, lora):
     from diffusers import FluxPipeline
 
-    trainer = Trainer(
-        config(tmp_path / "run", iterations=2, lora_rank=lora, lora_alpha=16, learning_rate=1e-2 if lora else 1e-4)
-    )
+    rate = 1e-2 if lora else 1e-4
+    settings = config(tmp_path / "run", iterations=2, lora_rank=lora, lora_alpha=16, learning_rate=rate)
+    trainer = Trainer(settings)
     run = trainer.fit()
     x, cond = (
         torch.randn(2, *trainer.policy.latent_shape, generator=torch.Generator().manual_seed(0)),
@@ -261,7 +261,7 @@ def test_the_result_loads_in_plain_diffusers(tmp_path, lora):
     with torch.no_grad():
         theirs = trainer.policy.predict(x, torch.tensor(0.5), cond)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
-    assert run.finished and len(Trainer(trainer.config).fit().metrics) == 2  # a finished run is returned as it is
+    assert run.finished and len(Trainer(settings).fit().metrics) == 2  # a finished run is returned as it is
 
 
 def test_prompts_that_come_again_are_encoded_as_the_first_time(tmp_path):

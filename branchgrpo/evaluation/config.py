@@ -93,7 +93,7 @@ def read_record(folder: Path) -> dict[str, Any]:
         raise ValueError(f"output: evaluation.json in {str(folder)!r} holds no settings of an evaluation")
     return old
 
-
+# %% ../../nbs/evaluation/04_config.ipynb #0fc570a7
 def check_place(folder: Path, e: Evaluation) -> bool:
     "Return whether an evaluation's folder is there. Raise `ValueError` if it cannot be made, or holds something else."
     check_output(folder)
@@ -108,7 +108,7 @@ def check_place(folder: Path, e: Evaluation) -> bool:
         raise ValueError(f"output: {str(folder)!r} exists and is not an evaluation")
     return False
 
-
+# %% ../../nbs/evaluation/04_config.ipynb #98b837ae
 def open_folder(folder: Path, e: Evaluation, rank: int = 0) -> None:
     "Make an evaluation's folder, or find it. Raise `ValueError` if it holds something else."
     if not check_place(folder, e):

@@ -96,7 +96,7 @@ def execute(job: Job, environment: dict[str, str] | None = None) -> Result:
                 return execute_now(job)
     return Result(job.name, "found", notebook=str(job.executed))
 
-
+# %% ../../nbs/reproduction/22_execution.ipynb #eba55b19
 def execute_now(job: Job) -> Result:
     "Execute a page, whose lock is held, and put the notebook in its place."
     started = time.monotonic()
@@ -111,7 +111,7 @@ def execute_now(job: Job) -> Result:
     put_in_place(running, target)
     return Result(job.name, state, time.monotonic() - started, error, str(target))
 
-
+# %% ../../nbs/reproduction/22_execution.ipynb #e4f9f65f
 def why(error: Exception) -> str:
     "Return an error as one line; what the operating system refuses as `Refused: …`."
     line, refused = last_line(str(error), type(error).__name__), refusal(error)

@@ -45,7 +45,7 @@ def is_folder_with(name: str, file: str) -> bool:
     except (OSError, ValueError):
         return False
 
-
+# %% ../../nbs/rewards/05_base.ipynb #3c20a3df
 def split_name(name: str) -> Named:
     """Return what `NAME[:WHERE]`, a folder with a CLIPModel, `module:function` or `file.py:function` stands for.
 

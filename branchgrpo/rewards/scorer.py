@@ -156,7 +156,7 @@ def in_background(function: Callable, *arguments: Any, watch: Callable[[], None]
     threading.Thread(target=fill, args=(done, function, *arguments), name="scores", daemon=True).start()
     return done
 
-
+# %% ../../nbs/rewards/02_scorer.ipynb #6687cfbb
 def fill(done: Future, function: Callable, *arguments: Any) -> None:
     "Put what a function returns or raises into a future, and give its place back."
     try:
@@ -166,7 +166,7 @@ def fill(done: Future, function: Callable, *arguments: Any) -> None:
     finally:
         PLACES.release()
 
-
+# %% ../../nbs/rewards/02_scorer.ipynb #5c7e1c74
 def start_scoring(
     scorer: Scorer,
     images: Tensor,

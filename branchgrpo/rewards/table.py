@@ -112,7 +112,7 @@ def build(entry: Callable, where: str | None, name: str, device: torch.device | 
         reason = " ".join(str(error).split())[:120]
         raise ValueError(f"reward: {name!r} cannot be made ({type(error).__name__}: {reason})") from error
 
-
+# %% ../../nbs/rewards/04_table.ipynb #fcdbb46d
 def check_call(entry: Callable, name: str) -> None:
     "Raise `ValueError` if an entry, or what a class makes, cannot be called with images and prompts."
     if inspect.isclass(entry) and not any("__call__" in vars(cls) for cls in entry.__mro__):
@@ -126,7 +126,7 @@ def check_call(entry: Callable, name: str) -> None:
     if not any(binds(takes, count) for count in (2, 3)):
         raise ValueError(f"reward: {name!r} takes {takes}, not (images, prompts) or (images, prompts, metadata)")
 
-
+# %% ../../nbs/rewards/04_table.ipynb #aa1bd137
 def binds(takes: inspect.Signature, count: int) -> bool:
     "Return whether a signature takes so many positional values."
     try:

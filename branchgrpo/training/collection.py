@@ -137,11 +137,6 @@ class Collector:
     def __post_init__(self):
         self.group = make_group(self.settings, self.accelerator)
 
-    @property
-    def storage(self) -> torch.dtype:
-        "Return how latents are stored."
-        return DTYPES[self.settings.mixed_precision]
-
     def noise(self, iteration: int) -> Noise:
         "Return the source of an iteration's noise for this process's prompts."
         return Noise(self.settings.seed, iteration, positions(self.settings, self.accelerator))
@@ -164,7 +159,7 @@ def roll(c: Collector, iteration: int, hooks: RolloutHooks, share: Whole) -> tup
         process_of(s, c.policy, iteration),
         c.noise(iteration),
         sibling_s(s),
-        c.storage,
+        DTYPES[s.mixed_precision],
         s.max_batch,
         select=hooks.select,
         decide=hooks.decide,

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MEANS', 'Rolled', 'revisited', 'reference_mean', 'of_batch', 'EdgeTerms', 'edge_terms', 'edge_sums', 'count_edges',
-           'until_told', 'accumulate']
+           'until_told', 'seen_by_all', 'accumulate']
 
 # %% ../../nbs/training/08_gradient.ipynb #b220797f
 from collections.abc import Iterator
@@ -117,6 +117,13 @@ def until_told(learner: Learner, batches: list[MicroBatch]) -> Iterator[MicroBat
         yield batch
 
 # %% ../../nbs/training/08_gradient.ipynb #e15d1ea1
+def seen_by_all(accelerator: Any, batches: list[MicroBatch], worst: Tensor, loss: Tensor) -> dict[str, Any]:
+    "Return the largest rollout mismatch, the summed loss of every process, and the denoiser calls here."
+    seen = accelerator.gather(torch.stack([worst, loss])[None])  # (processes, 2)
+    calls = sum(len(batch.rows) for batch in batches if not batch.is_empty)
+    return {"rollout_mismatch": seen[:, 0].max(), "losses": seen[:, 1], "calls": calls}
+
+# %% ../../nbs/training/08_gradient.ipynb #83acf4f4
 def accumulate(
     learner: Learner,
     rolled: Rolled,
@@ -138,13 +145,5 @@ def accumulate(
         more, largest = edge_sums(s, batch, terms)
         sums += more
         worst = torch.maximum(worst, largest)
-    seen = accelerator.gather(torch.stack([worst, sums[MEANS.index("loss")]])[None])  # (processes, 2)
-    calls = sum(len(batch.rows) for batch in batches if not batch.is_empty)
-    counts = {
-        "rollout_mismatch": seen[:, 0].max(),
-        "losses": seen[:, 1],
-        "edges": edges,
-        "mean_edges": mean_edges,
-        "calls": calls,
-    }
-    return dict(zip(MEANS, sums / some_edges)) | counts
+    seen = seen_by_all(accelerator, batches, worst, sums[MEANS.index("loss")])
+    return dict(zip(MEANS, sums / some_edges)) | seen | {"edges": edges, "mean_edges": mean_edges}

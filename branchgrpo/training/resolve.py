@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+# %% ../../nbs/training/03_resolve.ipynb #3adc47fa
 from .. import recipes
 from ..backbones.base import adapt_recipe, family
 from ..beta import DENSITY_SCALES
@@ -99,7 +100,7 @@ def check_all(s: Settings, kind: str, policy=None, reward=None) -> None:
     check_process(s, kind)
     check_all_noise(s, kind, policy, s.mixed_precision)
 
-# %% ../../nbs/training/03_resolve.ipynb #4af9a7d0
+# %% ../../nbs/training/03_resolve.ipynb #a6ecb567
 MOST_LEAVES = 65_536  # of one prompt
 WHOLE_FROM_ONE = (
     "iterations",
@@ -123,6 +124,8 @@ WHOLE_FROM_ZERO = ("seed", "evaluate_every", "reward_retries", "lora_rank", "min
 ABOVE_ZERO = ("learning_rate", "clip_range", "shift", "adam_eps")
 FINITE_FROM_ZERO = ("eta", "kl", "weight_decay", "guidance_scale")
 OPTIONAL_FROM_ONE = ("max_batch", "train_batch", "decode_batch", "height", "width", "frames", "evaluation_steps")
+
+# %% ../../nbs/training/03_resolve.ipynb #3d97f385
 LARGEST = 3e38  # of a float32, which a number becomes
 MOST = {"seed": 2**63 - 1, "steps": 999, "evaluation_steps": 999}  # a diffusion model has no more steps
 MOST |= dict.fromkeys(("prompts_per_iteration", "passes", "steps_per_pass", "max_batch", "train_batch"), 100_000)

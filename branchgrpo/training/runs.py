@@ -75,13 +75,12 @@ class Run:
     def finished(self) -> bool:
         return self.info["state"] == "finished"
 
-    @property
-    def metrics(self) -> list[dict]:
-        return [with_nan(row) for row in read_jsonl(self.path / "metrics.jsonl")]
+    metrics = property(lambda self: self.rows("metrics"))
+    evaluations = property(lambda self: self.rows("evaluations"))
 
-    @property
-    def evaluations(self) -> list[dict]:
-        return [with_nan(row) for row in read_jsonl(self.path / "evaluations.jsonl")]
+    def rows(self, name: str) -> list[dict]:
+        "Return the rows of `metrics` or `evaluations`; what was not finite is NaN."
+        return [with_nan(row) for row in read_jsonl(self.path / f"{name}.jsonl")]
 
     def set_state(self, **values) -> None:
         "Change values of run.json."
@@ -93,8 +92,8 @@ class Run:
 
     def append(self, row: dict) -> None:
         "Add one row to metrics.jsonl."
-        with naming(self.path / "metrics.jsonl"):
-            append_jsonl(self.path / "metrics.jsonl", with_null(row))
+        with naming(path := self.path / "metrics.jsonl"):
+            append_jsonl(path, with_null(row))
 
 # %% ../../nbs/training/01_runs.ipynb #58007da8
 def rewind(run: Run, iterations: int) -> None:
@@ -156,7 +155,7 @@ def check_file(path: str | Path, ending: str = "") -> None:
         raise ValueError(f"output: {str(path)!r} does not end in {ending}")
     check_output(path.parent, path)
 
-
+# %% ../../nbs/training/01_runs.ipynb #d2e254d1
 def check_folder(path: str | Path) -> None:
     "Raise `ValueError` if a run's folder cannot be made, or holds something else than a run."
     check_path(path)

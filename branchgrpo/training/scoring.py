@@ -92,8 +92,7 @@ def joined(waiting: list[Future], scorer: Scorer, watch: Callable[[], None] = no
 class RolloutRewards:
     """Rewards of the nodes of P trees: `rewards_of(latents (P, m, …)) -> rewards (P, W), {part: (P, W)}`.
 
-    `lost` marks prompts without a finite image or reward; they count 0. `images` are the last ones of this process.
-    """
+    `lost` marks prompts without a finite image or reward; they count 0. `images` are the last ones of this process."""
 
     policy: Any
     scorer: Scorer

@@ -30,6 +30,7 @@ from branchgrpo.spread import Spread, held_tree, held_values, trained_here
 from branchgrpo.training.credit_assignment import fusion_beta
 from branchgrpo.training.gradient import accumulate
 from branchgrpo.training.micro_batches import shared_micro_batches
+from branchgrpo.training.model import DTYPES
 from branchgrpo.training.parts import STEP_UNITS, part_mask
 from branchgrpo.training.rolled import assign_credit
 from branchgrpo.training.trainer import step
@@ -490,7 +491,7 @@ def check_spread(t: Trainer, iteration: int, tree: Tree, edge_mask: list[Tensor]
         conditioning = t.conditioner(t.collector.draw(iteration))
         options = dict(select=select if plan.prune_at else None, share=share, max_batch=1)
         try:
-            args = (plan, t.policy, conditioning, process, noise, sibling_s(s), t.collector.storage)
+            args = (plan, t.policy, conditioning, process, noise, sibling_s(s), DTYPES[s.mixed_precision])
             found[rank] = share, rollout(*args, **options)
         except BaseException as error:
             errors.append(error)
