@@ -31,13 +31,13 @@ def take_place(request: dict, files: list[int]) -> None:
     for number, file in enumerate(files, 1):
         os.dup2(file, number)
     threads = request["env"].get("OMP_NUM_THREADS")
-    if threads and threads != os.environ.get("OMP_NUM_THREADS"):
+    if threads and threads.isdigit() and threads != os.environ.get("OMP_NUM_THREADS"):
         sys.modules["torch"].set_num_threads(int(threads))
     os.environ.clear()
     os.environ.update(request["env"])
     if "JPY_PARENT_PID" in os.environ:
         os.environ["JPY_PARENT_PID"] = str(os.getppid())  # a kernel ends with its parent: the warm process
-    if "MPLBACKEND" in os.environ:
+    with contextlib.suppress(ValueError, KeyError):  # a backend that is none is found when something is drawn
         sys.modules["matplotlib"].rcParams["backend"] = os.environ["MPLBACKEND"]
     os.chdir(request["cwd"])
     sys.modules["numpy"].random.seed()

@@ -404,7 +404,7 @@ OTHERS = {
     "advantage": st.sampled_from(NAMES["advantage"]),
     "std": st.sampled_from(NAMES["std"]),
     "prompts_per_iteration": st.integers(1, 9),
-    "train_fraction": st.sampled_from([0.5, 1.0]),
+    "train_fraction": st.sampled_from([0.5, 1, 1.0]),
     "lora_rank": st.integers(0, 4),
     "max_batch": st.none() | st.integers(1, 9),
     "prompts": st.sampled_from(["digits", "digit-pairs"]),
