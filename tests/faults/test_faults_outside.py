@@ -248,7 +248,7 @@ def test_no_shell_reads_the_launch_command(tmp_path, monkeypatch, noted):
     assert words[1:3] == ["node;", "touch"] and "&&" in words and words[-1] == "run $(touch EVIL)/log-0.yaml"
     assert not EVIL.exists()
     for text in ("account=x\nrm -rf ~", "account=x\r--wrap=evil", "x\n#SBATCH=y", "a b=c"):
-        with pytest.raises(ValueError, match="slurm-options: "):
+        with pytest.raises(ValueError, match="slurm_options: "):
             sbatch_options(text)
     noted(
         "faults",
