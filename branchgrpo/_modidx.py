@@ -2335,6 +2335,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'branchgrpo/training/gradient.py'),
                                               'branchgrpo.training.gradient.accumulate': ( 'training/gradient.html#accumulate',
                                                                                            'branchgrpo/training/gradient.py'),
+                                              'branchgrpo.training.gradient.agree': ( 'training/gradient.html#agree',
+                                                                                      'branchgrpo/training/gradient.py'),
                                               'branchgrpo.training.gradient.count_edges': ( 'training/gradient.html#count_edges',
                                                                                             'branchgrpo/training/gradient.py'),
                                               'branchgrpo.training.gradient.edge_sums': ( 'training/gradient.html#edge_sums',

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MEANS', 'Rolled', 'revisited', 'reference_mean', 'of_batch', 'EdgeTerms', 'edge_terms', 'edge_sums', 'count_edges',
-           'until_told', 'seen_by_all', 'accumulate']
+           'until_told', 'agree', 'seen_by_all', 'accumulate']
 
 # %% ../../nbs/training/08_gradient.ipynb #b220797f
 from collections.abc import Iterator
@@ -108,13 +108,19 @@ def count_edges(learner: Learner, batches: list[MicroBatch]) -> tuple[int, Tenso
 
 # %% ../../nbs/training/08_gradient.ipynb #af91fb69
 def until_told(learner: Learner, batches: list[MicroBatch]) -> Iterator[MicroBatch]:
-    "Yield a step's micro-batches; raise `Preempted` on all processes before the last one if any was told to stop."
+    """Yield a step's micro-batches until this process is told to stop, the first one in any case.
+
+    Raises `Preempted` then, together with the other processes, which call `agree` within their last micro-batch."""
     for batch in batches:
-        if learner.is_sharded or batch is batches[-1]:
+        if learner.is_sharded or learner.told() and batch is not batches[0]:
             learner.check_stop()
-        elif learner.told():
-            continue
         yield batch
+
+
+def agree(learner: Learner) -> None:
+    "Raise `Preempted` on all processes if one was told to stop. Collective; after a forward, before its backward."
+    if not learner.is_sharded:  # else they have agreed before every micro-batch
+        learner.check_stop()
 
 # %% ../../nbs/training/08_gradient.ipynb #e15d1ea1
 def seen_by_all(accelerator: Any, batches: list[MicroBatch], worst: Tensor, loss: Tensor) -> dict[str, Any]:
@@ -141,6 +147,8 @@ def accumulate(
         last = batch is batches[-1]
         with nullcontext() if last or learner.is_sharded else accelerator.no_sync(learner.module):
             terms = edge_terms(learner, rolled, batch)
+            if first and last:
+                agree(learner)  # DDP exchanges in the first forward and in the last backward, so all do it in between
             accelerator.backward((terms.loss * batch.mask).sum() / (some_edges * divisor))
         more, largest = edge_sums(s, batch, terms)
         sums += more

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..objective import RATIOS
 from ..rollout import edge_log_probs
-from .gradient import Rolled, accumulate, of_batch, revisited, until_told
+from .gradient import Rolled, accumulate, agree, of_batch, revisited, until_told
 from .micro_batches import MicroBatch, shared_micro_batches
 from .model import Learner, autocast
 from .parts import part_mask
@@ -31,6 +31,8 @@ def keep_old(learner: Learner, rolled: Rolled, later: list[MicroBatch]) -> None:
         with autocast(learner):
             dist, children = revisited(learner, rolled, batch, learner.policy)
         batch.first_pass(edge_log_probs(dist, children), dist.mean if needs_means else None)
+    if again and later:
+        agree(learner)
 
 # %% ../../nbs/training/08_update.ipynb #f740ddf7
 def loss_divisor(learner: Learner, rolled: Rolled) -> float:
