@@ -9,19 +9,20 @@ LINE = "branchgrpo: output: no space left on the disk of "
 FULL = {
     "metrics row": ("branchgrpo.training.runs:append_jsonl", 2, 0),
     "checkpoint": ("branchgrpo.training.checkpoints:begin_checkpoint", 2, 0),
+    "checkpoint written in a thread": ("branchgrpo.training.checkpoints:begin_checkpoint", 2, 0, "--checkpoint-async"),
     "checkpoint's manifest": ("branchgrpo.training.checkpoints:put_in_place", 2, 0),
     "adapter at the end": ("branchgrpo.training.export:write_result", 1, 0),
     "run.json at the end": ("branchgrpo.training.runs:Run.set_state", 1, 0),
     "run.json at the start": ("branchgrpo.training.lifetime:open_run", 1, 0),
     "evaluation's images": ("branchgrpo.training.trainer:record", 2, 1),
-    "evaluation's row": ("branchgrpo.training.held_out:write_jsonl", 2, 1),
+    "evaluation's row": ("branchgrpo.training.trainer:Run.write_rows", 3, 1),
 }
 FILLED = """
 disk = Disk()
-for name, (place, call, every) in json.loads(sys.argv[1] and TABLE).items():
+for name, (place, call, every, *flags) in json.loads(sys.argv[1] and TABLE).items():
     run = disk.path / name.replace(" ", "-")
     before(place, disk.fill, call)
-    words = ("--evaluate-every", every)
+    words = ("--evaluate-every", every, *flags)
     refused = train(run, *words)
     left = leftovers(run)
     still = train(run, *words)
