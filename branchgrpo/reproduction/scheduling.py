@@ -11,6 +11,7 @@ import contextlib
 import multiprocessing
 import os
 import queue
+import sys
 import tempfile
 import threading
 import time
@@ -45,6 +46,9 @@ QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 def _take_environment(environments) -> None:
     "Take an environment from the queue; a worker process calls this once, at its start."
     os.environ.update(QUIET | os.environ | environments.get())
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if "torch" in sys.modules and threads.isdigit():  # imported already, it would use all cores
+        sys.modules["torch"].set_num_threads(int(threads))
 
 # %% ../../nbs/reproduction/06_scheduling.ipynb #efe34d34
 def train_run(config: TrainConfig, root: str) -> float:
