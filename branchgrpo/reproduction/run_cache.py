@@ -80,8 +80,9 @@ def cache_key(settings: dict) -> str:
     "Return the folder name of a run with `settings` (`config.settings().to_dict()`, or those of a run.json)."
     text = json.dumps([NUMBERS, hashed_settings(settings)], sort_keys=True, default=str)
     digest = hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
-    recipe, backbone = name_part(settings["recipe"]), name_part(settings["backbone"].rstrip("/").split("/")[-1])
-    return f"{recipe}-{backbone}-{settings['seed']}-{digest}"
+    recipe, place = (settings[name] for name in ("recipe", "backbone"))
+    backbone = name_part(place.rstrip("/").split("/")[-1])
+    return f"{name_part(recipe)}-{backbone}-{settings['seed']}-{digest}"
 
 # %% ../../nbs/reproduction/01_run_cache.ipynb #82337ccd
 def run_folder(config: TrainConfig, root: str | Path) -> Path:
