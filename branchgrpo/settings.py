@@ -94,7 +94,9 @@ class ObjectiveSettings:
     "The objective"
 
     ratio: str = from_recipe()  # ppo or guard
+    loss: str = from_recipe()  # bound of an update: clip (of the ratio), kl-mask (drops edges that move on beyond kl_limit)
     clip_range: float = from_recipe()  # ε of Eq. 5
+    kl_limit: float = from_recipe()  # of kl-mask: KL to the rollout's policy, mean over a latent's elements; inf: none
     kl: float = from_recipe()  # weight of the KL to the model before training; 0: no reference
     loss_mean: str = from_recipe()  # of a step's edges: step (their mean), or step*tree (divided by a tree's edges too)
 

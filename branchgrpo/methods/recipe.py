@@ -86,6 +86,8 @@ NEUTRAL_CREDIT = {
     "prune_keep": 4,
     "train_fraction": 1.0,
     "ratio": "ppo",
+    "loss": "clip",
+    "kl_limit": float("inf"),
     "kl": 0.0,
 }
 

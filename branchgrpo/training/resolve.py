@@ -27,7 +27,7 @@ from ..beta import MOST as LARGEST_BETA
 from ..credit import ADVANTAGES
 from ..group_std import STDS
 from ..methods.recipe import Recipe
-from ..objective import RATIOS
+from ..objective import LOSSES, RATIOS
 from ..ovf import SELECTIONS
 from ..planning import check_process
 from ..planning_checks import check_all_noise, check_plans
@@ -176,7 +176,7 @@ def check_numbers(s: Settings) -> None:
     require(s, ("tail_ratio",), lambda v: 0 <= v <= 1, "within 0 and 1")
     require(s, ("max_grad_norm", "advantage_clip"), lambda v: v > 0 and is_number(v), "a number above 0")
     require(s, ("beta",), lambda v: is_finite(v) and abs(v) <= LARGEST_BETA, "a finite number within ±1e9")
-    require(s, ("s",), lambda v: v >= 0 and is_number(v), "a number of at least 0, or inf")
+    require(s, ("s", "kl_limit"), lambda v: v >= 0 and is_number(v), "a number of at least 0, or inf")
     require(s, ("ema_decay",), lambda v: 0 <= v <= 1, "within 0 and 1")
     require(s, ("adam_beta1", "adam_beta2"), lambda v: 0 <= v < 1, "within 0 and below 1")
     require(s, ("max_unscored",), lambda v: 0 <= v < 1, "within 0 and below 1")
@@ -187,6 +187,7 @@ def check_numbers(s: Settings) -> None:
 OPEN_CHOICES = {
     "advantage": ADVANTAGES,
     "ratio": RATIOS,
+    "loss": LOSSES,
     "prune": PRUNINGS,
     "selection": SELECTIONS,
     "step_unit": STEP_UNITS,
