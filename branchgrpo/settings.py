@@ -70,6 +70,7 @@ class CreditSettings:
     "Credit"
 
     advantage: str = from_recipe()  # depthwise, joint, leave-one-out, leaf-backup, broadcast
+    reward_sum: str = from_recipe()  # rewards of a sum: together, decoupled (normalised one by one), decoupled+batch
     beta: float = from_recipe()  # β of Eq. 3: how much a path's log-probability weighs in reward fusion
     beta_scale: str = from_recipe()  # log-densities in Eq. 3 over D elements: mean, sum, or sqrt (mean times √D)
     weights: str = from_recipe()  # log-probabilities in Eq. 3: of the path, or of the edge

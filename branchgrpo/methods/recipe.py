@@ -75,6 +75,7 @@ NEUTRAL = MethodSettings(
 # %% ../../nbs/methods/00_recipe.ipynb #07350559
 NEUTRAL_CREDIT = {
     "advantage": "depthwise",
+    "reward_sum": "together",
     "beta": 0.0,
     "beta_scale": "mean",
     "weights": "path",

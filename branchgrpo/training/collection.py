@@ -20,6 +20,7 @@ from ..ovf import choose
 from ..planning import plan_of, process_of, sibling_s
 from ..prompts import PromptSet
 from ..rewards.base import Scorer
+from ..rewards.scorer import part_weights
 from ..rollout import Noise, preview_stream, rollout
 from ..shares import Whole
 from ..spread import held_tree, held_values, trained_here
@@ -102,6 +103,7 @@ class Collected:
     rewards: Tensor  # (P, leaves)
     images: Tensor  # (P·n, …) of this process's n leaves per prompt
     parts: dict[str, Tensor]  # each reward of a sum, (P, leaves)
+    weights: dict[str, float]  # of each reward of a sum
     unscored: Tensor  # (P,) bool
     unscored_prompts: int  # over all processes
     previews: int  # x̂₀ predictions scored, over all processes
@@ -186,4 +188,7 @@ def collect(c: Collector, iteration: int) -> Collected:
     images, unscored = rewards_of.images, rewards_of.unscored
     if unscored_prompts:
         conditioning = emptied(tree, conditioning, unscored)
-    return Collected(tree, conditioning, rewards, images, parts, unscored, unscored_prompts, hooks.previews, share)
+    weights = part_weights(c.scorer.reward)
+    return Collected(
+        tree, conditioning, rewards, images, parts, weights, unscored, unscored_prompts, hooks.previews, share
+    )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..beta import density_scale
-from ..credit import CreditOptions, estimate_advantages, fuse_rewards
+from ..credit import CreditOptions, decoupled_advantages, estimate_advantages, fuse_rewards
 from ..ovf import choose
 from ..planning import sibling_s
 from ..pruning import PruningOptions, keep_edges, random_steps
@@ -38,12 +38,22 @@ def fusion_beta(s: Settings, tree: Tree) -> float:
 
 # %% ../../nbs/training/07_credit_assignment.ipynb #3a6d0371
 def advantages_of(
-    s: Settings, tree: Tree, rewards: Tensor, leaf_mask: Tensor | None, reduce: Callable[[Tensor], Tensor]
+    s: Settings,
+    tree: Tree,
+    rewards: Tensor,
+    leaf_mask: Tensor | None,
+    reduce: Callable[[Tensor], Tensor],
+    parts: dict[str, tuple[float, Tensor]] | None = None,
 ) -> list[Tensor]:
-    "Return the advantage of every node, a list over depths of (P, W_d); `reduce` sums over processes."
+    """Return the advantage of every node, a list over depths of (P, W_d); `reduce` sums over processes.
+
+    `parts` are a sum's rewards `{name: (weight, (P, leaves))}`; a single reward is always normalised as it is."""
     beta = fusion_beta(s, tree)
     options = CreditOptions(beta, s.weights, leaf_mask, sibling_s(s), s.std, s.min_nodes, reduce)
-    return estimate_advantages(tree, rewards, s.advantage, options, s.advantage_clip)
+    if s.reward_sum == "together" or parts is None or len(parts) < 2:
+        return estimate_advantages(tree, rewards, s.advantage, options, s.advantage_clip)
+    batch = s.reward_sum == "decoupled+batch"
+    return decoupled_advantages(tree, parts, s.advantage, options, s.advantage_clip, batch)
 
 # %% ../../nbs/training/07_credit_assignment.ipynb #9e464a77
 def trained_edges(s: Settings, tree: Tree, rewards: Tensor, leaf_mask: Tensor, noise: Noise) -> list[Tensor]:

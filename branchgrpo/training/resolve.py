@@ -24,7 +24,7 @@ from .. import recipes
 from ..backbones.base import adapt_recipe, family
 from ..beta import DENSITY_SCALES
 from ..beta import MOST as LARGEST_BETA
-from ..credit import ADVANTAGES
+from ..credit import ADVANTAGES, REWARD_SUMS
 from ..group_std import STDS
 from ..methods.recipe import Recipe
 from ..objective import LOSSES, RATIOS
@@ -199,6 +199,7 @@ CLOSED_CHOICES = {
     "weights": ("path", "edge"),
     "beta_scale": tuple(DENSITY_SCALES),
     "std": tuple(STDS),
+    "reward_sum": REWARD_SUMS,
     "loss_mean": LOSS_MEANS,
     "split_density": ("drawn", "plain"),
     "sharding": ("none", "full", "hybrid"),

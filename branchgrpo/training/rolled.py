@@ -22,7 +22,12 @@ def assign_credit(learner: Learner, collected: Collected, process: Transition, n
     s, tree, rewards = learner.settings, collected.tree, collected.rewards
     leaf_mask = counted_leaves(s, rewards, collected.unscored, noise)
     share = 1 / s.ranks_per_prompt  # each prompt is on so many processes
-    advantages = advantages_of(s, tree, rewards, leaf_mask, lambda x: learner.accelerator.reduce(x, "sum") * share)
+
+    def total(x: Tensor) -> Tensor:
+        return learner.accelerator.reduce(x, "sum") * share
+
+    each = {name: (collected.weights[name], part) for name, part in collected.parts.items()}
+    advantages = advantages_of(s, tree, rewards, leaf_mask, total, each)
     edge_mask = trained_edges(s, tree, rewards, leaf_mask, noise)
     parts = parts_of(tree, edge_mask, s.steps_per_pass, s.step_unit, noise)
     tree, advantages, edge_mask, parts = held_part(collected, advantages, edge_mask, parts)
