@@ -1,0 +1,91 @@
+"""Losses, sums of rewards and selections: their limits hold in training, and a run that was stopped goes on equally."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from branchgrpo import TrainConfig, Trainer, process_of
+from branchgrpo.rewards.base import load
+from branchgrpo.rewards.sums import RewardSum
+from branchgrpo.training.checkpoint_folders import newest
+from branchgrpo.training.checkpoints import read_table
+from branchgrpo.training.trainer import assign_credit
+
+SMALL = dict(steps=5, splits=(0, 2), prompts_per_iteration=2, iterations=2, evaluate_every=0, tracker="none")
+TIMES = ("seconds", "seconds_rollout", "seconds_update")
+TWO_REWARDS = "tiny-clip+0.5*tiny-aesthetic"
+LATER = dict(steps_per_pass=3, step_unit="edges", learning_rate=1e-3)
+
+
+def trainer(folder, **changes):
+    return Trainer(TrainConfig.from_dict(SMALL | {"output": str(folder)} | changes))
+
+
+def weights(t):
+    return torch.cat([p.detach().flatten() for p in t.learner.parameters.values()])
+
+
+def rows(run):
+    return [{k: v for k, v in row.items() if k not in TIMES} for row in run.metrics]
+
+
+@pytest.mark.parametrize("kl_limit", [0.0, 1e-5, float("inf")])
+def test_before_the_first_step_the_mask_is_the_clip(tmp_path, kl_limit):
+    "Nothing has moved yet, so nothing is dropped at any limit: the same weights, to the bit."
+    one = trainer(tmp_path / "clip", steps_per_pass=1)
+    two = trainer(tmp_path / "mask", steps_per_pass=1, loss="kl-mask", kl_limit=kl_limit)
+    assert one.step()["clip_fraction"] == two.step()["clip_fraction"] == 0
+    assert torch.equal(weights(one), weights(two))
+
+
+def test_the_mask_acts_in_later_steps_and_without_a_limit_never(tmp_path):
+    "At the limit 0 every edge that moves on is dropped; at inf none is, as with a clip that is never reached."
+    limits = (0.0, 1e9)
+    row = {limit: trainer(tmp_path / f"{limit}", loss="kl-mask", kl_limit=limit, **LATER).step() for limit in limits}
+    assert 0.1 < row[0.0]["clip_fraction"] < 1 and row[1e9]["clip_fraction"] == 0
+    never = trainer(tmp_path / "never", loss="kl-mask", **LATER)
+    far = trainer(tmp_path / "far", clip_range=1e6, recompute_old=True, **LATER)
+    never.step(), far.step()
+    assert torch.equal(weights(never), weights(far))
+
+
+@pytest.mark.parametrize("reward_sum", ["decoupled", "decoupled+batch"])
+def test_a_single_reward_is_normalised_as_ever(tmp_path, reward_sum):
+    one, two = trainer(tmp_path / "one"), trainer(tmp_path / "two", reward_sum=reward_sum)
+    one.step(), two.step()
+    assert torch.equal(weights(one), weights(two))
+
+
+def test_decoupled_rewards_do_not_depend_on_their_units(tmp_path):
+    "The weight of a reward counts and its unit does not: one a thousand times as large gives the same advantages."
+    clip, aesthetic = load("tiny-clip"), load("tiny-aesthetic")
+    found = {}
+    for scale in (1, 1000):
+        second = lambda images, *other: scale * aesthetic(images, *other)  # noqa: B023, E731
+        reward = RewardSum({"a": (1.0, clip), "b": (0.5, second)})
+        t = Trainer(TrainConfig.from_dict(SMALL | {"output": str(tmp_path / str(scale))}), reward=reward)
+        collected, process, noise = t.collector(0), process_of(t.settings, t.policy, 0), t.collector.noise(0)
+        for reward_sum in ("together", "decoupled"):
+            t.learner.settings = dataclasses.replace(t.settings, reward_sum=reward_sum)
+            found[scale, reward_sum] = assign_credit(t.learner, collected, process, noise)[0].advantages[-1]
+    torch.testing.assert_close(found[1, "decoupled"], found[1000, "decoupled"], rtol=1e-3, atol=1e-3)
+    assert (found[1, "together"] - found[1000, "together"]).abs().max() > 0.1
+
+
+RESUMED = {
+    "kl-mask": dict(loss="kl-mask", kl_limit=1e-6, passes=2, **LATER),
+    "decoupled": dict(reward=TWO_REWARDS, reward_sum="decoupled"),
+    "decoupled+batch": dict(reward=TWO_REWARDS, reward_sum="decoupled+batch", roots=2, splits=(1,)),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_stopped_run_goes_on_to_the_same_numbers(tmp_path, name):
+    changes = RESUMED[name] | {"checkpoint_every": 1}
+    whole = trainer(tmp_path / "whole", **changes).fit()
+    trainer(tmp_path / "half", **changes | {"iterations": 1}).fit()
+    again = trainer(tmp_path / "half", **changes).fit()
+    assert rows(whole) == rows(again)
+    one, two = (read_table(newest(tmp_path / folder), "weights") for folder in ("whole", "half"))
+    assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
