@@ -35,7 +35,7 @@ class PlanSettings:
     branch_factor: int = from_recipe()  # children per node at a split
     adaptive: bool = from_recipe()  # place the splits by the std of preview rewards (splits: how many, and the latest)
     prune_at: dict[int, int] = from_recipe()  # pruning steps and survivors, e.g. 5:24,7:12
-    selection: str = from_recipe()  # how a pruning step chooses: ovf, random, best
+    selection: str = from_recipe()  # how a pruning step chooses: ovf, random, best, diverse
     stochastic: str = from_recipe()  # steps that draw noise: all, window, splits+window
     noisy_last: bool = from_recipe()  # the last step draws noise and is trained, though its x̂₀ is the image
 
@@ -83,8 +83,10 @@ class CreditSettings:
 class SelectionSettings:
     "What is trained"
 
-    group_selection: str = from_recipe()  # leaves that count: all, ovf, random, best
+    group_selection: str = from_recipe()  # leaves that count: all, ovf, random, best, diverse
     group_keep: int = from_recipe()  # how many leaves count
+    diversity: float = from_recipe()  # of selection diverse: weight of looks against rewards, 0 (ovf) to 1
+    features: str = from_recipe()  # what images are compared by: pixels (8 × 8 means), or your own
     prune: str = from_recipe()  # edges that are trained: none, parent-top1, extreme, depth-window
     prune_keep: int = from_recipe()  # b of extreme: best and worst leaves kept
     train_fraction: float = from_recipe()  # share of the steps that is trained, drawn for each trajectory

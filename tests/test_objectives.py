@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from branchgrpo import TrainConfig, Trainer, process_of
+from branchgrpo.diversity import FEATURES
+from branchgrpo.ovf import SELECTIONS, sees_images
 from branchgrpo.rewards.base import load
 from branchgrpo.rewards.sums import RewardSum
 from branchgrpo.training.checkpoint_folders import newest
@@ -73,7 +75,54 @@ def test_decoupled_rewards_do_not_depend_on_their_units(tmp_path):
     assert (found[1, "together"] - found[1000, "together"]).abs().max() > 0.1
 
 
+CUT = dict(splits=(), roots=8, prune_at={2: 6}, group_keep=4)
+
+
+def test_without_weight_diversity_is_the_variance(tmp_path):
+    "Both selections, in flight and at the end, keep what ovf keeps at weight 0, and others at weight 0.9."
+    table = {}
+    for rule, diversity in (("ovf", 0.9), ("diverse", 0.0), ("diverse", 0.9)):
+        rules = dict(selection=rule, group_selection=rule, diversity=diversity)
+        t = trainer(tmp_path / f"{rule}{diversity}", **CUT, **rules)
+        t.step()
+        table[rule, diversity] = weights(t)
+    assert torch.equal(table["ovf", 0.9], table["diverse", 0.0])
+    assert not torch.equal(table["ovf", 0.9], table["diverse", 0.9])
+
+
+def test_a_rule_of_your_own_may_see_or_not(tmp_path):
+    "A rule of three arguments is called as ever; a marked one gets features of its own kind."
+    shapes = []
+
+    @FEATURES.register("colour")
+    def colour(images):
+        return images.mean((-2, -1)).flatten(1)
+
+    @SELECTIONS.register("first")
+    def first(rewards, k, generators):
+        return torch.arange(k).expand(len(rewards), k)
+
+    @SELECTIONS.register("seeing")
+    @sees_images
+    def seeing(rewards, k, generators, seen):
+        shapes.append((*seen.features.shape, seen.diversity))
+        return first(rewards, k, generators)
+
+    try:
+        plain = trainer(tmp_path / "plain", **CUT, selection="first", group_selection="first")
+        other = dict(selection="seeing", group_selection="seeing", features="colour", diversity=0.25)
+        marked = trainer(tmp_path / "marked", **CUT, **other)
+        plain.step(), marked.step()
+        assert torch.equal(weights(plain), weights(marked))
+        assert shapes == [(2, 8, 3, 0.25), (2, 6, 3, 0.25)]
+        with pytest.raises(ValueError, match="^group_selection: 'seeing' compares images, and ranks_per_prompt 2"):
+            trainer(tmp_path / "spread", **CUT | {"prune_at": {}}, **other, ranks_per_prompt=2)
+    finally:
+        del SELECTIONS.entries["first"], SELECTIONS.entries["seeing"], FEATURES.entries["colour"]
+
+
 RESUMED = {
+    "diverse": CUT | dict(selection="diverse", group_selection="diverse", diversity=0.5),
     "kl-mask": dict(loss="kl-mask", kl_limit=1e-6, passes=2, **LATER),
     "decoupled": dict(reward=TWO_REWARDS, reward_sum="decoupled"),
     "decoupled+batch": dict(reward=TWO_REWARDS, reward_sum="decoupled+batch", roots=2, splits=(1,)),

@@ -83,6 +83,8 @@ NEUTRAL_CREDIT = {
     "min_nodes": 0,
     "group_selection": "all",
     "group_keep": 0,
+    "diversity": 0.0,
+    "features": "pixels",
     "prune": "none",
     "prune_keep": 4,
     "train_fraction": 1.0,

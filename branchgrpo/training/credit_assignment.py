@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..beta import density_scale
 from ..credit import CreditOptions, decoupled_advantages, estimate_advantages, fuse_rewards
-from ..ovf import choose
+from ..ovf import Seen, choose
 from ..planning import sibling_s
 from ..pruning import PruningOptions, keep_edges, random_steps
 from ..rollout import GROUP, STEP_SUBSET, Noise
@@ -21,14 +21,18 @@ from .config import Settings
 from ..tree import Tree
 
 # %% ../../nbs/training/07_credit_assignment.ipynb #d9f23277
-def counted_leaves(s: Settings, rewards: Tensor, unscored: Tensor, noise: Noise) -> Tensor:
-    "Return which leaves count, (P, leaves) bool: all, or those of a group selection; none of an unscored prompt."
+def counted_leaves(
+    s: Settings, rewards: Tensor, unscored: Tensor, noise: Noise, seen: Seen | None = None
+) -> Tensor:
+    """Return which leaves count, (P, leaves) bool: all, or those of a group selection; none of an unscored prompt.
+
+    `seen` is for selections that look at the leaves' images."""
     scored = ~unscored.to(rewards.device)[:, None]
     everyone = torch.ones_like(rewards, dtype=torch.bool) & scored
     if s.group_selection == "all":
         return everyone
     generators = [noise.generator(p, GROUP) for p in noise.prompts]
-    kept = choose(s.group_selection, rewards.cpu(), s.group_keep, generators).to(rewards.device)
+    kept = choose(s.group_selection, rewards.cpu(), s.group_keep, generators, seen).to(rewards.device)
     return torch.zeros_like(everyone).scatter(1, kept, True) & scored
 
 # %% ../../nbs/training/07_credit_assignment.ipynb #e1010211

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MOST_LEAVES', 'WHOLE_FROM_ONE', 'WHOLE_FROM_ZERO', 'ABOVE_ZERO', 'FINITE_FROM_ZERO', 'OPTIONAL_FROM_ONE', 'LARGEST',
            'MOST', 'OPEN_CHOICES', 'CLOSED_CHOICES', 'fitted', 'names_of', 'digests', 'resolve', 'check_all', 'require',
-           'is_finite', 'is_number', 'require_whole', 'check_filled', 'check_numbers', 'check_choices',
+           'is_finite', 'is_number', 'require_whole', 'check_filled', 'check_numbers', 'check_choices', 'check_looks',
            'check_together', 'check_rewards', 'listed']
 
 # %% ../../nbs/training/03_resolve.ipynb #449439f9
@@ -28,7 +28,8 @@ from ..credit import ADVANTAGES, REWARD_SUMS
 from ..group_std import STDS
 from ..methods.recipe import Recipe
 from ..objective import LOSSES, RATIOS
-from ..ovf import SELECTIONS
+from ..diversity import FEATURES
+from ..ovf import SELECTIONS, looks_at_images
 from ..planning import check_process
 from ..planning_checks import check_all_noise, check_plans
 from ..pruning import PRUNINGS
@@ -173,7 +174,7 @@ def check_numbers(s: Settings) -> None:
     require(s, ABOVE_ZERO, lambda v: is_finite(v) and v > 0, f"a finite number above 0, up to {LARGEST:g}")
     require(s, FINITE_FROM_ZERO, lambda v: is_finite(v) and v >= 0, f"a finite number of at least 0, up to {LARGEST:g}")
     require(s, ("timeout_minutes",), lambda v: 0 < v <= 1e6, "above 0 and at most 1000000")
-    require(s, ("tail_ratio",), lambda v: 0 <= v <= 1, "within 0 and 1")
+    require(s, ("tail_ratio", "diversity"), lambda v: 0 <= v <= 1, "within 0 and 1")
     require(s, ("max_grad_norm", "advantage_clip"), lambda v: v > 0 and is_number(v), "a number above 0")
     require(s, ("beta",), lambda v: is_finite(v) and abs(v) <= LARGEST_BETA, "a finite number within ±1e9")
     require(s, ("s", "kl_limit"), lambda v: v >= 0 and is_number(v), "a number of at least 0, or inf")
@@ -191,6 +192,7 @@ OPEN_CHOICES = {
     "prune": PRUNINGS,
     "selection": SELECTIONS,
     "step_unit": STEP_UNITS,
+    "features": FEATURES,
 }
 CLOSED_CHOICES = {
     "mixed_precision": ("no", "bf16", "fp16"),
@@ -214,6 +216,14 @@ def check_choices(s: Settings) -> None:
         if getattr(s, setting) not in names:
             raise unknown(setting, getattr(s, setting), names)
 
+# %% ../../nbs/training/03_resolve.ipynb #b0a93d4e
+def check_looks(s: Settings) -> None:
+    "Raise `ValueError` if images of one prompt shall be compared that are on several processes."
+    for name in ("selection", "group_selection"):
+        rule = getattr(s, name)
+        if s.ranks_per_prompt > 1 and looks_at_images(rule) and (name != "selection" or s.prune_at):
+            raise ValueError(f"{name}: {rule!r} compares images, and ranks_per_prompt {s.ranks_per_prompt} spreads them")
+
 # %% ../../nbs/training/03_resolve.ipynb #49c874df
 def check_together(s: Settings) -> None:
     "Raise `ValueError` if settings contradict each other."
@@ -224,6 +234,7 @@ def check_together(s: Settings) -> None:
     if s.mixed_precision == "fp16" and not torch.cuda.is_available():
         raise ValueError("mixed_precision: fp16 needs a GPU; use no or bf16")
     check_speed(s)
+    check_looks(s)
     leaves = check_plans(s)
     if leaves > MOST_LEAVES:
         raise ValueError(f"branch_factor: {s.branch_factor} makes {leaves} leaves of a prompt, more than {MOST_LEAVES}")

@@ -20,7 +20,7 @@ from ..transition import Transition
 def assign_credit(learner: Learner, collected: Collected, process: Transition, noise: Noise) -> tuple[Rolled, Tensor]:
     "Return a rollout with the advantage of every edge and the edges to train; and which leaves count."
     s, tree, rewards = learner.settings, collected.tree, collected.rewards
-    leaf_mask = counted_leaves(s, rewards, collected.unscored, noise)
+    leaf_mask = counted_leaves(s, rewards, collected.unscored, noise, collected.seen)
     share = 1 / s.ranks_per_prompt  # each prompt is on so many processes
 
     def total(x: Tensor) -> Tensor:
