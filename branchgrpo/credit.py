@@ -24,7 +24,7 @@ def depthwise_advantages(
     values: list[Tensor],  # r̄ per depth, (P, W_d)
     clip: float | None = 5.0,  # A_max; None: no clipping
     eps: float = 1e-8,  # ϵ
-    std: str = "own",  # a name in STDS: own, pooled, global
+    std: str = "own",  # a name in STDS: own, pooled, global, none
     min_nodes: int = 0,  # trees with fewer nodes at a depth take the pooled one
     reduce: Callable[[Tensor], Tensor] = own_process,  # sums a tensor over processes
 ) -> list[Tensor]:  # A_d per depth, (P, W_d)
@@ -54,7 +54,7 @@ class CreditOptions:
     weights: str = "path"  # weights of Eq. 3: path, or edge
     leaf_mask: Tensor | None = None  # (P, leaves) bool: leaves that count; None: all
     s: float = math.inf  # s of Eq. 2: siblings' noise has the correlation 1 / (1 + s²)
-    std: str = "own"  # a name in STDS: own, pooled, global
+    std: str = "own"  # a name in STDS: own, pooled, global, none
     min_nodes: int = 0  # depths with fewer nodes take the pooled standard deviation
     reduce: Callable[[Tensor], Tensor] = own_process  # sums a tensor over processes
     clip: float | None = None  # A_max, for estimators that clip themselves; `estimate_advantages` sets it

@@ -13,6 +13,7 @@ from branchgrpo.rewards.sums import RewardSum
 from branchgrpo.training.checkpoint_folders import newest
 from branchgrpo.training.checkpoints import read_table
 from branchgrpo.training.trainer import assign_credit
+from branchgrpo.training.update import accumulate
 
 SMALL = dict(steps=5, splits=(0, 2), prompts_per_iteration=2, iterations=2, evaluate_every=0, tracker="none")
 TIMES = ("seconds", "seconds_rollout", "seconds_update")
@@ -75,6 +76,33 @@ def test_decoupled_rewards_do_not_depend_on_their_units(tmp_path):
     assert (found[1, "together"] - found[1000, "together"]).abs().max() > 0.1
 
 
+JUDGED = dict(reward="tiny-clip+0*tiny-aesthetic", kl=1.0, **LATER)
+
+
+def test_the_kl_sees_the_suspects_only(tmp_path):
+    "A reward of weight 0 judges and is not trained; with the whole share, the KL is the plain one."
+    plain, judged = trainer(tmp_path / "plain", **JUDGED | {"reward": "tiny-clip"}), trainer(tmp_path / "judged", **JUDGED)
+    first, second = plain.step(), judged.step()
+    assert first["kl"] == second["kl"] > 0 and torch.equal(weights(plain), weights(judged))
+    some = trainer(tmp_path / "some", **JUDGED, kl_share=0.3)
+    assert 0 < some.step()["kl"] < second["kl"]
+    with pytest.raises(ValueError, match=r"^kl_share: 0.3 needs rewards to compare with, of weight 0"):
+        trainer(tmp_path / "none", kl=1.0, kl_share=0.3)
+
+
+def test_a_mask_of_all_edges_is_no_mask(tmp_path):
+    t = trainer(tmp_path / "run", **JUDGED)
+    t.step()
+    process, noise = process_of(t.settings, t.policy, 1), t.collector.noise(1)
+    rolled, _ = assign_credit(t.learner, t.collector(1), process, noise)
+    found = []
+    for mask in (None, [torch.ones_like(m) for m in rolled.edge_mask], [torch.zeros_like(m) for m in rolled.edge_mask]):
+        t.learner.optimizer.zero_grad()
+        accumulate(t.learner, dataclasses.replace(rolled, kl_mask=mask))
+        found.append(torch.cat([p.grad.flatten() for p in t.learner.parameters.values()]))
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+
+
 CUT = dict(splits=(), roots=8, prune_at={2: 6}, group_keep=4)
 
 
@@ -122,6 +150,7 @@ def test_a_rule_of_your_own_may_see_or_not(tmp_path):
 
 
 RESUMED = {
+    "gated kl": JUDGED | dict(kl_share=0.3, std="none"),
     "diverse": CUT | dict(selection="diverse", group_selection="diverse", diversity=0.5),
     "kl-mask": dict(loss="kl-mask", kl_limit=1e-6, passes=2, **LATER),
     "decoupled": dict(reward=TWO_REWARDS, reward_sum="decoupled"),

@@ -92,6 +92,7 @@ NEUTRAL_CREDIT = {
     "loss": "clip",
     "kl_limit": float("inf"),
     "kl": 0.0,
+    "kl_share": 1.0,
 }
 
 # %% ../../nbs/methods/00_recipe.ipynb #073505e2

@@ -36,6 +36,7 @@ class Rolled:
     edge_mask: list[Tensor]  # (P, W_d) bool per depth
     parts: list[Tensor] | None = None  # (P, W_d) per depth: the optimiser step of each edge; None: all of the first
     iteration: int = 0  # named in messages
+    kl_mask: list[Tensor] | None = None  # (P, W_d) bool per depth: edges that the KL term sees; None: all
 
 # %% ../../nbs/training/08_gradient.ipynb #f860e00d
 def revisited(learner: Learner, rolled: Rolled, batch: MicroBatch, policy: Any) -> tuple[Gaussian, Tensor]:
@@ -66,7 +67,7 @@ class EdgeTerms:
     loss: Tensor  # (N, K), with gradient
     log_ratio: Tensor  # (N, K), log ρ
     mismatch: Tensor  # (N, K), log-density now minus that of the rollout
-    kl: Tensor  # (N, 1)
+    kl: Tensor  # (N, 1), or (N, K) if some edges have none
     outside: Tensor  # (N, K) bool, of the loss rule's trust region
 
 # %% ../../nbs/training/08_gradient.ipynb #971fb17a
@@ -86,6 +87,8 @@ def edge_terms(learner: Learner, rolled: Rolled, batch: MicroBatch) -> EdgeTerms
     kl = torch.zeros_like(loss[:, :1])
     if reference is not None:
         kl = gaussian_kl(dist.mean, reference, rolled.process.noise_scale(batch.step, dist))[:, None]
+        if rolled.kl_mask is not None:
+            kl = kl * of_batch(rolled.kl_mask, batch)
     mismatch = log_probs.detach() - of_batch(rolled.tree.log_probs, batch)
     outside = rule.outside(log_ratio.detach(), advantages, options)
     return EdgeTerms(loss + s.kl * kl, log_ratio.detach(), mismatch, kl.detach(), outside)

@@ -34,8 +34,9 @@ from ..planning import check_process
 from ..planning_checks import check_all_noise, check_plans
 from ..pruning import PRUNINGS
 from ..registry import shown, unknown, with_setting
-from ..rewards.base import check_name, reward_name, source_digest
+from ..rewards.base import check_name, reward_name, source_digest, terms
 from ..rewards.own import is_ours
+from ..rewards.scorer import part_weights
 from .config import Settings, TrainConfig
 from .parts import LOSS_MEANS, STEP_UNITS
 from .speed import check_speed
@@ -182,7 +183,7 @@ def check_numbers(s: Settings) -> None:
     require(s, ("adam_beta1", "adam_beta2"), lambda v: 0 <= v < 1, "within 0 and below 1")
     require(s, ("max_unscored",), lambda v: 0 <= v < 1, "within 0 and below 1")
     require(s, ("checkpoint_minutes",), lambda v: v is None or is_finite(v) and v > 0, "a finite number above 0")
-    require(s, ("train_fraction",), lambda v: 0 < v <= 1, "above 0 and at most 1")
+    require(s, ("train_fraction", "kl_share"), lambda v: 0 < v <= 1, "above 0 and at most 1")
 
 # %% ../../nbs/training/03_resolve.ipynb #f15742e6
 OPEN_CHOICES = {
@@ -248,6 +249,9 @@ def check_rewards(s: Settings, reward: Any = None) -> None:
     "Raise `ValueError` if a reward's name is wrong. Load no weights."
     if reward is None:
         check_name(s.reward)
+    weights = [weight for weight, _ in terms(s.reward)[0]] if reward is None else part_weights(reward).values()
+    if s.kl_share < 1 and all(weights):
+        raise ValueError(f"kl_share: {s.kl_share} needs rewards to compare with, of weight 0, such as {s.reward}+0*NAME")
     for name in listed(s.held_out):
         with_setting("held_out", check_name, name)
 

@@ -9,8 +9,9 @@ __all__ = ['assign_credit']
 from torch import Tensor
 
 from ..rollout import Noise
+from ..spread import held_values
 from .collection import Collected, held_part
-from .credit_assignment import advantages_of, counted_leaves, trained_edges
+from .credit_assignment import advantages_of, counted_leaves, kl_edges, trained_edges
 from .gradient import Rolled
 from .model import Learner
 from .parts import parts_of
@@ -29,6 +30,9 @@ def assign_credit(learner: Learner, collected: Collected, process: Transition, n
     each = {name: (collected.weights[name], part) for name, part in collected.parts.items()}
     advantages = advantages_of(s, tree, rewards, leaf_mask, total, each)
     edge_mask = trained_edges(s, tree, rewards, leaf_mask, noise)
+    kl_mask = kl_edges(s, tree, rewards, collected.unscored, each, learner.accelerator)
     parts = parts_of(tree, edge_mask, s.steps_per_pass, s.step_unit, noise)
+    kl_mask = None if kl_mask is None else held_values(collected.share, tree, kl_mask)
     tree, advantages, edge_mask, parts = held_part(collected, advantages, edge_mask, parts)
-    return Rolled(tree, collected.conditioning, process, advantages, edge_mask, parts, noise.iteration), leaf_mask
+    conditioning, iteration = collected.conditioning, noise.iteration
+    return Rolled(tree, conditioning, process, advantages, edge_mask, parts, iteration, kl_mask), leaf_mask
