@@ -75,6 +75,16 @@ EXPECTED = {
     "branchgrpo-released": Counts(203, (203, 218), 218, 37),
     # 12 chains of 16 steps are 192 calls, a star's 1 + 12·15; ⌊0.6·15⌋ = 9 steps of each are trained.
     "dancegrpo-released": Counts(181, (97, 108), 108, 2),
+    # Flow-GRPO's chains with other advantages, and with a KL term on some edges: the model before training is called for all.
+    "gdpo": Counts(240, 216, 216, reference=True),
+    "gardo": Counts(240 - 23, (193, 216), 216, reference=True),
+    "ovf-diverse": Counts(240, 12 * 9, 12 * 9, reference=True),
+    # Four roots, splits at steps 1 and 2: 4 + 4 + 8 + 16·7 calls; trained are 4 + 4 + 8 + 16·6 of them, 4 + 8 + 16·7 edges.
+    "multi-grpo": Counts(128, 4 + 4 + 8 + 16 * 6, 4 + 8 + 16 * 7, reference=True),
+    # 16 chains of 10 steps, of which three draw noise; no reference.
+    "flow-dppo": Counts(160, 48, 48),
+    # 64 chains, 16 of them trained at 9 steps; no reference.
+    "pods": Counts(640, 16 * 9, 16 * 9),
 }
 
 

@@ -90,10 +90,10 @@ def kl_edges(
     accelerator: Any,
 ) -> list[Tensor] | None:  # over depths of (P, W_d) bool; None: all
     "Return which edges the KL term sees."
-    if not s.kl or s.kl_share == 1:
+    scores = [rewards, *(part for weight, part in parts.values() if not weight)]
+    if not s.kl or s.kl_share == 1 or len(scores) == 1:
         return None
     unscored = unscored.to(rewards.device)
-    scores = [rewards, *(part for weight, part in parts.values() if not weight)]
     everyone = accelerator.gather(torch.stack(scores, -1))  # (all prompts, leaves, 1 + judges)
     known = ~accelerator.gather(unscored)
     reward, *judges = everyone[known].flatten(0, 1).T

@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import typing
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -246,12 +247,13 @@ def check_together(s: Settings) -> None:
 
 # %% ../../nbs/training/03_resolve.ipynb #68b9d715
 def check_rewards(s: Settings, reward: Any = None) -> None:
-    "Raise `ValueError` if a reward's name is wrong. Load no weights."
+    "Raise `ValueError` if a reward's name is wrong; warn if the KL term has no rewards to compare with. Load no weights."
     if reward is None:
         check_name(s.reward)
     weights = [weight for weight, _ in terms(s.reward)[0]] if reward is None else part_weights(reward).values()
-    if s.kl_share < 1 and all(weights):
-        raise ValueError(f"kl_share: {s.kl_share} needs rewards to compare with, of weight 0, such as {s.reward}+0*NAME")
+    if s.kl and s.kl_share < 1 and all(weights):
+        what = f"kl_share: {s.kl_share} compares with rewards of weight 0, and {s.reward!r} has none"
+        warnings.warn(f"{what}; all leaves have the KL term", stacklevel=2)
     for name in listed(s.held_out):
         with_setting("held_out", check_name, name)
 
