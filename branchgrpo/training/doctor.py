@@ -19,7 +19,7 @@ import torch
 from ..backbones.base import is_hub_name, resolve
 from ..prompts import load_prompts
 from ..rewards.base import Entry, split_name, terms
-from ..rewards.unified import ChatClient
+from ..rewards.unified_client import ChatClient
 from .config import Settings
 from .estimate import Estimate, estimate, verdict
 from .memory import GPU, memory_table

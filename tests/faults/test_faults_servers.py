@@ -25,7 +25,7 @@ from test_training import SMALL
 
 from branchgrpo import cli
 from branchgrpo.reproduction.warm import popen
-from branchgrpo.rewards import scorer, unified
+from branchgrpo.rewards import scorer, unified, unified_answers, unified_client
 from branchgrpo.rewards.addresses import TOKEN
 from branchgrpo.rewards.scorer import Scorer
 from branchgrpo.rewards.sums import RewardSum
@@ -258,7 +258,7 @@ def test_a_huge_answer_is_given_up(what, serve, noted):
     client, scores, _ = scored(serve(behave), timeout=20.0, retries=0, patience=0.0)
     assert scores.isnan().all()
     assert behave.sent < 30_000_000
-    happened = f"given up after {unified.LONGEST >> 20} MB: {client.last_error.partition(': ')[2]}"
+    happened = f"given up after {unified_client.LONGEST >> 20} MB: {client.last_error.partition(': ')[2]}"
     noted("faults", f"a reward server sends {what}", happened, "no score is made up; memory does not grow")
 
 
@@ -337,10 +337,10 @@ def test_waits_are_bounded_and_draw_nothing_from_the_seeds(serve):
     random.seed(0), torch.manual_seed(0)
     before = random.getstate(), torch.get_rng_state()
     for asked in ("99999999", "Fri, 31 Dec 9999 23:59:59 GMT", "", "-1"):
-        ended = unified.Try(wait=unified.asked_wait(asked))
-        waits = [unified.pause(client, attempt, ended) for attempt in range(5000)]
-        assert min(waits) >= 0.5 and max(waits) <= unified.MOST_WAIT
-    assert unified.pause(client, 2, unified.Try()) <= 4 * 1.25
+        ended = unified_answers.Try(wait=unified_answers.asked_wait(asked))
+        waits = [unified_client.pause(client, attempt, ended) for attempt in range(5000)]
+        assert min(waits) >= 0.5 and max(waits) <= unified_client.MOST_WAIT
+    assert unified_client.pause(client, 2, unified_answers.Try()) <= 4 * 1.25
     assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
 
 
