@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .options import variable
+from .option_values import variable
 
 # %% ../nbs/26_commands.ipynb #27af247b
 @dataclass

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from .. import recipes
 from .page_runs import planned_runs
 from .pages import Job
-from .run_cache import cache_key
+from .run_key import cache_key
 from ..training.config import TrainConfig
 from ..training.doctor import found
 from ..training.estimate import Estimate, advice, estimate, flag

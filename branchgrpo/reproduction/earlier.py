@@ -12,7 +12,7 @@ from pathlib import Path
 from .page_runs import page_arms
 from .pages import Job
 from .recorded import recorded_runs
-from .run_cache import cache_key, hashed_settings
+from .run_key import cache_key, hashed_settings
 
 # %% ../../nbs/reproduction/27_earlier.ipynb #87e3dbe7
 def recorded_settings(record: dict) -> dict[str, dict]:

@@ -23,7 +23,7 @@ from ..rewards.unified_client import ChatClient
 from .config import Settings
 from .estimate import Estimate, estimate, verdict
 from .memory import GPU, memory_table
-from .resolve import listed
+from .resolve_checks import listed
 from .verify import Verified, files_of, verify
 
 # %% ../../nbs/training/17_doctor.ipynb #2942ca22

@@ -24,7 +24,7 @@ from ..costs import plan_cost
 from ..rewards.base import Entry, split_name, terms
 from .config import Settings
 from .counting import Countable, Counted, counted_policy
-from .resolve import listed
+from .resolve_checks import listed
 from .share import GB, PHASES, Part, Share, compute_bytes, weight_bytes
 
 # %% ../../nbs/training/16_held.ipynb #e8d99fb3
