@@ -18,7 +18,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..backbones.base import PUBLISHED, declared, default_sizes, family, resolve
+from ..backbones.names import declared, default_sizes, family, resolve
+from ..backbones.published import PUBLISHED
 from ..backbones.live_bytes import Operations, fused_attention
 from ..policy import Policy
 from ..registry import import_target

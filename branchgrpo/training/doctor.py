@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..backbones.base import is_hub_name, resolve
+from ..backbones.names import is_hub_name, resolve
 from ..prompts import load_prompts
-from ..rewards.base import Entry, split_name, terms
+from ..rewards.names import split_name, terms
+from ..rewards.table import Entry
 from ..rewards.unified_client import ChatClient
 from .config import Settings
 from .estimate import Estimate, estimate, verdict

@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 
-from ..backbones.base import PUBLISHED, resolve
+from ..backbones.names import resolve
+from ..backbones.published import PUBLISHED
 from ..backbones.loading import encoder_names
 from ..backbones.pipeline import DECODE_BYTES, decode_costs
 from ..backbones.published import ENCODING_BYTES, T5_XXL
 from ..costs import plan_cost
-from ..rewards.base import Entry, split_name, terms
+from ..rewards.names import split_name, terms
+from ..rewards.table import Entry
 from .config import Settings
 from .counting import Countable, Counted, counted_policy
 from .resolve_checks import listed

@@ -25,7 +25,7 @@ from test_training import SMALL
 
 from branchgrpo import cli
 from branchgrpo.reproduction.warm import popen
-from branchgrpo.rewards import scorer, unified, unified_answers, unified_client
+from branchgrpo.rewards import background, scorer, unified, unified_answers, unified_client
 from branchgrpo.rewards.addresses import TOKEN
 from branchgrpo.rewards.scorer import Scorer
 from branchgrpo.rewards.sums import RewardSum
@@ -463,7 +463,7 @@ def test_every_score_belongs_to_its_image(serve, noted):
     server = serve(chaotic(0, KINDS))
     client = UnifiedReward(server.where, timeout=0.4, retries=6, wait=0.01, in_flight=8, patience=60.0)
     values = [list(range(k, 240 + k, 6)) for k in range(6)]
-    waiting = [scorer.in_background(client, images_of(v), [str(i) for i in v]) for v in values]
+    waiting = [background.in_background(client, images_of(v), [str(i) for i in v]) for v in values]
     attached = 0
     for some, future in zip(values, waiting):
         wanted = 1 + 4 * torch.tensor(some) / 255
@@ -523,7 +523,7 @@ def test_requests_and_threads_are_bounded(serve, monkeypatch, noted):
 
     monkeypatch.setattr(unified, "request_body", counted)
     client = UnifiedReward(server.where, timeout=60.0, in_flight=4)
-    waiting = [scorer.in_background(client, IMAGE.expand(6, -1, -1, -1), ["a"] * 6) for _ in range(100)]
+    waiting = [background.in_background(client, IMAGE.expand(6, -1, -1, -1), ["a"] * 6) for _ in range(100)]
     assert all((future.result(timeout=300) == 4).all() for future in waiting)
     assert len(sizes) == 600
     assert most[0] <= 4 and held[1] <= 4 and most[1] <= 40, (most, held)
@@ -578,7 +578,7 @@ class Waiting:
 @pytest.mark.fast
 def test_images_do_not_pile_up_before_a_server(monkeypatch):
     "Without a place, the next call waits for one, and looks for a signal meanwhile."
-    monkeypatch.setattr(scorer, "PLACES", threading.BoundedSemaphore(2))
+    monkeypatch.setattr(background, "PLACES", threading.BoundedSemaphore(2))
     reward = Waiting()
     first = [scorer.start_scoring(Scorer(reward), IMAGE, ["a"]) for _ in range(2)]
 
