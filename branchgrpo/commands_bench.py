@@ -7,6 +7,7 @@ __all__ = ['BenchOptions', 'whole_numbers', 'bench']
 
 # %% ../nbs/26_commands_bench.ipynb #fb1a641d
 import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,10 @@ def whole_numbers(o: BenchOptions) -> list[int]:
     for factor in o.factors:
         if not re.fullmatch("[0-9]{1,3}", factor) or not 2 <= int(factor) <= 16:
             raise ValueError(f"factors: {shown(factor)} is not a whole number from 2 to 16")
+    for setting in ("factors", "recipes"):
+        twice = [value for value, times in Counter(getattr(o, setting)).items() if times > 1]
+        if twice:
+            raise ValueError(f"{setting}: {shown(twice[0])} is named twice")
     for name in o.recipes:
         with_setting("recipes", recipes.get, name)
     require(o, "rounds", 1, 10_000)

@@ -109,6 +109,8 @@ def read_table(path: str | Path, setting: str = "config") -> dict[str, Any]:
 
     Raises `ValueError` naming `setting` and the file if the file is missing, or holds no table of settings.
     """
+    if not str(path):
+        raise ValueError(f"{setting}: '' names no file")
     text = yaml_text(Path(path), setting)
     try:
         table = parse_table(text)

@@ -44,15 +44,15 @@ def run_notebook(job: Job, target: Path) -> None:
     import papermill
     from traitlets.config import Config
 
-    socket = f"{tempfile.mkdtemp(prefix='k')}/k"
-    papermill.execute_notebook(
-        str(job.template),
-        str(target),
-        parameters=job.parameters,
-        kernel_name=warm.kernels(),
-        progress_bar=False,
-        config=Config(KernelManager={"transport": "ipc", "ip": socket}),
-    )
+    with tempfile.TemporaryDirectory(prefix="k", ignore_cleanup_errors=True) as folder:
+        papermill.execute_notebook(
+            str(job.template),
+            str(target),
+            parameters=job.parameters,
+            kernel_name=warm.kernels(),
+            progress_bar=False,
+            config=Config(KernelManager={"transport": "ipc", "ip": f"{folder}/k"}),
+        )
 
 # %% ../../nbs/reproduction/22_execution.ipynb #72e6c9de
 def mark_done(path: Path, digest: str) -> None:

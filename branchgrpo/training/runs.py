@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['commit_of', 'environment', 'with_null', 'with_nan', 'Run', 'rewind', 'check_path', 'recorded', 'is_empty',
-           'check_output', 'check_file', 'check_folder', 'check_same_run', 'facts_of', 'check_same_prompts', 'open_run']
+           'check_output', 'check_file', 'check_folder', 'check_same_run', 'facts_of', 'check_same_prompts',
+           'holds_nothing', 'open_run']
 
 # %% ../../nbs/training/01_runs.ipynb #fd30711f
 import hashlib
@@ -194,6 +195,12 @@ def check_same_prompts(info: dict, prompts: Any) -> None:
             f"it had {counts[0]}, now {change}; put the old prompts back, or choose another output"
         )
 
+# %% ../../nbs/training/01_runs.ipynb #e569cc82
+def holds_nothing(run: Run) -> bool:
+    "Return whether a run has no row and no checkpoint yet: a first reward failed, say, and other settings may begin."
+    begun = (run.path / "run.json").exists() and (run.metrics or run.evaluations or any(run.path.glob("checkpoints/*")))
+    return not begun
+
 # %% ../../nbs/training/01_runs.ipynb #f81b85dd
 def open_run(
     path: str | Path,
@@ -205,7 +212,7 @@ def open_run(
     run = Run(Path(path))
     settings = json.loads(json.dumps(settings))
     check_folder(path)
-    if (run.path / "run.json").exists():
+    if not holds_nothing(run):
         check_same_run(path, settings, free)
         if prompts is not None:
             check_same_prompts(run.info, prompts)

@@ -43,8 +43,9 @@ class Trainer:
         check_folder(s.output)
         self.prompts = load_prompts(s.prompts if prompts is None else prompts)
         self.accelerator = make_accelerator(s)
-        self.scorer, self.held_out = make_scorers(s, reward, self.accelerator.device)
-        self.policy = open_policy(s, self.accelerator.device, policy)
+        with together(self.accelerator):  # weights may be missing on one node
+            self.scorer, self.held_out = make_scorers(s, reward, self.accelerator.device)
+            self.policy = open_policy(s, self.accelerator.device, policy)
         self.policy.first_frames = self.prompts.first_frames
         self.conditioner = make_conditioner(s, self.policy, self.accelerator.device)
         self.collector = Collector(s, self.policy, self.scorer, self.prompts, self.conditioner, self.accelerator)

@@ -355,6 +355,7 @@ def make_files(f):
     put("o_file", "x")
     put("o_other/thing.txt", "x")
     put("o_run/run.json", json.dumps({"settings": {"recipe": "x"}, "state": "started"}))
+    put("o_run/metrics.jsonl", json.dumps({"iteration": 1}) + "\n")
     put("o_badrun/run.json", "{")
     put("o_listrun/run.json", "[]")
     put("o_eval/evaluation.json", "{")

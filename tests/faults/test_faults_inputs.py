@@ -125,6 +125,22 @@ def test_what_is_odd_and_fine_runs(name, files, tmp_path, noted):
     noted("inputs", name, happened="it runs", kept="what it makes", command=f"branchgrpo {line[:200]}")
 
 
+@pytest.mark.parametrize("name", ("short", "square", "text", "none"))
+def test_a_reward_whose_first_answer_is_wrong(name, files, tmp_path, capfd, noted):
+    "Nothing was trained, so the same folder takes the corrected command."
+    words = words_of("train --config {f}/small.yaml --reward", files)
+    own, output = f"{files / 'own.py'}:", ["--output", str(tmp_path / "run")]
+    code, _, err = called(capfd, [*words, own + name, *output])
+    assert code == 2, err
+    said = [line for line in err.splitlines() if line.startswith("branchgrpo: ")]
+    assert len(said) == 1, err
+    check_line(said[0] + "\n", "reward: ", files)
+    code, _, err = called(capfd, [*words, own + "ones", *output])
+    assert code == 0, err
+    happened = said[0].replace(str(files), "…")
+    noted("inputs", f"a reward that returns {name}", happened=happened, kept="the folder, for another reward")
+
+
 @pytest.mark.fast
 def test_there_are_enough_of_them():
     assert len(BAD) >= 220
