@@ -144,7 +144,7 @@ def sample(given: dict[str, Any]) -> int:
 
 def check_sample(o: SampleOptions) -> None:
     "Raise `ValueError` naming the first option that is wrong. Loads no weights."
-    from branchgrpo.training.runs import check_file
+    from branchgrpo.training.output_paths import check_file
 
     for prompt in o.prompt:
         if not prompt.strip():

@@ -18,7 +18,7 @@ from typing import Any
 from ..commands import options, require
 from ..refusals import REFUSED
 from ..registry import shown, with_setting
-from ..training.runs import check_file, check_output
+from ..training.output_paths import check_file, check_output
 from ..yaml_files import parse_table
 
 # %% ../../nbs/reproduction/15_command.ipynb #0783f968
