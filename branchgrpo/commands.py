@@ -71,7 +71,7 @@ def require(o: Any, name: str, least: float, most: float = 10**9) -> None:
         kind = "whole number" if isinstance(value, int) else "number"
         raise ValueError(f"{name}: {value} is not a {kind} from {least} to {most}")
 
-
+# %% ../nbs/26_commands.ipynb #c19aa3a9
 def options(cls: type, given: dict[str, Any], required: tuple[str, ...] = ()) -> Any:
     "Return the options of one class. Raise `ValueError` if a required one is missing."
     names = {f.name for f in dataclasses.fields(cls)}

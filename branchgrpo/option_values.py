@@ -18,7 +18,7 @@ def not_allowed(value: Any, allowed: str) -> argparse.ArgumentTypeError:
     "Return the error of a value that is not what is allowed."
     return argparse.ArgumentTypeError(f"{shown(value)} is not {allowed}")
 
-
+# %% ../nbs/25_options_values.ipynb #4d8b9b77
 def whole(value: Any) -> int:
     "Return a whole number written with the digits 0 to 9, eighteen of them at most."
     if isinstance(value, bool) or not re.fullmatch(r"[-+]?[0-9]+", str(value)):
@@ -48,7 +48,7 @@ def distinct(found: list, value: Any) -> list:
             raise argparse.ArgumentTypeError(f"{shown(value)} names step {step} twice")
     return found
 
-
+# %% ../nbs/25_options_values.ipynb #fc2858c4
 def steps(value: Any) -> tuple[int, ...] | str:
     "Return steps written as 0,3,6 (or as a list in a file), each once; a word stays a word, nothing is no step."
     if isinstance(value, str) and value[:1].isalpha():
@@ -83,14 +83,14 @@ def truth(value: Any) -> bool:
         raise not_allowed(value, "true or false")
     return known[str(value).lower()]
 
-
+# %% ../nbs/25_options_values.ipynb #6327154e
 def plain_text(value: Any) -> str:
     "Return a text; a number or a list in a file is none."
     if not isinstance(value, str):
         raise not_allowed(value, "a text")
     return value
 
-
+# %% ../nbs/25_options_values.ipynb #965979e1
 def texts(value: Any) -> tuple[str, ...]:
     "Return the texts of a list in a file."
     if not isinstance(value, (list, tuple)):

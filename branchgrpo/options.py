@@ -98,7 +98,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(one_line(message, self))
 
-
+# %% ../nbs/25_options.ipynb #8b34de53
 def parser_of(prog: str, about: str, classes: tuple[type, ...], config: bool = False) -> Parser:
     "Return the parser of a command whose options are the fields of `classes`."
     parser = Parser(prog=prog, usage="%(prog)s [options]", description=about, allow_abbrev=False, formatter_class=Help)
@@ -183,7 +183,7 @@ def not_expected(words: str, parser: Parser) -> str:
         return f"{shown(name)[1:-1]}: there is no such option{nearest_flag(name, parser)}"
     return f"{shown(first)}: there is no such option; options are written --name value"
 
-
+# %% ../nbs/25_options.ipynb #6006a96c
 def nearest_flag(wanted: str, parser: Parser) -> str:
     "Return a suggestion for an unknown flag, else an empty text."
     flags = [flag for action in parser._actions for flag in action.option_strings]

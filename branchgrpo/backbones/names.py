@@ -78,7 +78,7 @@ def is_pipeline(name: str) -> bool:
     except (OSError, ValueError):
         return False
 
-
+# %% ../../nbs/backbones/03_names.ipynb #e5ee710a
 def resolve(name: str) -> str:
     """Return the folder or hub name behind a backbone's name.
 
@@ -103,7 +103,7 @@ def absent(name: str, error: Exception) -> ValueError:
     reason = " ".join(str(error).replace(folder, "…").split())[:120]
     return ValueError(f"backbone: {shown(name)} {what} ({reason}…)")
 
-
+# %% ../../nbs/backbones/03_names.ipynb #fcaae5b4
 def not_loaded(name: str, error: Exception) -> ValueError:
     "Return the one-line error for a pipeline with a file that holds no weights, or code."
     reason = " ".join(str(error).split())[:120]

@@ -43,7 +43,7 @@ def is_readable(run: Run, checkpoint: bool = True) -> bool:
     except Exception:  # whatever the damage is, the run is trained again
         return False
 
-
+# %% ../../nbs/reproduction/01_run_cache.ipynb #075f0776
 def has_checkpoint(run: Run) -> bool:
     "Return whether a checkpoint of a run is sound; a finished run needs none of this version's format."
     try:

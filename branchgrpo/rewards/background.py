@@ -38,7 +38,7 @@ PLACES = threading.BoundedSemaphore(32)  # calls of remote rewards that are on t
 def nothing() -> None:
     "Do nothing."
 
-
+# %% ../../nbs/rewards/02_background.ipynb #7bec3d48
 def in_background(function: Callable, *arguments: Any, watch: Callable[[], None] = nothing) -> Future:
     "Call a function in a thread of its own, once there is a place; while it waits for one, it calls `watch`."
     done = Future()

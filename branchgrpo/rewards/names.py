@@ -23,7 +23,7 @@ class Named(NamedTuple):
     entry: Any  # an Entry, a class, a factory or a callable
     where: str | None  # where its weights or its server are
 
-
+# %% ../../nbs/rewards/05_names.ipynb #4fee1b41
 def place_of(entry: Any, where: str) -> str | None:
     "Return `where`, or the default of an entry; the testbed's weights are inside the package."
     place = where or (entry.where if isinstance(entry, Entry) else None)

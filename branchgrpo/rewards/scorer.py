@@ -38,7 +38,7 @@ def unscored_rows(parts: dict[str, Tensor]) -> list[int]:
     finite = torch.stack([part.isfinite() for part in parts.values()]).all(0)
     return finite.logical_not().nonzero()[:, 0].tolist()
 
-
+# %% ../../nbs/rewards/02_scorer.ipynb #b0c7ec37
 def rows_by_prompt(rows: list[int], prompts: list[str]) -> list[list[int]]:
     "Return `rows` as one list per prompt."
     groups = {}
@@ -88,7 +88,7 @@ def said(reward: Reward) -> str:
     members = [member for _, member in getattr(reward, "members", {"": (1.0, reward)}).values()]
     return next((text for member in members if (text := getattr(member, "last_error", ""))), "")
 
-
+# %% ../../nbs/rewards/02_scorer.ipynb #50e5984b
 def try_parts(scorer: Scorer, images: Tensor, prompts: list[str], metadata: list[dict] | None) -> dict[str, Tensor]:
     "Return the scores `{name: (B,)}` of one call; NaN for all of them, and one more failure, if the call fails."
     try:

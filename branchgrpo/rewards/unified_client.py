@@ -27,7 +27,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
     threading.Thread(target=loop.run_forever, name="requests", daemon=True).start()
     return loop
 
-
+# %% ../../nbs/rewards/13_unified_client.ipynb #c8c41115
 def finished(work: Coroutine) -> Any:
     "Run a coroutine in the loop of all requests and wait for it."
     future = asyncio.run_coroutine_threadsafe(work, event_loop())
@@ -107,7 +107,7 @@ async def look(client: ChatClient) -> int:
     async with asyncio.timeout(client.timeout), client.http.stream("GET", f"{client.address}/models") as response:
         return response.status_code
 
-
+# %% ../../nbs/rewards/13_unified_client.ipynb #64cffc6a
 async def check_server(client: ChatClient) -> int:
     "Return the status of the server. Raises `ValueError` if none answers, or if it refuses us."
     import httpx2

@@ -20,7 +20,7 @@ class Block:
     places: tuple[int, ...]
     kept: int  # the others only fill the block
 
-
+# %% ../../nbs/training/11_blocks.ipynb #1bb8d75a
 def prompt_blocks(count: int, process: int, processes: int) -> list[Block]:
     "Return the blocks of a process; every process has the same number of them, each of the same size."
     size = min(BLOCK, count)

@@ -117,7 +117,7 @@ class Decoding:
     one: int  # bytes
     flops: int
 
-
+# %% ../../nbs/training/16_held.ipynb #4f738cde
 def latent_shape(config: Any, height: int, width: int, frames: int) -> tuple[int, ...]:
     "Return the shape of a VAE's latent of an image or a clip."
     if "block_out_channels" in config:
@@ -137,7 +137,7 @@ def decoding_of(name: str, height: int, width: int, frames: int, bytes_per_numbe
     one, flops = decode_costs(vae, latent_shape(vae.config, height, width, frames), dtype)
     return Decoding(weights, one, flops)
 
-
+# %% ../../nbs/training/16_held.ipynb #e11712ad
 def decoding(policy: Any, s: Settings) -> Decoding:
     "Return what the VAE of a run takes."
     return decoding_of(s.backbone, policy.height, policy.width, getattr(policy, "frames", 1), weight_bytes(s))
@@ -184,7 +184,7 @@ def parameters_of(folder: Path) -> int:
             total += sum(math.prod(file.get_slice(key).get_shape()) for key in file.keys())  # noqa: SIM118
     return total
 
-
+# %% ../../nbs/training/16_held.ipynb #e537c417
 def encoder_sizes(name: str) -> list[int]:
     "Return the parameters of each encoder of a backbone; none for those whose files are not here."
     if name in PUBLISHED:

@@ -71,17 +71,17 @@ def require(settings: Settings, names: tuple[str, ...], rule: Callable[[Any], bo
         if not rule(value):
             raise ValueError(f"{name}: {shown(value)} is not {allowed}")
 
-
+# %% ../../nbs/training/03_resolve_checks.ipynb #75b1e0eb
 def is_finite(value: Any) -> bool:
     "Return whether a value is a finite number, in float32 too."
     return isinstance(value, (int, float)) and abs(value) <= LARGEST
 
-
+# %% ../../nbs/training/03_resolve_checks.ipynb #97175cc4
 def is_number(value: Any) -> bool:
     "Return whether a value is infinite, or finite in float32."
     return is_finite(value) or isinstance(value, float) and math.isinf(value)
 
-
+# %% ../../nbs/training/03_resolve_checks.ipynb #074f7cd8
 def require_whole(settings: Settings, names: tuple[str, ...], least: int) -> None:
     "Raise `ValueError` for the first of `names` that is no whole number from `least` to `MOST`; None is no number."
     for name in names:
@@ -97,7 +97,7 @@ def check_filled(s: Settings) -> None:
         if getattr(s, name) is None and type(None) not in typing.get_args(hint):
             raise ValueError(f"{name}: there is no value, neither given nor in the recipe {s.recipe!r}")
 
-
+# %% ../../nbs/training/03_resolve_checks.ipynb #279fbe92
 def check_numbers(s: Settings) -> None:
     "Raise `ValueError` naming the first number that cannot be meant."
     require_whole(s, WHOLE_FROM_ONE + OPTIONAL_FROM_ONE, 1)

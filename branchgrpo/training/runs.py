@@ -123,7 +123,7 @@ def facts_of(prompts: Any) -> dict[str, Any]:
     digest = hashlib.blake2b(json.dumps([train, test, rows], default=str).encode(), digest_size=8).hexdigest()
     return {"train": len(train), "test": len(test), "digest": digest}
 
-
+# %% ../../nbs/training/01_runs.ipynb #b539fd98
 def check_same_prompts(info: dict, prompts: Any) -> None:
     "Raise `ValueError` if the prompts are others than when the run of a run.json began; an old one does not know them."
     old, new = info.get("prompts"), facts_of(prompts)

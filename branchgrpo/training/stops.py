@@ -19,7 +19,7 @@ def check_stop(t: Any) -> None:
         by = t.stop.received or "another process"
         raise Preempted(f"stopped by {by} at iteration {t.progress.iteration}", t.stop.received)
 
-
+# %% ../../nbs/training/14_stops.ipynb #53379772
 def check_alone(t: Any) -> None:
     "Raise `Preempted` if this process has received a signal to stop: where an error of one is one of all."
     if t.stop.told():

@@ -181,7 +181,7 @@ def is_evaluated(t: Trainer) -> bool:
     s, done = t.settings, t.progress.iteration
     return bool(s.evaluate_every and done) and (done == s.iterations or done % s.evaluate_every == 0)
 
-
+# %% ../../nbs/training/14_trainer.ipynb #e9e84e83
 def complete(t: Trainer, run: Run) -> None:
     "Do the evaluation that a signal broke off, and add its scores to the row of its iteration."
     row = from_main(t.accelerator, lambda: run.metrics[-1]) if is_evaluated(t) else {"eval_reward": None}
