@@ -90,14 +90,14 @@ def require_whole(settings: Settings, names: tuple[str, ...], least: int) -> Non
             limit = "" if isinstance(value, int) and value < least else f" and at most {most}"
             raise ValueError(f"{name}: {shown(value)} is not a whole number of at least {least}{limit}")
 
-# %% ../../nbs/training/03_resolve_checks.ipynb #85e2e1c4
+# %% ../../nbs/training/03_resolve_checks.ipynb #279fbe92
 def check_filled(s: Settings) -> None:
     "Raise `ValueError` naming the first setting that has no value and needs one."
     for name, hint in field_types(Settings).items():
         if getattr(s, name) is None and type(None) not in typing.get_args(hint):
             raise ValueError(f"{name}: there is no value, neither given nor in the recipe {s.recipe!r}")
 
-# %% ../../nbs/training/03_resolve_checks.ipynb #279fbe92
+# %% ../../nbs/training/03_resolve_checks.ipynb #85e2e1c4
 def check_numbers(s: Settings) -> None:
     "Raise `ValueError` naming the first number that cannot be meant."
     require_whole(s, WHOLE_FROM_ONE + OPTIONAL_FROM_ONE, 1)
