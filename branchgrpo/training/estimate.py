@@ -15,7 +15,7 @@ from typing import Any
 from ..costs import plan_cost
 from .config import Settings
 from .counting import Counted, counted_policy
-from .held import decoding
+from .decoding import decoding
 from .share import Part, Share
 from .memory import GPU, by_phase, fits, memory_parts, peak
 
