@@ -106,7 +106,7 @@ def estimate_advantages(
 # %% ../nbs/11_credit.ipynb #2e0539c5
 REWARD_SUMS = ("together", "decoupled", "decoupled+batch")
 
-
+# %% ../nbs/11_credit.ipynb #c3b4bc61
 def known_nodes(tree: Tree, leaf_rewards: Tensor, leaf_mask: Tensor | None) -> list[Tensor]:
     "Return which nodes have a counted leaf below, a list over depths of (P, W_d) bool."
     return [value.isfinite() for value in fuse_rewards(tree, torch.zeros_like(leaf_rewards), leaf_mask=leaf_mask)]

@@ -29,7 +29,7 @@ def over_mean(table: Tensor) -> Tensor:
     "Return `table (P, G, G)` over its mean; zeros stay zeros."
     return table / table.mean((1, 2), keepdim=True).clamp(min=1e-300)
 
-
+# %% ../nbs/14_diversity.ipynb #dc647e46
 def pair_table(rewards: Tensor, features: Tensor, diversity: float) -> Tensor:
     "Return M `(P, G, G)`: how much two images differ in reward and in looks."
     rewards, features = rewards.double(), features.double().nan_to_num()

@@ -86,7 +86,7 @@ def win_rate(scores: Tensor) -> Tensor:
     "Return for each of `scores (B,)` the share of all that it beats."
     return (scores[:, None] > scores).float().mean(1)
 
-
+# %% ../nbs/16_objective.ipynb #4eb3203d
 def suspects(
     reward: Tensor,  # (B,), trained
     judges: Tensor,  # (J, B), not trained
@@ -102,7 +102,7 @@ def moves_on(log_ratio: Tensor, advantages: Tensor, kl: Tensor, kl_limit: float)
     "Return which edges `(N, K)` have left the trust region in their advantage's direction; `kl (N, 1)` per element."
     return (kl >= kl_limit) & (log_ratio * advantages > 0)
 
-
+# %% ../nbs/16_objective.ipynb #fe79d01a
 def masked_loss(
     log_ratio: Tensor,  # log ρ, (N, K)
     advantages: Tensor,  # A, (N, K)
@@ -147,19 +147,19 @@ class LossRule:
 def _clip(log_ratio, advantages, o):
     return edge_loss(log_ratio, torch.zeros_like(log_ratio), advantages, o.clip_range)
 
-
+# %% ../nbs/16_objective.ipynb #72e71618
 def _clip_outside(log_ratio, advantages, o):
     return (log_ratio.exp() - 1).abs() > o.clip_range
 
-
+# %% ../nbs/16_objective.ipynb #9c196b67
 def _kl_mask(log_ratio, advantages, o):
     return masked_loss(log_ratio, advantages, o.kl, o.kl_limit)
 
-
+# %% ../nbs/16_objective.ipynb #f604b297
 def _kl_mask_outside(log_ratio, advantages, o):
     return moves_on(log_ratio, advantages, o.kl, o.kl_limit)
 
-
+# %% ../nbs/16_objective.ipynb #bec3a07e
 LOSSES = Registry(
     "loss",
     "losses",

@@ -97,13 +97,13 @@ class Seen:
     features: Tensor  # (P, G, F): the numbers by which images are compared
     diversity: float = 0.0  # weight of what is seen against the rewards, 0…1
 
-
+# %% ../nbs/14_ovf.ipynb #f9993d2b
 def sees_images(rule: Callable) -> Callable:
     "Mark a rule that looks at images: it is called with a fourth argument, `Seen`."
     rule.sees_images = True  # pyrefly: ignore[missing-attribute]: a mark of our own
     return rule
 
-
+# %% ../nbs/14_ovf.ipynb #b5fc8869
 def looks_at_images(rule: str) -> bool:
     "Return whether the selection `rule` needs the images; all leaves that count need none."
     return rule in SELECTIONS.names() and getattr(SELECTIONS.get(rule), "sees_images", False)

@@ -81,7 +81,10 @@ JUDGED = dict(reward="tiny-clip+0*tiny-aesthetic", kl=1.0, **LATER)
 
 def test_the_kl_sees_the_suspects_only(tmp_path):
     "A reward of weight 0 judges and is not trained; with the whole share, the KL is the plain one."
-    plain, judged = trainer(tmp_path / "plain", **JUDGED | {"reward": "tiny-clip"}), trainer(tmp_path / "judged", **JUDGED)
+    plain, judged = (
+        trainer(tmp_path / "plain", **JUDGED | {"reward": "tiny-clip"}),
+        trainer(tmp_path / "judged", **JUDGED),
+    )
     first, second = plain.step(), judged.step()
     assert first["kl"] == second["kl"] > 0 and torch.equal(weights(plain), weights(judged))
     some = trainer(tmp_path / "some", **JUDGED, kl_share=0.3)

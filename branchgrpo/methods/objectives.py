@@ -14,6 +14,8 @@ GDPO_PY = "GDPO: trl-GDPO/trl-0.18.0-gdpo/trl/trainer/grpo_trainer.py"
 GDPO = FLOW_GRPO.variant(
     "gdpo",
     "Flow-GRPO's chains, each reward of a sum normalised by itself, then the batch",
+    paper="GDPO, arXiv 2601.05242",
+    equation="A_k = (r_k − mean_k) / std_k;  S = Σ_k w_k·A_k;  A = (S − mean of the batch) / std of the batch",
     reward_sum=("decoupled+batch", f"{GDPO_PY} l. 1228-1248"),
     std=("own", f"{GDPO_PY} l. 1229: 'mean and std of each reward group-wise separately' (then l. 1244: batch-wise)"),
 )
@@ -22,6 +24,8 @@ GDPO = FLOW_GRPO.variant(
 MULTI_GRPO = FLOW_GRPO.variant(
     "multi-grpo",
     "four trees with early splits: the nodes of a step are a group, for each reward by itself",
+    paper="Multi-GRPO, arXiv 2512.00743",
+    equation="A(n) = Σ_m w_m·(r̄_m(n) − mean_d,m) / std_d,m over the nodes of a depth, all roots together",
     roots=(4, "ours: the figure draws several initial noises; their number is not given"),
     splits=((1, 2), "ours: 'at selected early denoising steps' (abstract); which ones is not given"),
     branch_factor=(2, "ours: the figure draws 2 and 3; not given"),
@@ -61,6 +65,8 @@ FLOW_DPPO_SIZES = FLOW_GRPO.variant(
 FLOW_DPPO = FLOW_DPPO_SIZES.variant(
     "flow-dppo",
     "Flow-GRPO with a KL trust region in place of the clip",
+    paper="Flow-DPPO, arXiv 2606.11025",
+    equation="loss −ρA, 0 where KL ≥ τ and (ρ − 1)·A > 0",
     loss=("kl-mask", f"{DPPO_PY} l. 86-111, Eq. 18"),
     kl_limit=(1e-5, f"{DPPO_YAML} l. 116: kl_mask_threshold, a mean over elements ({DPPO_PY} l. 93)"),
     clip_range=(1e-4, "off: the KL mask does not use it"),
@@ -86,6 +92,8 @@ FLOW_DPPO = FLOW_DPPO_SIZES.variant(
 GARDO = FLOW_GRPO.variant(
     "gardo",
     "Flow-GRPO with the KL term on the tenth of the samples whose reward looks too good",
+    paper="GARDO, arXiv 2512.24138",
+    equation="U = w(r) − mean of w(judges);  loss −min(ρA, clip(ρ, 1 ± ε)A) + β_KL·KL where U is among the highest k",
     kl=(0.04, "GARDO Table 1: β = 0.04"),
     kl_share=(0.1, "GARDO A.1: k = 0.1, where it starts (see below)"),
     std=("none", "GARDO Sec. 4.3: 'removing standard deviation (Std) from advantage normalization'"),

@@ -14,6 +14,8 @@ PODS_PY = "PODS: trainer/maxvargrpo_trainer.py"
 PODS = FLOW_GRPO.variant(
     "pods",
     "64 chains, of which the 16 of largest reward variance are trained",
+    paper="PODS, arXiv 2504.13818",
+    equation="S = argmax Var(r_S) over subsets of m;  A = (r − mean r_S) / std r_S, only S is trained",
     roots=(64, "PODS: n = 64 (results/Instruct-GSM8K-512-64-16-Run1.json)"),
     group_selection=("ovf", f"PODS Lemma 3.1, Algorithm 2; {PODS_PY} l. 515-525"),
     group_keep=(16, "PODS: m = 16 (results/Instruct-GSM8K-512-64-16-Run1.json)"),
@@ -25,6 +27,8 @@ PODS = FLOW_GRPO.variant(
 OVF_DIVERSE = OVF.variant(
     "ovf-diverse",
     "training the half that differs most in reward and in looks",
+    paper="ours, after Pro-GRPO (Expand and Prune), arXiv 2512.15347",
+    equation="S = argmax Σ_ij in S of (1 − w)·(r_i − r_j)² + w·d_ij, each over its mean;  only S is trained",
     group_selection=("diverse", "ours: Pro-GRPO Eq. 10 with a second mean over pairs"),
     diversity=(0.5, "ours: as much as the rewards"),
     features=("pixels", "ours: means of an 8 × 8 grid"),

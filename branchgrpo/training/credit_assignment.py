@@ -23,9 +23,7 @@ from .config import Settings
 from ..tree import Tree
 
 # %% ../../nbs/training/07_credit_assignment.ipynb #d9f23277
-def counted_leaves(
-    s: Settings, rewards: Tensor, unscored: Tensor, noise: Noise, seen: Seen | None = None
-) -> Tensor:
+def counted_leaves(s: Settings, rewards: Tensor, unscored: Tensor, noise: Noise, seen: Seen | None = None) -> Tensor:
     """Return which leaves count, (P, leaves) bool: all, or those of a group selection; none of an unscored prompt.
 
     `seen` is for selections that look at the leaves' images."""
