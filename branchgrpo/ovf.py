@@ -71,7 +71,7 @@ def ends_of_rows(rows: Tensor, k: int) -> Tensor:
     return torch.where(rank < low, ascending[:, :k], from_above)
 
 # %% ../nbs/14_ovf.ipynb #f615967f
-SELECTIONS = Registry("selection", "selections", {"diverse": "branchgrpo.diversity:diverse"})
+SELECTIONS = Registry("selection", "selections")
 
 # %% ../nbs/14_ovf.ipynb #c2135610
 @SELECTIONS.register("ovf")
@@ -88,6 +88,9 @@ def _random(rewards, k, generators):
 @SELECTIONS.register("best")
 def _best(rewards, k, generators):
     return rewards.sort(dim=-1, descending=True, stable=True).indices[:, :k].sort(-1).values
+
+# %% ../nbs/14_ovf.ipynb #4bab0017
+SELECTIONS.register("diverse")("branchgrpo.diversity:diverse")
 
 # %% ../nbs/14_ovf.ipynb #97b8975d
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,6 @@ from torch import Tensor
 from ..gaussian import Gaussian
 from ..objective import LOSSES, RATIOS, LossOptions, gaussian_kl, needs_means
 from ..rollout import edge_log_probs, revisit
-from .config import Settings
 from .micro_batches import MicroBatch, shared_micro_batches
 from .model import Learner, autocast, reference_policy
 from ..transition import Transition
@@ -142,7 +141,7 @@ def accumulate(
     first: bool = True,  # no step of the iteration was taken yet: a signal may end it here
 ) -> dict[str, Any]:
     "Add the gradient of one step; return means over its edges, their number here, and its mean over processes."
-    s, accelerator = learner.settings, learner.accelerator
+    accelerator = learner.accelerator
     batches = batches or shared_micro_batches(learner, rolled.tree, rolled.edge_mask)
     edges, mean_edges = count_edges(learner, batches)
     some_edges = mean_edges.clamp(min=1 / accelerator.num_processes)  # of a step without edges, the loss is 0

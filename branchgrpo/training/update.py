@@ -27,7 +27,8 @@ def keep_old(learner: Learner, rolled: Rolled, later: list[MicroBatch]) -> None:
     again = learner.settings.recompute_old or with_means
     for batch in later if not again else ():
         batch.old = (of_batch(rolled.tree.log_probs, batch), None)
-    for batch in until_told(learner, later) if again else ():
+    filled = [batch for batch in later if learner.is_sharded or not batch.is_empty]
+    for batch in until_told(learner, filled) if again else ():
         with autocast(learner):
             dist, children = revisited(learner, rolled, batch, learner.policy)
         batch.first_pass(edge_log_probs(dist, children), dist.mean if with_means else None)
