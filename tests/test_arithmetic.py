@@ -58,6 +58,8 @@ EXPECTED = {
     "branchgrpo-adaptive": Counts((136, 271), (120, 255), (135, 271)),
     # Flow-GRPO: N·T = 24·10 calls. 9 of 10 steps are trained (timestep_fraction 0.99), each with a reference.
     "flow-grpo": Counts(240, 216, 216, reference=True),
+    "grpo-guard": Counts(240, 216, 216, reference=True),
+    "flow-cps": Counts(240, 216, 216, reference=True),
     "uniform-subsample": Counts(240, 12 * 9, 12 * 9, reference=True),
     "ovf": Counts(240, 12 * 9, 12 * 9, reference=True),
     # Pro-GRPO: Σ N_k Δt_k + (N_0 − K) = 48·5 + 24·2 + 12·3 + 36, and 24·5 + 16·2 + 12·3 + 12.
