@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['NUMBER', 'READ', 'ONLY_FLAGS', 'MESSAGES', 'sections_of', 'comments_of', 'not_allowed', 'whole', 'number', 'distinct',
-           'steps', 'pairs', 'truth', 'plain_text', 'texts', 'without_none', 'flag_of', 'shown_default', 'add_section',
-           'Help', 'Parser', 'parser_of', 'parse', 'joined', 'from_file', 'one_line', 'not_expected', 'nearest_flag',
-           'variable']
+           'steps', 'table', 'pairs', 'factors', 'truth', 'plain_text', 'texts', 'without_none', 'flag_of',
+           'shown_default', 'add_section', 'Help', 'Parser', 'parser_of', 'parse', 'joined', 'from_file', 'one_line',
+           'not_expected', 'nearest_flag', 'variable']
 
 # %% ../nbs/25_options.ipynb #969b75d9
 import argparse
@@ -18,6 +18,7 @@ import operator
 import os
 import re
 import typing
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from .registry import shown
@@ -86,19 +87,29 @@ def steps(value: Any) -> tuple[int, ...] | str:
         raise error if "twice" in str(error) else not_allowed(value, allowed) from None
 
 # %% ../nbs/25_options.ipynb #5164857c
-def pairs(value: Any) -> dict[int, int]:
-    "Return pairs written as 5:24,7:12 (or as a table in a file); nothing is no pair."
+def table(value: Any, read: Callable[[Any], Any], example: str) -> dict[int, Any]:
+    "Return pairs of a step and what `read` reads, written as `example` (or as a table in a file); nothing is no pair."
     items = list(value.items()) if isinstance(value, dict) else [tuple(i.split(":")) for i in str(value).split(",")]
     if value == "":
         return {}
     if any(len(item) != 2 for item in items):
-        raise not_allowed(value, "a list of pairs such as 5:24,7:12")
+        raise not_allowed(value, f"a list of pairs such as {example}")
     try:
-        found = [(whole(step), whole(count)) for step, count in items]
+        found = [(whole(step), read(count)) for step, count in items]
     except argparse.ArgumentTypeError:
-        raise not_allowed(value, "a list of pairs such as 5:24,7:12") from None
+        raise not_allowed(value, f"a list of pairs such as {example}") from None
     distinct([step for step, _ in found], value)
     return dict(found)
+
+
+def pairs(value: Any) -> dict[int, int]:
+    "Return pairs of whole numbers written as 5:24,7:12."
+    return table(value, whole, "5:24,7:12")
+
+
+def factors(value: Any) -> dict[int, float]:
+    "Return pairs of a step and a number written as 0:1,3:1.5."
+    return table(value, number, "0:1,3:1.5")
 
 # %% ../nbs/25_options.ipynb #47447a4b
 def truth(value: Any) -> bool:
@@ -136,6 +147,7 @@ READ = {  # type of a field: how a value is read, and what the help calls it
     str: (plain_text, "TEXT"),
     tuple[int, ...] | str: (steps, "STEPS"),
     dict[int, int]: (pairs, "STEP:COUNT"),
+    dict[int, float]: (factors, "STEP:NUMBER"),
     tuple[str, ...]: (texts, "TEXT"),
 }
 

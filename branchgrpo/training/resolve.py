@@ -39,6 +39,7 @@ from .config import Settings, TrainConfig
 from .parts import LOSS_MEANS, STEP_UNITS
 from .speed import check_speed
 from ..settings import check_types, field_types
+from ..step_weights import STEP_WEIGHTS, check_step_weights
 
 # %% ../../nbs/training/03_resolve.ipynb #93a199c3
 def fitted(name: str, backbone: str, policy: Any = None) -> tuple[Recipe, str]:
@@ -100,6 +101,7 @@ def check_all(s: Settings, kind: str, policy=None, reward=None) -> None:
     check_rewards(s, reward)
     check_process(s, kind)
     check_all_noise(s, kind, policy, s.mixed_precision)
+    check_step_weights(s, kind, policy)
 
 # %% ../../nbs/training/03_resolve.ipynb #a6ecb567
 MOST_LEAVES = 65_536  # of one prompt
@@ -191,6 +193,7 @@ OPEN_CHOICES = {
     "prune": PRUNINGS,
     "selection": SELECTIONS,
     "step_unit": STEP_UNITS,
+    "step_weights": STEP_WEIGHTS,
 }
 CLOSED_CHOICES = {
     "mixed_precision": ("no", "bf16", "fp16"),
