@@ -32,7 +32,7 @@ def levels_left(s: MethodSettings) -> list[int]:
     "Return which levels of the grid of `steps` are left after merging. Raise `ValueError` if they cannot be merged."
     return merged_levels(s.steps, s.merged)
 
-
+# %% ../nbs/23_planning.ipynb #3ccf20ae
 def taken_steps(s: MethodSettings) -> int:
     "Return the steps of a rollout, before a solver shortens its tail."
     return len(levels_left(s)) - 1
@@ -73,7 +73,7 @@ def split_steps(s: MethodSettings, iteration: int = 0) -> tuple[int, ...]:
     inside = window_steps(s, iteration)
     return one_of("splits", s.splits, {"window": inside, "window-start": inside[:1]})
 
-
+# %% ../nbs/23_planning.ipynb #06320261
 def side_steps(s: MethodSettings, iteration: int = 0) -> tuple[int, ...]:
     "Return the steps that have side branches at `iteration`."
     if not isinstance(s.side, str):

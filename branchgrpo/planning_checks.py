@@ -126,7 +126,7 @@ def noise_setting(s: MethodSettings) -> str:
     "Return the setting that decides how much noise a step draws, and its value."
     return f"noise_factors: {s.noise_factors}" if s.noise_factors else f"eta: {s.eta}"
 
-
+# %% ../nbs/23_planning_checks.ipynb #58f3367d
 def no_noise(s: MethodSettings, step: int, std: float) -> ValueError:
     "Return the error for a step that draws too little noise."
     if step == taken_steps(s) - 1:

@@ -35,7 +35,7 @@ def flow_grpo_noise(sigmas: Tensor, a: float) -> Tensor:
     # g = a·√(σ / (1 − σ)); where σ = 1 the denominator takes the next level
     return a * torch.sqrt(sigma / (1 - torch.where(sigma == 1, sigmas[1].float(), sigma)))
 
-
+# %% ../nbs/03_samplers.ipynb #e3b0019e
 def linear_noise(sigmas: Tensor, a: float) -> Tensor:
     """Return a noise level g that falls linearly to 0, for each step between `sigmas (T + 1,)`: `(T,)`.
 

@@ -23,13 +23,13 @@ from .transition import Transition
 # %% ../nbs/23_step_weights.ipynb #91e24e1c
 STEP_WEIGHTS = Registry("step_weights", "step_weights")
 
-
+# %% ../nbs/23_step_weights.ipynb #58c1cb34
 @STEP_WEIGHTS.register("equal")
 def equal(process: Transition, step: int) -> float:
     "Return 1."
     return 1.0
 
-
+# %% ../nbs/23_step_weights.ipynb #f23b15f8
 @STEP_WEIGHTS.register("std")
 def std(process: Transition, step: int) -> float:
     "Return the std of the step's noise. Source: TempFlow-GRPO."
@@ -66,7 +66,7 @@ def mean_weight(s: MethodSettings, policy) -> float:
         raise ValueError(f"step_weights: {s.step_weights!r} gives every trained step the weight 0")
     return mean
 
-
+# %% ../nbs/23_step_weights.ipynb #97b3dae6
 def weights_of(s: MethodSettings, policy, process: Transition, steps: Iterable[int]) -> dict[int, float]:
     "Return the weight of each of `steps` of an iteration's process, {step: weight}."
     mean = mean_weight(s, policy)
@@ -80,7 +80,7 @@ def weighted_advantages(s: MethodSettings, policy, process: Transition, steps: I
     weights = weights_of(s, policy, process, steps)
     return [of_depth * weights.get(d - 1, 1.0) for d, of_depth in enumerate(advantages)]
 
-
+# %% ../nbs/23_step_weights.ipynb #503cdf79
 def check_step_weights(s: MethodSettings, kind: str, policy=None) -> None:
     "Raise `ValueError` if the steps of a model of `kind` (flow or diffusion) cannot be weighed."
     if STEP_WEIGHTS.get(s.step_weights) is equal:
