@@ -92,7 +92,7 @@ FLASH_CONFIG = "Flash-GRPO: config/dgx.py"
 
 FLASH = FLOW_GRPO.variant(
     "flash-grpo",
-    "eight chains that draw noise at one step, drawn anew for each rollout and weighted by one over its gradient's scale",
+    "eight chains that draw noise at one step, drawn anew each time and weighted against its gradient's scale",
     paper="Flash-GRPO, arXiv 2605.15980",
     equation="i ~ U{0…9};  A = (r − mean r) / std;  loss weight ∝ 1 / λ_i, λ_i = √h/g + g√h(1 − σ)/(2σ)",
     roots=(8, f"{FLASH_CONFIG}: four copies of a prompt with num_videos_per_prompt = 2"),

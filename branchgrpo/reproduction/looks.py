@@ -38,6 +38,11 @@ COLOURS = {
     "ovf": "#7B3294",
     "pro-grpo": "#CC79A7",
     "pro-grpo-flash": "#882255",
+    "tempflow-grpo": "#2AA198",
+    "g2rpo": "#4B8B3B",
+    "flash-grpo": "#6699CC",
+    "e-grpo": "#C71585",
+    "growing-noise-tree": "#661100",
 }
 
 # %% ../../nbs/reproduction/26_looks.ipynb #f1a0b572
