@@ -12,7 +12,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from .methods import branch_once, branchgrpo, noise_and_merged, pro_grpo, released
+from .methods import branch_once, branchgrpo, noise_and_merged, one_value, pro_grpo, released
 from .methods.recipe import Recipe, Sourced, adapted, changed
 from . import yaml_files
 from .registry import Registry, shown, unknown
@@ -22,6 +22,7 @@ from .settings import MethodSettings, field_types
 METHODS = (
     *branchgrpo.METHODS,
     *pro_grpo.METHODS,
+    *one_value.METHODS,
     *released.METHODS,
     *branch_once.METHODS,
     *noise_and_merged.METHODS,
