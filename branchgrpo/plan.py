@@ -9,7 +9,7 @@ __all__ = ['PlanShapes', 'RolloutPlan']
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .counts import CallCounts
+from .previews import PreviewCounts, complete_table
 
 # %% ../nbs/06_plan.ipynb #5b4b2388
 class PlanShapes:
@@ -79,7 +79,7 @@ def _check_fields(plan: "RolloutPlan") -> None:
 
 # %% ../nbs/06_plan.ipynb #d809f371
 @dataclass(frozen=True)
-class RolloutPlan(PlanShapes, CallCounts):
+class RolloutPlan(PlanShapes, PreviewCounts):
     """How one prompt's tree is rolled out, and which of its edges get a gradient.
 
     Raises `ValueError` naming the field and the value. Source: BranchGRPO Sec. 3.2; Pro-GRPO Sec. 3.3.
@@ -93,6 +93,8 @@ class RolloutPlan(PlanShapes, CallCounts):
     trained: frozenset[int] = None  # steps with a gradient; None: the steps that draw noise
     noisy_last: bool = False  # the last step may draw noise, although its x̂₀ is the image
     same_root: bool = False  # all roots of a prompt have the same initial noise
+    previews: dict[int, tuple[int, ...]] = field(default_factory=dict)  # {depth: steps of each completion of a node}
+    preview_levels: str = "grid"  # levels of the completions: of the rollout's grid, or even parts of what is left
 
     def __post_init__(self):
         _complete(self)
@@ -104,7 +106,7 @@ class RolloutPlan(PlanShapes, CallCounts):
         return self.stochastic if self.noisy_last else self.stochastic - {self.steps - 1}
 
     def __hash__(self):
-        tables = (*self.splits.items(), *self.prune_at.items())
+        tables = (*self.splits.items(), *self.prune_at.items(), *self.previews.items(), self.preview_levels)
         return hash((self.steps, self.roots, *tables, self.stochastic, self.trained, self.noisy_last, self.same_root))
 
 # %% ../nbs/06_plan.ipynb #471a29a5
@@ -118,7 +120,8 @@ def _complete(plan: RolloutPlan) -> None:
     splits = _step_table("splits", plan.splits, n, "factor")
     prune_at = _step_table("prune_at", plan.prune_at, n, "number of survivors")
     stochastic = _step_set("stochastic", range(n) if plan.stochastic is None else plan.stochastic, n)
-    complete = {"splits": splits, "prune_at": prune_at, "stochastic": stochastic}
+    previews = complete_table(plan.previews, n, plan.preview_levels)
+    complete = {"splits": splits, "prune_at": prune_at, "stochastic": stochastic, "previews": previews}
     for name, value in complete.items():
         object.__setattr__(plan, name, value)  # the plan is frozen for everyone else
     trained = plan.drawn if plan.trained is None else _step_set("trained", plan.trained, n)
