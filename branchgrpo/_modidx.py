@@ -1671,6 +1671,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'branchgrpo.rollout.nothing': ('rollout.html#nothing', 'branchgrpo/rollout.py'),
                                     'branchgrpo.rollout.prune_or_split': ('rollout.html#prune_or_split', 'branchgrpo/rollout.py'),
                                     'branchgrpo.rollout.rollout': ('rollout.html#rollout', 'branchgrpo/rollout.py'),
+                                    'branchgrpo.rollout.show_previews': ('rollout.html#show_previews', 'branchgrpo/rollout.py'),
                                     'branchgrpo.rollout.take_step': ('rollout.html#take_step', 'branchgrpo/rollout.py')},
             'branchgrpo.samplers': { 'branchgrpo.samplers._x0_and_noise': ('samplers.html#_x0_and_noise', 'branchgrpo/samplers.py'),
                                      'branchgrpo.samplers.cps_step': ('samplers.html#cps_step', 'branchgrpo/samplers.py'),
