@@ -60,11 +60,18 @@ class RolloutHooks:
     select: Callable
     decide: AdaptiveSplits | None
     groups: int  # of processes that share prompts
+    preview: Callable[[int, int, Tensor], None] = nothing
     selected: int = 0
+    scores: dict[int, list[Tensor]] = field(default_factory=dict)  # {depth: of each completion (P, W_d)}
 
     @property
     def previews(self) -> int:
         return self.selected + (self.decide.previews * self.groups if self.decide else 0)
+
+    @property
+    def completed(self) -> dict[int, Tensor]:
+        "Return the scores (P, W_d, m) of the previews that the plan asks for, by depth."
+        return {depth: torch.stack(scores, 2) for depth, scores in self.scores.items()}
 
 # %% ../../nbs/training/06_collection.ipynb #9c1b24c6
 def rollout_hooks(s: Settings, rewards_of: RolloutRewards, noise: Noise, accelerator) -> RolloutHooks:
@@ -83,13 +90,19 @@ def rollout_hooks(s: Settings, rewards_of: RolloutRewards, noise: Noise, acceler
         generators = [noise.generator(p, preview_stream(step)) for p in noise.prompts]
         return choose(s.selection, rewards, k, generators)
 
+    def preview(depth: int, number: int, ends: Tensor) -> None:
+        rewards_of.step, rewards_of.what = depth, f"a preview of depth {depth} or its image"
+        scores = rewards_of(ends)[0]
+        hooks.selected += s.prompts_per_iteration * scores.shape[1]
+        hooks.scores.setdefault(depth, []).append(scores)
+
     def total(value: Tensor) -> Tensor:
         return accelerator.reduce(value, "sum")
 
     decide = None
     if s.adaptive and not isinstance(s.splits, str):
         decide = AdaptiveSplits(known, len(s.splits), s.branch_factor, max(s.splits), reduce=total)
-    hooks = RolloutHooks(select, decide, accelerator.num_processes // s.ranks_per_prompt)
+    hooks = RolloutHooks(select, decide, accelerator.num_processes // s.ranks_per_prompt, preview)
     return hooks
 
 # %% ../../nbs/training/06_collection.ipynb #2979f41c
@@ -104,8 +117,9 @@ class Collected:
     parts: dict[str, Tensor]  # each reward of a sum, (P, leaves)
     unscored: Tensor  # (P,) bool
     unscored_prompts: int  # over all processes
-    previews: int  # x̂₀ predictions scored, over all processes
+    previews: int  # x̂₀ predictions and other previews scored, over all processes
     share: Whole  # which nodes are on this process
+    completed: dict[int, Tensor] = field(default_factory=dict)  # {depth: (P, W_d, m)} scores of the plan's previews
 
 # %% ../../nbs/training/06_collection.ipynb #9241690c
 def held_part(
@@ -163,6 +177,7 @@ def roll(c: Collector, iteration: int, hooks: RolloutHooks, share: Whole) -> tup
         s.max_batch,
         select=hooks.select,
         decide=hooks.decide,
+        preview=hooks.preview,
         share=share,
         pad=s.pad_batches,
         watch=c.watch,
@@ -186,4 +201,5 @@ def collect(c: Collector, iteration: int) -> Collected:
     images, unscored = rewards_of.images, rewards_of.unscored
     if unscored_prompts:
         conditioning = emptied(tree, conditioning, unscored)
-    return Collected(tree, conditioning, rewards, images, parts, unscored, unscored_prompts, hooks.previews, share)
+    counts = (unscored_prompts, hooks.previews)
+    return Collected(tree, conditioning, rewards, images, parts, unscored, *counts, share, hooks.completed)

@@ -38,11 +38,16 @@ def fusion_beta(s: Settings, tree: Tree) -> float:
 
 # %% ../../nbs/training/07_credit_assignment.ipynb #3a6d0371
 def advantages_of(
-    s: Settings, tree: Tree, rewards: Tensor, leaf_mask: Tensor | None, reduce: Callable[[Tensor], Tensor]
+    s: Settings,
+    tree: Tree,
+    rewards: Tensor,  # (P, leaves)
+    leaf_mask: Tensor | None,
+    reduce: Callable[[Tensor], Tensor],
+    previews: dict[int, Tensor] | None = None,  # {depth: (P, W_d, m)}
 ) -> list[Tensor]:
     "Return the advantage of every node, a list over depths of (P, W_d); `reduce` sums over processes."
     beta = fusion_beta(s, tree)
-    options = CreditOptions(beta, s.weights, leaf_mask, sibling_s(s), s.std, s.min_nodes, reduce)
+    options = CreditOptions(beta, s.weights, leaf_mask, sibling_s(s), s.std, s.min_nodes, reduce, previews=previews)
     return estimate_advantages(tree, rewards, s.advantage, options, s.advantage_clip)
 
 # %% ../../nbs/training/07_credit_assignment.ipynb #9e464a77

@@ -22,7 +22,11 @@ def assign_credit(learner: Learner, collected: Collected, process: Transition, n
     s, tree, rewards = learner.settings, collected.tree, collected.rewards
     leaf_mask = counted_leaves(s, rewards, collected.unscored, noise)
     share = 1 / s.ranks_per_prompt  # each prompt is on so many processes
-    advantages = advantages_of(s, tree, rewards, leaf_mask, lambda x: learner.accelerator.reduce(x, "sum") * share)
+
+    def reduce(sums: Tensor) -> Tensor:
+        return learner.accelerator.reduce(sums, "sum") * share
+
+    advantages = advantages_of(s, tree, rewards, leaf_mask, reduce, collected.completed)
     edge_mask = trained_edges(s, tree, rewards, leaf_mask, noise)
     parts = parts_of(tree, edge_mask, s.steps_per_pass, s.step_unit, noise)
     tree, advantages, edge_mask, parts = held_part(collected, advantages, edge_mask, parts)
