@@ -39,7 +39,7 @@ def check_size(s: MethodSettings, plan: RolloutPlan) -> None:
     "Raise `ValueError` if a tree has more than `MOST_NODES` nodes."
     grown = s.branch_factor ** len(s.splits) if s.adaptive else 1
     if plan.nodes * grown > MOST_NODES:
-        name = "branch_factor" if s.splits and s.branch_factor > 1 else "roots"
+        name = "branch_factor" if (s.splits or s.side) and s.branch_factor > 1 else "roots"
         raise ValueError(
             f"{name}: {getattr(s, name)} makes trees of more than {MOST_NODES} nodes "
             f"(steps {s.steps}, roots {s.roots}, splits {s.splits}, branch_factor {s.branch_factor})"
@@ -60,6 +60,8 @@ def check_adaptive(s: MethodSettings, plan: RolloutPlan) -> None:
     "Raise `ValueError` if adaptive splits cannot all come, or could come where none is allowed."
     if isinstance(s.splits, str) or not s.splits:
         raise ValueError(f"splits: {s.splits!r} are no steps; adaptive splits need their number and the latest")
+    if s.side:
+        raise ValueError(f"side: {s.side!r} is not possible with adaptive splits")
     if s.branch_factor < 2:
         raise ValueError(f"branch_factor: {s.branch_factor} is below 2, so adaptive splits would split nothing")
     last, free = max(s.splits), plan.steps - 2

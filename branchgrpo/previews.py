@@ -8,7 +8,7 @@ __all__ = ['PREVIEW_LEVELS', 'picked', 'check_steps', 'complete_table', 'Preview
 # %% ../nbs/05_previews.ipynb #4fe4f593
 from collections.abc import Iterable, Mapping
 
-from .counts import CallCounts
+from .counts import CallCounts, families
 from .registry import unknown
 
 # %% ../nbs/05_previews.ipynb #4da19a17
@@ -50,8 +50,10 @@ class PreviewCounts(CallCounts):
     previews: dict[int, tuple[int, ...]]
 
     def preview_nodes(self, depth: int) -> range:
-        "Return the nodes of a depth that are completed."
-        return range(self.populations[depth] if depth in self.previews else 0)
+        "Return the nodes of a depth that are completed: all, or those that a side step has just made."
+        width = self.populations[depth] if depth in self.previews else 0
+        first = families(self, depth - 1).first if depth - 1 in self.side else 0
+        return range(min(first, width), width)
 
     @property
     def preview_calls(self) -> int:

@@ -32,7 +32,8 @@ class PlanSettings:
     roots: int = from_recipe()  # chains that begin for each prompt
     same_root: bool = from_recipe()  # all of a prompt's roots have the same initial noise
     splits: tuple[int, ...] | str = from_recipe()  # steps that branch; window: all its steps; window-start: its first
-    branch_factor: int = from_recipe()  # children per node at a split
+    branch_factor: int = from_recipe()  # children per node at a split, or branches at a side step
+    side: tuple[int, ...] | str = from_recipe()  # steps at which branches with noise leave a chain without; all; window
     adaptive: bool = from_recipe()  # place the splits by the std of preview rewards (splits: how many, and the latest)
     prune_at: dict[int, int] = from_recipe()  # pruning steps and survivors, e.g. 5:24,7:12
     selection: str = from_recipe()  # how a pruning step chooses: ovf, random, best
@@ -72,9 +73,7 @@ class ProcessSettings:
 class CreditSettings:
     "Credit"
 
-    advantage: str = (
-        from_recipe()
-    )  # depthwise, joint, leave-one-out, leaf-backup, broadcast, gains, joint-gains, (consistent-)turns
+    advantage: str = from_recipe()  # depthwise, joint, siblings, leave-one-out, …; with previews: gains, turns, …
     beta: float = from_recipe()  # β of Eq. 3: how much a path's log-probability weighs in reward fusion
     beta_scale: str = from_recipe()  # log-densities in Eq. 3 over D elements: mean, sum, or sqrt (mean times √D)
     weights: str = from_recipe()  # log-probabilities in Eq. 3: of the path, or of the edge

@@ -54,6 +54,7 @@ def adapted(recipe: Recipe, changes: dict[str, Sourced]) -> Recipe:
 NEUTRAL = MethodSettings(
     roots=1,
     same_root=False,
+    side=(),
     prune_at={},
     selection="ovf",
     stochastic="all",

@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..adaptive import AdaptiveSplits
 from ..ovf import choose
+from ..plan import RolloutPlan
 from ..planning import plan_of, process_of, sibling_s
 from ..prompts import PromptSet
 from ..rewards.base import Scorer
@@ -62,16 +64,16 @@ class RolloutHooks:
     groups: int  # of processes that share prompts
     preview: Callable[[int, int, Tensor], None] = nothing
     selected: int = 0
-    scores: dict[int, list[Tensor]] = field(default_factory=dict)  # {depth: of each completion (P, W_d)}
+    scores: dict[int, list[Tensor]] = field(default_factory=dict)  # {depth: (P, V) of each completion}
 
     @property
     def previews(self) -> int:
         return self.selected + (self.decide.previews * self.groups if self.decide else 0)
 
-    @property
-    def completed(self) -> dict[int, Tensor]:
-        "Return the scores (P, W_d, m) of the previews that the plan asks for, by depth."
-        return {depth: torch.stack(scores, 2) for depth, scores in self.scores.items()}
+    def completed(self, plan: RolloutPlan) -> dict[int, Tensor]:
+        "Return the scores (P, W_d, m) of the plan's previews, by depth; NaN for nodes that are not completed."
+        scores = {depth: torch.stack(found, 2) for depth, found in self.scores.items()}
+        return {d: pad(x, (0, 0, plan.preview_nodes(d).start, 0), value=torch.nan) for d, x in scores.items()}
 
 # %% ../../nbs/training/06_collection.ipynb #9c1b24c6
 def rollout_hooks(s: Settings, rewards_of: RolloutRewards, noise: Noise, accelerator) -> RolloutHooks:
@@ -202,4 +204,4 @@ def collect(c: Collector, iteration: int) -> Collected:
     if unscored_prompts:
         conditioning = emptied(tree, conditioning, unscored)
     counts = (unscored_prompts, hooks.previews)
-    return Collected(tree, conditioning, rewards, images, parts, unscored, *counts, share, hooks.completed)
+    return Collected(tree, conditioning, rewards, images, parts, unscored, *counts, share, hooks.completed(tree.plan))

@@ -83,8 +83,9 @@ def resolve(config: TrainConfig, policy=None, reward=None, prompts=None) -> Sett
     table = dataclasses.asdict(config)
     table |= {k: v for k, v in dataclasses.asdict(recipe.values).items() if table[k] is None}
     table |= names_of(config, policy, reward, prompts) | {"recipe": recipe.name}
-    if not isinstance(table["splits"], str):
-        table["splits"] = tuple(table["splits"])
+    for name in ("splits", "side"):
+        if not isinstance(table[name], str):
+            table[name] = tuple(table[name])
     settings = Settings(**table)
     check_all(settings, kind, policy, reward)
     return dataclasses.replace(settings, sources=digests(settings, reward, prompts))
@@ -219,6 +220,8 @@ def check_together(s: Settings) -> None:
         raise ValueError(f"base_dtype: {s.base_dtype!r} needs an adapter (lora_rank); trained weights stay float32")
     if s.sharding != "none" and s.mixed_precision == "fp16":
         raise ValueError(f"sharding: {s.sharding!r} needs mixed_precision no or bf16, not fp16")
+    if s.side and s.ranks_per_prompt > 1:
+        raise ValueError(f"ranks_per_prompt: {s.ranks_per_prompt} is not 1, as side branches (side) need")
     if s.mixed_precision == "fp16" and not torch.cuda.is_available():
         raise ValueError("mixed_precision: fp16 needs a GPU; use no or bf16")
     if s.previews == "none" and getattr(ADVANTAGES.get(s.advantage), "needs_previews", False):
