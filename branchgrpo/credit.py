@@ -75,6 +75,7 @@ ADVANTAGES = Registry(
         "joint-gains": "branchgrpo.gains:joint_gains",
         "turns": "branchgrpo.turns:turns",
         "consistent-turns": "branchgrpo.turns:consistent_turns",
+        "granularities": "branchgrpo.granularities:granularities",
     },
 )
 
