@@ -23,7 +23,8 @@ FUNNEL = {"roots": 6, "prune_at": {6: 4, 8: 3}}
 # fewer nodes than the recipes have, and as many depths
 NARROW = {
     **dict.fromkeys(("dancegrpo", "dancegrpo-tf0.6", "mixgrpo-shared", "dancegrpo-released"), {"branch_factor": 3}),
-    **dict.fromkeys(("flow-grpo", "mixgrpo", "mixgrpo-flash", "dancegrpo-sd"), {"roots": 3}),
+    **dict.fromkeys(("stepwise-flow-grpo", "g2rpo"), {"branch_factor": 3}),
+    **dict.fromkeys(("flow-grpo", "mixgrpo", "mixgrpo-flash", "dancegrpo-sd", "dense-grpo", "tp-grpo"), {"roots": 3}),
     **dict.fromkeys(("uniform-subsample", "ovf"), {"roots": 4, "group_keep": 2}),
     **dict.fromkeys(("pro-grpo", "pro-grpo-flash", "pro-grpo-sd"), FUNNEL),
 }

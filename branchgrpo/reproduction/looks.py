@@ -38,6 +38,10 @@ COLOURS = {
     "ovf": "#7B3294",
     "pro-grpo": "#CC79A7",
     "pro-grpo-flash": "#882255",
+    "dense-grpo": "#2F4F4F",
+    "stepwise-flow-grpo": "#7FB800",
+    "tp-grpo": "#8C510A",
+    "g2rpo": "#E7298A",
 }
 
 # %% ../../nbs/reproduction/26_looks.ipynb #f1a0b572
