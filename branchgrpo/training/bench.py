@@ -36,7 +36,7 @@ def wait_for(device: torch.device) -> None:
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
-
+# %% ../../nbs/training/19_bench.ipynb #a140b690
 def seconds(job: Callable[[], Any], device: torch.device) -> float:
     "Return the seconds of one call of a job, until the device is done."
     wait_for(device)
@@ -101,7 +101,7 @@ def roll_again(work: Work) -> None:
     rewards_of = RolloutRewards(c.policy, c.scorer, c.draw(0), c.prompts.metadata, c.accelerator)
     roll(c, 0, rollout_hooks(c.settings, rewards_of, c.noise(0), c.accelerator), WHOLE)
 
-
+# %% ../../nbs/training/19_bench.ipynb #11800823
 def update_again(work: Work) -> None:
     "Compute the gradient of the update once more, and drop it."
     accumulate(work.trainer.learner, work.rolled)
@@ -152,11 +152,11 @@ def node_by_node(work: Work) -> None:
         row = {name: values[p : p + 1] for name, values in work.rolled.conditioning.items()}
         nodes = [work.rolled.tree.latents[0][p, root : root + 1] for root in range(plan.roots)]
         for i in range(plan.steps):
-            first, parents, children = plan.families(i)
-            steps = [process.step(i, x, policy.predict(x, process.times[i], row)) for x in nodes]
-            going_on = [dist.mean for dist in steps[len(steps) - first :]]
-            families = [dist for dist in steps[:parents] for _ in range(children)]
-            nodes = going_on + [dist.sample(torch.randn_like(dist.mean)) for dist in families]
+            children = []
+            for x in nodes:
+                dist = process.step(i, x, policy.predict(x, process.times[i], row))
+                children += [dist.sample(torch.randn_like(x)) for _ in range(plan.splits.get(i, 1))]
+            nodes = children
 
 # %% ../../nbs/training/19_bench.ipynb #9de3b8ee
 def edge_gradient(work: Work, step: int, prompt: int, child: int) -> None:
