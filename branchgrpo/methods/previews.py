@@ -16,6 +16,8 @@ DENSE = "DenseGRPO"
 DENSE_GRPO = FLOW_GRPO.variant(
     "dense-grpo",
     "24 chains; every latent is completed by ODE, and a step is worth the gain of its preview",
+    paper="DenseGRPO, arXiv 2601.20218",
+    equation="ΔR(n) = R(ODE(n)) − R(ODE(parent));  A_d(n) = (ΔR(n) − mean_d) / std_d",
     roots=(24, f"{DENSE} Sec. 5.1: 'a group size G = 24'"),
     steps=(10, f"{DENSE} Sec. 5.1: 'sampling timestep T = 10'"),
     evaluation_steps=(40, f"{DENSE} Sec. 5.1: 'an evaluation timestep T = 40'"),
@@ -49,6 +51,8 @@ STEPWISE = "Stepwise-Flow-GRPO"
 STEPWISE_FLOW_GRPO = FLOW_GRPO.variant(
     "stepwise-flow-grpo",
     "16 chains from one noise; a step is worth the gain of a short preview, in one group for all steps",
+    paper="Stepwise-Flow-GRPO, arXiv 2603.28718",
+    equation="g(n) = R(x̂₀(n)) − R(x̂₀(parent));  A(n) = (g(n) − mean) / std, over all edges of a prompt",
     roots=(1, f"{STEPWISE}, blog: 'All N trajectories in a group share the same initial noise x_T'"),
     splits=((0,), f"{STEPWISE}, blog: one initial noise, a star"),
     branch_factor=(16, f"not given as N; {STEPWISE}, notes: '10 denoising steps, batch 16'"),
@@ -79,6 +83,8 @@ TP_SH = "common_op3.sh"
 TP_GRPO = FLOW_GRPO.variant(
     "tp-grpo",
     "24 chains; gains of previews, and where a path turns, the gain from there to the end",
+    paper="TP-GRPO, arXiv 2602.06422",
+    equation="A_d ∝ R(ODE(n)) − R(ODE(parent));  R(leaf) − R(ODE(parent)) where the path turns",
     roots=(24, "TP-GRPO: my_grpo.py l. 297-361, G = 24, own initial noises (same_latent = False)"),
     steps=(10, "TP-GRPO: my_grpo.py l. 297-361"),
     evaluation_steps=(40, "TP-GRPO: my_grpo.py l. 297-361"),
@@ -142,6 +148,8 @@ G2RPO_SIZES = neutral().variant(
 G2RPO = G2RPO_SIZES.variant(
     "g2rpo",
     "one noisy step at a time from a chain without noise, judged by completions of three strides",
+    paper="G²RPO, arXiv 2510.01982",
+    equation="A(n) = Σ_λ (r_λ(n) − mean of siblings) / std of siblings",
     roots=(1, f"G²RPO: {G2_SH}, --init_same_noise: one noise"),
     splits=((), "G²RPO Sec. 3.2: branches leave one chain, they do not branch again"),
     side=(tuple(range(8)), f"G²RPO: {G2_SH}, --eta_step_list 0 1 2 3 4 5 6 7; Eq. 12: the first half"),

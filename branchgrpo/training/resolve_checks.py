@@ -153,6 +153,8 @@ def check_together(s: Settings) -> None:
         raise ValueError(f"sharding: {s.sharding!r} needs mixed_precision no or bf16, not fp16")
     if s.mixed_precision == "fp16" and not torch.cuda.is_available():
         raise ValueError("mixed_precision: fp16 needs a GPU; use no or bf16")
+    if s.previews == "none" and getattr(ADVANTAGES.get(s.advantage), "needs_previews", False):
+        raise ValueError(f"previews: 'none' gives the advantage {s.advantage!r} no scores; x0 costs no denoiser call")
     check_speed(s)
     leaves = check_plans(s)
     if leaves > MOST_LEAVES:
