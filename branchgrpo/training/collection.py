@@ -62,7 +62,7 @@ class RolloutHooks:
     select: Callable
     decide: AdaptiveSplits | None
     groups: int  # of processes that share prompts
-    preview: Callable[[int, int, Tensor], None] = nothing
+    preview: Callable[[int, int, Tensor], None]
     selected: int = 0
     scores: dict[int, list[Tensor]] = field(default_factory=dict)  # {depth: (P, V) of each completion}
 
