@@ -12,14 +12,20 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from .methods import branchgrpo, previews, pro_grpo, released
+from .methods import branchgrpo, one_value, previews, pro_grpo, released
 from .methods.recipe import Recipe, Sourced, adapted, changed
 from . import yaml_files
 from .registry import Registry, shown, unknown
 from .settings import MethodSettings, field_types
 
 # %% ../nbs/22_recipes.ipynb #1783d3e4
-METHODS = (*branchgrpo.METHODS, *pro_grpo.METHODS, *released.METHODS, *previews.METHODS)
+METHODS = (
+    *branchgrpo.METHODS,
+    *pro_grpo.METHODS,
+    *one_value.METHODS,
+    *released.METHODS,
+    *previews.METHODS,
+)
 RECIPES = Registry("recipe", "recipes", {recipe.name: recipe for recipe in METHODS})
 
 
