@@ -564,7 +564,9 @@ def check_plan(t: Trainer, iteration: int, ranks: int, seed: int) -> None:
     assert watched.quiet == sum(padded(prompts * width, s) for width in plan.widths) + more
     assert plan.denoiser_calls == sum(plan.widths) + plan.preview_calls == plan_cost(plan).calls
     for d, scores in collected.completed.items():
-        assert scores.shape == (prompts, plan.populations[d], len(plan.previews[d])) and scores.isfinite().all()
+        assert scores.shape == (prompts, plan.populations[d], len(plan.previews[d]))
+        shown = [node in plan.preview_nodes(d) for node in range(plan.populations[d])]
+        assert torch.equal(scores.isfinite(), torch.tensor(shown)[None, :, None].expand_as(scores))
     assert collected.completed.keys() == plan.previews.keys()
     if not s.adaptive:
         assert collected.previews == prompts * plan_cost(plan).previews
