@@ -12,7 +12,15 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from .methods import branchgrpo, one_value, previews, pro_grpo, released
+from branchgrpo.methods import (
+    branch_once,
+    branchgrpo,
+    noise_and_merged,
+    one_value,
+    previews,
+    pro_grpo,
+    released,
+)
 from .methods.recipe import Recipe, Sourced, adapted, changed
 from . import yaml_files
 from .registry import Registry, shown, unknown
@@ -24,6 +32,8 @@ METHODS = (
     *pro_grpo.METHODS,
     *one_value.METHODS,
     *released.METHODS,
+    *branch_once.METHODS,
+    *noise_and_merged.METHODS,
     *previews.METHODS,
 )
 RECIPES = Registry("recipe", "recipes", {recipe.name: recipe for recipe in METHODS})

@@ -61,8 +61,10 @@ class WindowSettings:
 class ProcessSettings:
     "The reverse process"
 
-    transition: str = from_recipe()  # dance, flow, cps or ddim
+    transition: str = from_recipe()  # dance, flow, linear, cps or ddim
     eta: float = from_recipe()  # noise level η of the transition (a of Flow-GRPO)
+    noise_factors: dict[int, float] = from_recipe()  # of η at steps, e.g. 0:1,1:1.5; counted from the window, if any
+    merged: dict[int, int] = from_recipe()  # first and number of steps taken as one, e.g. 5:2,7:3; the rest count anew
     shift: float = from_recipe()  # time shift of the noise schedule; above 1: more steps at high noise
     s: float = from_recipe()  # private per shared noise of siblings (Eq. 2); inf: independent
     split_noise: str = from_recipe()  # correlated (Eq. 2), or scaled: noise of split steps times s
@@ -100,6 +102,7 @@ class ObjectiveSettings:
     ratio: str = from_recipe()  # ppo or guard
     clip_range: float = from_recipe()  # ε of Eq. 5
     kl: float = from_recipe()  # weight of the KL to the model before training; 0: no reference
+    step_weights: str = from_recipe()  # of the trained steps in the loss: equal, std, or inverse-gradient
     loss_mean: str = from_recipe()  # of a step's edges: step (their mean), or step*tree (divided by a tree's edges too)
 
 # %% ../nbs/21_settings.ipynb #0be0ca5e
@@ -174,6 +177,7 @@ WORDS = {
     str: "a text",
     bool: "true or false",
     dict[int, int]: "a list of pairs such as 5:24,7:12",
+    dict[int, float]: "a list of pairs such as 0:1,3:1.5",
 }
 
 

@@ -44,6 +44,7 @@ def prepared(trainer, iteration=0):
 
 
 SIDE = {"splits": [], "roots": 2, "side": [0, 2, 3], "branch_factor": 3, "advantage": "siblings", "lora_rank": 2}
+SIDE |= {"merged": {"3": 2}, "noise_factors": {"2": 1.5}, "step_weights": "std"}
 
 
 @pytest.mark.parametrize("changes", [{}, SIDE], ids=["tree", "side branches"])

@@ -76,6 +76,8 @@ NEUTRAL = MethodSettings(
     tail_ratio=0.0,
     split_noise="correlated",
     split_density="drawn",
+    noise_factors={},
+    merged={},
     adaptive=False,
     branch_factor=2,
     s=float("inf"),
@@ -94,6 +96,7 @@ NEUTRAL_CREDIT = {
     "prune": "none",
     "prune_keep": 4,
     "train_fraction": 1.0,
+    "step_weights": "equal",
     "ratio": "ppo",
     "kl": 0.0,
 }

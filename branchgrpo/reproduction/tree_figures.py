@@ -54,7 +54,7 @@ def heights_from_trunk(plan: RolloutPlan) -> list[np.ndarray]:
         heights.append(now)
     return heights
 
-
+# %% ../../nbs/reproduction/10_tree_figures.ipynb #f65a3d56
 def heights_of(tree: Tree) -> list[np.ndarray]:
     "Return the height of every node of a drawn plan per depth."
     if tree.plan.side:

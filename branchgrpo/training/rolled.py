@@ -9,6 +9,7 @@ __all__ = ['assign_credit']
 from torch import Tensor
 
 from ..rollout import Noise
+from ..step_weights import weighted_advantages
 from .collection import Collected, held_part
 from .credit_assignment import advantages_of, counted_leaves, trained_edges
 from .gradient import Rolled
@@ -27,6 +28,7 @@ def assign_credit(learner: Learner, collected: Collected, process: Transition, n
         return learner.accelerator.reduce(sums, "sum") * share
 
     advantages = advantages_of(s, tree, rewards, leaf_mask, reduce, collected.completed)
+    advantages = weighted_advantages(s, learner.policy, process, tree.plan.trained, advantages)
     edge_mask = trained_edges(s, tree, rewards, leaf_mask, noise)
     parts = parts_of(tree, edge_mask, s.steps_per_pass, s.step_unit, noise)
     tree, advantages, edge_mask, parts = held_part(collected, advantages, edge_mask, parts)
