@@ -9,7 +9,8 @@ __all__ = ['PlanShapes', 'RolloutPlan']
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .counts import CallCounts, Families, families
+from .counts import Families, families
+from .previews import PreviewCounts, complete_table
 
 # %% ../nbs/06_plan.ipynb #5b4b2388
 class PlanShapes:
@@ -91,7 +92,7 @@ def _check_side(plan: "RolloutPlan") -> None:
 
 # %% ../nbs/06_plan.ipynb #d809f371
 @dataclass(frozen=True)
-class RolloutPlan(PlanShapes, CallCounts):
+class RolloutPlan(PlanShapes, PreviewCounts):
     """How one prompt's tree is rolled out, and which of its edges get a gradient.
 
     Raises `ValueError` naming the field and the value. Source: BranchGRPO Sec. 3.2; Pro-GRPO Sec. 3.3.
@@ -106,6 +107,8 @@ class RolloutPlan(PlanShapes, CallCounts):
     noisy_last: bool = False  # the last step may draw noise, although its x̂₀ is the image
     same_root: bool = False  # all roots of a prompt have the same initial noise
     side: dict[int, int] = field(default_factory=dict)  # {step: branches that leave a chain without noise there}
+    previews: dict[int, tuple[int, ...]] = field(default_factory=dict)  # {depth: steps of each completion of a node}
+    preview_levels: str = "grid"  # levels of the completions: of the rollout's grid, or even parts of what is left
 
     def __post_init__(self):
         _complete(self)
@@ -123,8 +126,9 @@ class RolloutPlan(PlanShapes, CallCounts):
         return families(self, step)
 
     def __hash__(self):
-        tables = tuple(tuple(table.items()) for table in (self.splits, self.prune_at, self.side))
-        return hash((self.steps, self.roots, tables, self.stochastic, self.trained, self.noisy_last, self.same_root))
+        tables = tuple(tuple(table.items()) for table in (self.splits, self.prune_at, self.side, self.previews))
+        flags = (self.noisy_last, self.same_root, self.preview_levels)
+        return hash((self.steps, self.roots, tables, self.stochastic, self.trained, *flags))
 
 # %% ../nbs/06_plan.ipynb #471a29a5
 def _complete(plan: RolloutPlan) -> None:
@@ -137,9 +141,11 @@ def _complete(plan: RolloutPlan) -> None:
     splits = _step_table("splits", plan.splits, n, "factor")
     prune_at = _step_table("prune_at", plan.prune_at, n, "number of survivors")
     side = _step_table("side", plan.side, n, "number of branches")
+    previews = complete_table(plan.previews, n, plan.preview_levels)
     every = side or range(n)
     stochastic = _step_set("stochastic", every if plan.stochastic is None else plan.stochastic, n)
-    complete = {"splits": splits, "prune_at": prune_at, "side": side, "stochastic": stochastic}
+    complete = {"splits": splits, "prune_at": prune_at, "side": side, "previews": previews}
+    complete |= {"stochastic": stochastic}
     for name, value in complete.items():
         object.__setattr__(plan, name, value)  # the plan is frozen for everyone else
     trained = plan.drawn if plan.trained is None else _step_set("trained", plan.trained, n)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .plan import RolloutPlan
+from .planning_previews import with_previews
 from .registry import unknown
 from .schedule import ddim_timesteps, flow_sigmas, merged_levels
 from .settings import MethodSettings
@@ -111,7 +112,7 @@ def plan_of(s: MethodSettings, iteration: int = 0) -> RolloutPlan:
     splits = split_steps(s, iteration)
     inside = window_steps(s, iteration)
     noisy = {"all": None, "window": inside, "splits+window": {*splits, *inside}}
-    return RolloutPlan(
+    plan = RolloutPlan(
         steps=len(noise_grid(s, iteration)[0]) - 1,
         roots=s.roots,
         splits=dict.fromkeys(splits, s.branch_factor),
@@ -121,6 +122,7 @@ def plan_of(s: MethodSettings, iteration: int = 0) -> RolloutPlan:
         same_root=s.same_root,
         side=dict.fromkeys(side_steps(s, iteration), s.branch_factor),
     )
+    return with_previews(s, plan)
 
 # %% ../nbs/23_planning.ipynb #c982627f
 def split_scales(s: MethodSettings, iteration: int) -> dict[str, Any]:  # {option: {step: factor}}
@@ -211,3 +213,5 @@ def check_process(s: MethodSettings, kind: str) -> None:
         raise ValueError(f"transition: {s.transition!r} is not ddim, the only one of a diffusion model")
     elif s.tail_ratio:
         raise ValueError(f"tail_ratio: {s.tail_ratio} is not 0, as a diffusion model needs")
+    elif s.preview_levels != "grid":
+        raise ValueError(f"preview_levels: {s.preview_levels!r} is not grid, as a diffusion model needs")

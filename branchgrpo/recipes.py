@@ -12,8 +12,17 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from .methods import branch_once, branchgrpo, noise_and_merged, objectives, one_value, pro_grpo, released
-from .methods import selection
+from branchgrpo.methods import (
+    branch_once,
+    branchgrpo,
+    noise_and_merged,
+    objectives,
+    one_value,
+    previews,
+    pro_grpo,
+    released,
+    selection,
+)
 from .methods.recipe import Recipe, Sourced, adapted, changed
 from . import yaml_files
 from .registry import Registry, shown, unknown
@@ -29,6 +38,7 @@ METHODS = (
     *noise_and_merged.METHODS,
     *objectives.METHODS,
     *selection.METHODS,
+    *previews.METHODS,
 )
 RECIPES = Registry("recipe", "recipes", {recipe.name: recipe for recipe in METHODS})
 

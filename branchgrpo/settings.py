@@ -39,6 +39,9 @@ class PlanSettings:
     selection: str = from_recipe()  # how a pruning step chooses: ovf, random, best, diverse
     stochastic: str = from_recipe()  # steps that draw noise: all, window, splits+window
     noisy_last: bool = from_recipe()  # the last step draws noise and is trained, though its x̂₀ is the image
+    previews: str = from_recipe()  # completions of a latent that are scored: none, x0, ode, ode/2, 5; joined by +
+    preview_at: tuple[int, ...] | str = from_recipe()  # depths; drawn: around steps with noise; after: behind them
+    preview_levels: str = from_recipe()  # levels of completions: grid (the rollout's), or even (parts of what is left)
 
 # %% ../nbs/21_settings.ipynb #8ae641f2
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class CreditSettings:
     "Credit"
 
     reward_sum: str = from_recipe()  # rewards of a sum: together, decoupled (normalised one by one), decoupled+batch
-    advantage: str = from_recipe()  # depthwise, joint, siblings, leave-one-out, leaf-backup, broadcast
+    advantage: str = from_recipe()  # depthwise, joint, siblings, leave-one-out, …; with previews: gains, turns, …
     beta: float = from_recipe()  # β of Eq. 3: how much a path's log-probability weighs in reward fusion
     beta_scale: str = from_recipe()  # log-densities in Eq. 3 over D elements: mean, sum, or sqrt (mean times √D)
     weights: str = from_recipe()  # log-probabilities in Eq. 3: of the path, or of the edge

@@ -92,6 +92,9 @@ def draw_plan(
             ax.plot([d - 1, d], [heights[d - 1][parent], heights[d][n]], solid_capstyle="round", **style)
         pruned = np.setdiff1d(np.arange(len(heights[d - 1])), up)
         ax.plot(np.full(len(pruned), d - 1), heights[d - 1][pruned], "x", color="#D55E00", ms=3, zorder=4)
+    for d in tree.plan.previews:
+        shown = heights[d][list(tree.plan.preview_nodes(d))]
+        ax.plot(np.full(len(shown), d), shown, ".", color="#E69F00", ms=3, zorder=4)
     ax.set(xlim=(-0.5, tree.steps + 0.5), yticks=[])
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.set_title(title, loc="left")

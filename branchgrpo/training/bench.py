@@ -111,11 +111,14 @@ def update_again(work: Work) -> None:
 @torch.no_grad()
 def rollout_floor(work: Work) -> None:
     "Make the denoiser calls of the rollout, in its batches, and nothing else."
-    policy, size = work.trainer.policy, work.trainer.settings.max_batch
-    for time_now, latents in zip(work.rolled.process.times, work.rolled.tree.latents[:-1]):
-        flat = latents.flatten(0, 1)
-        for start, end in chunks(len(flat), size):
-            policy.predict(flat[start:end], time_now, work.rows(end - start))
+    policy, size, tree = work.trainer.policy, work.trainer.settings.max_batch, work.rolled.tree
+    for i, time_now in enumerate(work.rolled.process.times):
+        again = sum(n - 1 for n in tree.plan.previews.get(i, ()))
+        completed = tree.latents[i][:, tree.plan.preview_nodes(i).start :]
+        for latents in (tree.latents[i], *[completed] * again):
+            flat = latents.flatten(0, 1)
+            for start, end in chunks(len(flat), size):
+                policy.predict(flat[start:end], time_now, work.rows(end - start))
 
 # %% ../../nbs/training/19_bench.ipynb #eb6c9346
 def update_floor(work: Work) -> None:

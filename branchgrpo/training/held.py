@@ -104,8 +104,10 @@ def decoded_at_once(s: Settings, one: float, images: int, video: bool) -> int:
 
 # %% ../../nbs/training/16_held.ipynb #ff02a001
 def images_of_rollout(share: Share) -> int:
-    "Return the images that one GPU decodes at once for its rewards: leaves, or previews at a pruning step."
-    nodes = [share.plan.leaves, *(share.plan.populations[step] for step in share.plan.prune_at)]
+    "Return the images that one GPU decodes at once for its rewards: leaves, or previews of one depth."
+    plan = share.plan
+    shown = [len(plan.preview_nodes(depth)) for depth in plan.previews]
+    nodes = [plan.leaves, *(plan.populations[step] for step in plan.prune_at), *shown]
     return share.prompts * max(nodes) // share.settings.ranks_per_prompt
 
 # %% ../../nbs/training/16_held.ipynb #b11e7fb7

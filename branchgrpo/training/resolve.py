@@ -64,7 +64,7 @@ def resolve(config: TrainConfig, policy=None, reward=None, prompts=None) -> Sett
     table = dataclasses.asdict(config)
     table |= {k: v for k, v in dataclasses.asdict(recipe.values).items() if table[k] is None}
     table |= names_of(config, policy, reward, prompts) | {"recipe": recipe.name}
-    for name in ("splits", "side"):
+    for name in ("splits", "side", "preview_at"):
         if not isinstance(table[name], str):
             table[name] = tuple(table[name])
     settings = Settings(**table)

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['MOST_LEAVES', 'WHOLE_FROM_ONE', 'WHOLE_FROM_ZERO', 'ABOVE_ZERO', 'FINITE_FROM_ZERO', 'OPTIONAL_FROM_ONE', 'LARGEST',
            'MOST', 'OPEN_CHOICES', 'CLOSED_CHOICES', 'require', 'is_finite', 'is_number', 'require_whole',
-           'check_filled', 'check_numbers', 'check_choices', 'check_looks', 'check_together', 'check_judges',
-           'check_rewards', 'listed', 'check_all']
+           'check_filled', 'check_numbers', 'check_choices', 'check_looks', 'check_previews', 'check_together',
+           'check_judges', 'check_rewards', 'listed', 'check_all']
 
 # %% ../../nbs/training/03_resolve_checks.ipynb #b266338c
 import math
@@ -163,6 +163,17 @@ def check_looks(s: Settings) -> None:
                 f"{name}: {rule!r} compares images, and ranks_per_prompt {s.ranks_per_prompt} spreads them"
             )
 
+# %% ../../nbs/training/03_resolve_checks.ipynb #6cd9379a
+def check_previews(s: Settings) -> None:
+    "Raise `ValueError` if an advantage that learns from previews has none, or has them of a sum taken apart."
+    if not getattr(ADVANTAGES.get(s.advantage), "needs_previews", False):
+        return
+    if s.previews == "none":
+        raise ValueError(f"previews: 'none' gives the advantage {s.advantage!r} no scores; x0 costs no denoiser call")
+    if s.reward_sum != "together":
+        raise ValueError(f"reward_sum: {s.reward_sum!r} takes a sum apart, and previews have its total; use together")
+
+
 # %% ../../nbs/training/03_resolve_checks.ipynb #49c874df
 def check_together(s: Settings) -> None:
     "Raise `ValueError` if settings contradict each other."
@@ -174,6 +185,7 @@ def check_together(s: Settings) -> None:
         raise ValueError(f"ranks_per_prompt: {s.ranks_per_prompt} is not 1, as side branches (side) need")
     if s.mixed_precision == "fp16" and not torch.cuda.is_available():
         raise ValueError("mixed_precision: fp16 needs a GPU; use no or bf16")
+    check_previews(s)
     check_speed(s)
     check_looks(s)
     leaves = check_plans(s)

@@ -29,7 +29,7 @@ def assign_credit(learner: Learner, collected: Collected, process: Transition, n
         return learner.accelerator.reduce(x, "sum") * share
 
     each = {name: (collected.weights[name], part) for name, part in collected.parts.items()}
-    advantages = advantages_of(s, tree, rewards, leaf_mask, total, each)
+    advantages = advantages_of(s, tree, rewards, leaf_mask, total, each, collected.completed)
     advantages = weighted_advantages(s, learner.policy, process, tree.plan.trained, advantages)
     edge_mask = trained_edges(s, tree, rewards, leaf_mask, noise)
     kl_mask = kl_edges(s, tree, rewards, collected.unscored, each, learner.accelerator)

@@ -246,6 +246,10 @@ def credit(draw) -> dict:
     chosen |= {name: draw(values) for name, values in numbers.items() if some(draw, 0.3)}
     if some(draw, 0.3):
         chosen |= {"group_selection": draw(st.sampled_from(SELECTIONS.names())), "group_keep": draw(st.integers(1, 3))}
+    if some(draw, 0.3) or getattr(ADVANTAGES.get(chosen.get("advantage", "depthwise")), "needs_previews", False):
+        chosen["previews"] = draw(st.sampled_from(["x0", "ode", "ode/2+x0", "2", "3"]))
+        chosen["preview_at"] = draw(st.sampled_from(["drawn", "drawn", "after", (0,)]))
+        chosen["preview_levels"] = draw(st.sampled_from(["grid", "grid", "even"]))
     if some(draw, 0.1):
         chosen |= {"split_noise": "scaled", "s": draw(st.sampled_from([0.5, 4.0]))}
         chosen["split_density"] = draw(st.sampled_from(["drawn", "plain"]))
@@ -347,8 +351,9 @@ def check_densities(t: Trainer, tree: Tree, process, words: Tensor) -> None:
             close(tree.log_probs[d][p, every], expected, atol=2e-3)
 
 
-def advantages(tree: Tree, rewards: Tensor, s, mask: Tensor, clip=None) -> list[Tensor]:
-    options = CreditOptions(fusion_beta(s, tree), s.weights, mask, sibling_s(s), s.std, s.min_nodes)
+def advantages(tree: Tree, rewards: Tensor, s, mask: Tensor, clip=None, previews=None) -> list[Tensor]:
+    beta = fusion_beta(s, tree)
+    options = CreditOptions(beta, s.weights, mask, sibling_s(s), s.std, s.min_nodes, previews=previews)
     return estimate_advantages(tree, rewards, s.advantage, options, clip)
 
 
@@ -397,15 +402,16 @@ def moved(tree: Tree, depth: int, seed: int) -> tuple[Tree, Tensor]:
     return dataclasses.replace(tree, parents=parents, log_probs=log_probs), order
 
 
-def check_symmetry(s, tree: Tree, rewards: Tensor, mask: Tensor, seed: int) -> None:
+def check_symmetry(s, tree: Tree, rewards: Tensor, mask: Tensor, seed: int, seen: dict) -> None:
     "The order of nodes changes nothing, and an unscored prompt nothing for the others."
     if tree.plan.side:  # a node's place says whether it is a branch
         return
-    found = advantages(tree, rewards, s, mask)
+    found = advantages(tree, rewards, s, mask, previews=seen)
     depth = seed % tree.steps + 1
     other, order = moved(tree, depth, seed)
     leaves = order if depth == tree.steps else torch.arange(rewards.shape[1])
-    again = advantages(other, rewards[:, leaves], s, mask[:, leaves])
+    ordered = {d: scores[:, order] if d == depth else scores for d, scores in seen.items()}
+    again = advantages(other, rewards[:, leaves], s, mask[:, leaves], previews=ordered)
     for d, (one, two) in enumerate(zip(found, again)):
         close(one[:, order] if d == depth else one, two, atol=5e-3)
     if tree.prompts > 1:
@@ -413,9 +419,10 @@ def check_symmetry(s, tree: Tree, rewards: Tensor, mask: Tensor, seed: int) -> N
         others = [p for p in range(tree.prompts) if p != gone]
         partial = mask.clone()
         partial[gone] = False
-        with_it = advantages(tree, rewards.masked_fill(~partial, 0.0), s, partial)
+        with_it = advantages(tree, rewards.masked_fill(~partial, 0.0), s, partial, previews=seen)
         alone = Tree(tree.plan, *([x[others] for x in part] for part in (tree.parents, tree.log_probs, tree.latents)))
-        for one, two in zip(with_it, advantages(alone, rewards[others], s, mask[others])):
+        kept = {d: scores[others] for d, scores in seen.items()}
+        for one, two in zip(with_it, advantages(alone, rewards[others], s, mask[others], previews=kept)):
             close(one[others], two)
             assert (one[gone] == 0).all()
 
@@ -511,7 +518,7 @@ def check_spread(t: Trainer, iteration: int, tree: Tree, edge_mask: list[Tensor]
 
         process = process_of(s, t.policy, iteration)
         conditioning = t.conditioner(t.collector.draw(iteration))
-        options = dict(select=select if plan.prune_at else None, share=share, max_batch=1)
+        options = dict(select=select if plan.prune_at else None, share=share, max_batch=1, preview=lambda *_: None)
         try:
             args = (plan, t.policy, conditioning, process, noise, sibling_s(s), DTYPES[s.mixed_precision])
             found[rank] = share, rollout(*args, **options)
@@ -575,8 +582,14 @@ def check_plan(t: Trainer, iteration: int, ranks: int, seed: int) -> None:
     if s.adaptive:
         assert len(plan.splits) == len(s.splits) and max(plan.splits) <= max(s.splits)
         assert set(plan.splits.values()) == {s.branch_factor}
-    assert watched.quiet == sum(padded(prompts * width, s) for width in plan.widths)
-    assert plan.denoiser_calls == sum(plan.widths) == plan_cost(plan).calls
+    more = sum(padded(prompts * len(plan.preview_nodes(d)), s) * (n - 1) for d, ns in plan.previews.items() for n in ns)
+    assert watched.quiet == sum(padded(prompts * width, s) for width in plan.widths) + more
+    assert plan.denoiser_calls == sum(plan.widths) + plan.preview_calls == plan_cost(plan).calls
+    for d, scores in collected.completed.items():
+        assert scores.shape == (prompts, plan.populations[d], len(plan.previews[d]))
+        shown = [node in plan.preview_nodes(d) for node in range(plan.populations[d])]
+        assert torch.equal(scores.isfinite(), torch.tensor(shown)[None, :, None].expand_as(scores))
+    assert collected.completed.keys() == plan.previews.keys()
     if not s.adaptive:
         assert collected.previews == prompts * plan_cost(plan).previews
     check_shapes(tree, plan, s, prompts)
@@ -586,12 +599,13 @@ def check_plan(t: Trainer, iteration: int, ranks: int, seed: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(again.latents, tree.latents)), "the same seed, the same tree"
     rolled, mask = assign_credit(t.learner, collected, process, t.collector.noise(iteration))
     assert mask.sum(1).tolist() == [plan.leaves if s.group_selection == "all" else s.group_keep] * prompts
-    found = advantages(tree, collected.rewards, s, mask, s.advantage_clip)
+    seen = collected.completed
+    found = advantages(tree, collected.rewards, s, mask, s.advantage_clip, seen)
     check_credit(s, tree, collected.rewards, mask, found)
     weights = weights_of(s, t.policy, process, plan.trained) if s.step_weights != "equal" else {}
     for d, of_depth in enumerate(found):
         close(rolled.advantages[d], of_depth * weights.get(d - 1, 1.0))
-    check_symmetry(s, tree, collected.rewards, mask, seed)
+    check_symmetry(s, tree, collected.rewards, mask, seed, seen)
     check_gradient(t, rolled)
     check_counts(t, rolled, plan, prompts)
     if ranks > 1:
