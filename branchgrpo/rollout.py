@@ -39,6 +39,7 @@ class RolloutJob:
     decide: Callable[[int, Tensor], int] | None
     share: Whole  # which nodes are on this process
     pad: bool = False
+    caller: Callable[[Tree, int, Tensor], Policy] | None = None
 
 # %% ../nbs/09_rollout.ipynb #0c3c099f
 def draw_children(dist: Gaussian, noise: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -87,7 +88,8 @@ def _add_split(tree: Tree, step: int, factor: int) -> None:
 def take_step(tree: Tree, i: int, job: RolloutJob) -> None:
     "Take step `i` of all trees: fill in the latents and log-densities of depth `i + 1`."
     x = job.share.start(tree, i)
-    output = predict(job.policy, x, job.process.times[i], job.conditioning, job.max_batch, job.pad)
+    policy = job.policy if job.caller is None else job.caller(tree, i, x)
+    output = predict(policy, x, job.process.times[i], job.conditioning, job.max_batch, job.pad)
     x, output = prune_or_split(tree, i, x, output, job)
     nodes, factor = x.shape[:2], tree.plan.splits.get(i, 1)
     stochastic = i in tree.plan.drawn
@@ -126,11 +128,12 @@ def rollout(
     share: Whole = WHOLE,  # which nodes are on this process
     pad: bool = False,  # fill every call up to `max_batch` latents, see `predict`
     watch: Callable[[], None] = nothing,  # called before each step; what it raises ends the rollout
+    caller: Callable[[Tree, int, Tensor], Policy] | None = None,  # (tree, step, latents) -> who predicts there
 ) -> Tree:
     """Roll out `plan` for P prompts, and return their tree; its plan includes the splits that `decide` added.
 
     Raises `ValueError` if steps disagree, if pruning has no `select`, or if a noisy last step has std 0 (Sec. 3.2)."""
-    job = RolloutJob(policy, conditioning, process, noise, s, dtype, max_batch, select, decide, share, pad)
+    job = RolloutJob(policy, conditioning, process, noise, s, dtype, max_batch, select, decide, share, pad, caller)
     _check_job(plan, job)
     tree = _roots(plan, job)
     for i in range(plan.steps):

@@ -28,6 +28,7 @@ from .config import Settings
 from .model import DTYPES
 from .not_finite import emptied, faulty_depths, first_of_all, look_at_tree
 from .ranks import RankGroup, make_group, new_share
+from .retain import Graphs, forget, new_graphs
 from .scoring import RolloutRewards, images_per_call, make_scorers, nothing  # noqa: F401
 from ..tree import Tree
 
@@ -106,6 +107,7 @@ class Collected:
     unscored_prompts: int  # over all processes
     previews: int  # x̂₀ predictions scored, over all processes
     share: Whole  # which nodes are on this process
+    graphs: Graphs | None = None  # of some of the rollout's calls
 
 # %% ../../nbs/training/06_collection.ipynb #9241690c
 def held_part(
@@ -149,8 +151,10 @@ class Collector:
         return collect(self, iteration)
 
 # %% ../../nbs/training/06_collection.ipynb #a55e3951
-def roll(c: Collector, iteration: int, hooks: RolloutHooks, share: Whole) -> tuple[Tree, dict[str, Tensor]]:
-    "Return the trees of an iteration's prompts, and their conditioning."
+def roll(
+    c: Collector, iteration: int, hooks: RolloutHooks, share: Whole, graphs: Graphs | None = None
+) -> tuple[Tree, dict[str, Tensor]]:
+    "Return the trees of an iteration's prompts, and their conditioning; keep some calls' `graphs`."
     s, conditioning = c.settings, c.conditioner(c.draw(iteration))
     tree = rollout(
         plan_of(s, iteration),
@@ -166,6 +170,7 @@ def roll(c: Collector, iteration: int, hooks: RolloutHooks, share: Whole) -> tup
         share=share,
         pad=s.pad_batches,
         watch=c.watch,
+        caller=None if graphs is None else graphs.caller,
     )
     return tree, conditioning
 
@@ -178,7 +183,8 @@ def collect(c: Collector, iteration: int) -> Collected:
         c.policy, c.scorer, names, c.prompts.metadata, c.accelerator, size, share, c.watch_alone
     )
     hooks = rollout_hooks(s, rewards_of, c.noise(iteration), c.accelerator)
-    tree, conditioning = roll(c, iteration, hooks, share)
+    graphs = new_graphs(s, c.policy, c.noise(iteration), share)
+    tree, conditioning = roll(c, iteration, hooks, share, graphs)
     look_at_tree(rewards_of.lost, tree, c.group.gather(faulty_depths(tree).byte()).any(0).bool())
     rewards_of.step, rewards_of.what = tree.steps, "an image"
     rewards, parts = rewards_of(tree.finished)
@@ -186,4 +192,6 @@ def collect(c: Collector, iteration: int) -> Collected:
     images, unscored = rewards_of.images, rewards_of.unscored
     if unscored_prompts:
         conditioning = emptied(tree, conditioning, unscored)
-    return Collected(tree, conditioning, rewards, images, parts, unscored, unscored_prompts, hooks.previews, share)
+        forget(graphs, unscored)
+    counts = (unscored_prompts, hooks.previews)
+    return Collected(tree, conditioning, rewards, images, parts, unscored, *counts, share, graphs)

@@ -26,4 +26,5 @@ def assign_credit(learner: Learner, collected: Collected, process: Transition, n
     edge_mask = trained_edges(s, tree, rewards, leaf_mask, noise)
     parts = parts_of(tree, edge_mask, s.steps_per_pass, s.step_unit, noise)
     tree, advantages, edge_mask, parts = held_part(collected, advantages, edge_mask, parts)
-    return Rolled(tree, collected.conditioning, process, advantages, edge_mask, parts, noise.iteration), leaf_mask
+    learnt = (advantages, edge_mask, parts, noise.iteration, collected.graphs)
+    return Rolled(tree, collected.conditioning, process, *learnt), leaf_mask
