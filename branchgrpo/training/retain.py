@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['backward_cost', 'predicted_again', 'cheapest', 'trained_shares', 'Chunk', 'Calls', 'calls_of', 'wanted', 'Keeping',
            'unwrapped', 'Graphs', 'may_keep', 'new_graphs', 'forget', 'known_to_all', 'chosen_calls', 'of_chunk',
-           'batches_of_step', 'first_batches']
+           'batches_of_step', 'first_batches', 'Kept', 'nodes_here', 'kept_by_plan']
 
-# %% ../../nbs/training/08_retain.ipynb #268dfec5
+# %% ../../nbs/training/08_retain.ipynb #056260e2
 import copy
 import math
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from ..batches import chunks
 from ..noise import Noise
 from ..plan import RolloutPlan
 from ..replay import parents_of
-from ..shares import Whole
+from ..shares import Whole, spread_depth
 from .config import Settings
 from .credit_assignment import counted_leaves, trained_edges
 from .distributed import any_process
@@ -31,10 +31,10 @@ from .model import Learner
 from .parts import part_mask, parts_of
 from ..tree import Tree
 
-# %% ../../nbs/training/08_retain.ipynb #92f474f6
+# %% ../../nbs/training/08_retain.ipynb #d871f6f1
 def backward_cost(s: Settings) -> float:
-    "Return the forward passes that a backward pass costs: 2, and one more for blocks that are computed again."
-    return 2 + (1 / s.checkpoint_blocks if s.gradient_checkpointing else 0)
+    "Return the forward passes that a backward pass costs: 2 (adapter: 1), and one for blocks that are computed again."
+    return (1 if s.lora_rank else 2) + (1 / s.checkpoint_blocks if s.gradient_checkpointing else 0)
 
 
 def predicted_again(s: Settings, parents: float) -> float:
@@ -42,7 +42,7 @@ def predicted_again(s: Settings, parents: float) -> float:
     size = s.train_batch or s.max_batch
     return math.ceil(parents / size - 1e-6) * size if s.pad_batches and size else parents
 
-# %% ../../nbs/training/08_retain.ipynb #66e5a493
+# %% ../../nbs/training/08_retain.ipynb #cf72611f
 def cheapest(
     trained: list[float],  # of each call: parents of trained edges
     sizes: list[int],  # of each call: rows
@@ -57,7 +57,7 @@ def cheapest(
     costs = [backward * rows + (1 + backward) * again(max(total - n, 0)) for rows, n in zip(used, covered)]
     return sorted(order[: costs.index(min(costs))])
 
-# %% ../../nbs/training/08_retain.ipynb #6c9b51a9
+# %% ../../nbs/training/08_retain.ipynb #7f226643
 def trained_shares(s: Settings, plan: RolloutPlan, noise: Noise) -> list[Tensor]:
     "Return, per step, the share (P,) of the nodes that the first optimiser step is expected to train."
     tree = Tree.from_plan(plan, len(noise.prompts))
@@ -69,7 +69,7 @@ def trained_shares(s: Settings, plan: RolloutPlan, noise: Noise) -> list[Tensor]
     parents = [edges_of(tree, mask, i).any(1).unflatten(0, (tree.prompts, -1)).sum(1) for i in range(plan.steps)]
     return [count / width for count, width in zip(parents, plan.widths)]
 
-# %% ../../nbs/training/08_retain.ipynb #2efba87b
+# %% ../../nbs/training/08_retain.ipynb #bac23c7b
 @dataclass
 class Chunk:
     "One denoiser call of a rollout."
@@ -99,12 +99,11 @@ class Calls:
             if lost[chunk.start // self.width : (chunk.end - 1) // self.width + 1].any():
                 chunk.output = None
 
-# %% ../../nbs/training/08_retain.ipynb #b7a7cb9c
-def calls_of(x: Tensor, first: int, size: int | None, pad: bool) -> Calls:
-    "Return the calls that predict the latents `x (P, W, …)` in batches of at most `size`."
-    prompts, width = x.shape[:2]
-    bounds = chunks(prompts * width, size)
-    return Calls(width, first, [Chunk(a, b, size if pad and size else b - a) for a, b in bounds])
+# %% ../../nbs/training/08_retain.ipynb #c13d2cfe
+def calls_of(s: Settings, prompts: int, width: int, first: int = 0) -> Calls:
+    "Return the calls that predict `width` latents of each of P prompts, in the rollout's batches."
+    size = s.max_batch if s.pad_batches else None
+    return Calls(width, first, [Chunk(a, b, size or b - a) for a, b in chunks(prompts * width, s.max_batch)])
 
 
 def wanted(s: Settings, calls: Calls, shares: Tensor, room: int) -> list[Chunk]:
@@ -116,7 +115,7 @@ def wanted(s: Settings, calls: Calls, shares: Tensor, room: int) -> list[Chunk]:
     left = accumulate((sizes[c] for c in paying))
     return [calls.chunks[c] for c, rows in zip(paying, left) if rows <= room]
 
-# %% ../../nbs/training/08_retain.ipynb #98a4a574
+# %% ../../nbs/training/08_retain.ipynb #b8cfa7b9
 @dataclass
 class Keeping:
     "Predicts the batches of one step, in their order, and keeps the graphs of some."
@@ -146,7 +145,7 @@ def unwrapped(policy: Any) -> Any:
     plain.call = policy.denoiser
     return plain
 
-# %% ../../nbs/training/08_retain.ipynb #1d07ce36
+# %% ../../nbs/training/08_retain.ipynb #ffbf6542
 @dataclass
 class Graphs:
     "The graphs that one rollout keeps for its update. `room`: latents that still fit."
@@ -165,7 +164,7 @@ class Graphs:
         s = self.settings
         if not may_keep(s, tree.plan, step):
             return self.policy
-        calls = self.calls[step] = calls_of(x, self.share.first(step), s.max_batch, s.pad_batches)
+        calls = self.calls[step] = calls_of(s, *x.shape[:2], self.share.first(step))
         some = wanted(s, calls, self.expected(tree.plan)[step] * self.share.part(step), self.room) if self.room else []
         self.room -= sum(chunk.size for chunk in some)
         return Keeping(self.policy, unwrapped(self.policy), calls.chunks, some) if some else self.policy
@@ -176,7 +175,7 @@ class Graphs:
             self.plan, self.shares = plan, trained_shares(self.settings, plan, self.noise)
         return self.shares
 
-# %% ../../nbs/training/08_retain.ipynb #795cc7b6
+# %% ../../nbs/training/08_retain.ipynb #b9fef759
 def may_keep(s: Settings, plan: RolloutPlan, step: int) -> bool:
     "Return whether graphs of a step can be kept: survivors of a pruning step may come from other processes."
     apart = s.ranks_per_prompt > 1 or s.sharding != "none"
@@ -193,7 +192,7 @@ def forget(graphs: Graphs | None, lost: Tensor) -> None:
     for calls in graphs.calls.values() if graphs else ():
         calls.forget(lost.cpu())
 
-# %% ../../nbs/training/08_retain.ipynb #2e6339bb
+# %% ../../nbs/training/08_retain.ipynb #76202cf7
 def known_to_all(learner: Learner, counts: list[int], held: list[int]) -> tuple[list[int], list[int]]:
     "Return the trained parents of each call and whether its graph is there: of all processes if they go together."
     if not learner.is_sharded or learner.accelerator.num_processes == 1:
@@ -214,7 +213,7 @@ def chosen_calls(learner: Learner, calls: Calls, counts: list[int]) -> list[int]
     best = cheapest(trained, sizes, lambda n: predicted_again(s, n + others), backward_cost(s))
     return [there[c] for c in best]
 
-# %% ../../nbs/training/08_retain.ipynb #476da4c5
+# %% ../../nbs/training/08_retain.ipynb #fc36fccf
 def of_chunk(step: int, chunk: Chunk, rows: Tensor, places: Tensor, mask: Tensor) -> MicroBatch:
     "Return the micro-batch of the trained parents `rows` in a kept call; of one parent without edges if there are none."
     assert chunk.output is not None, "the graph is there"
@@ -238,7 +237,7 @@ def batches_of_step(
     rest = rows[~torch.isin(call, torch.tensor(chosen, device=call.device, dtype=call.dtype))]
     return kept, batches_of(step, mask, rest, s.train_batch or s.max_batch)
 
-# %% ../../nbs/training/08_retain.ipynb #09ca5bcc
+# %% ../../nbs/training/08_retain.ipynb #1cea091d
 def first_batches(learner: Learner, tree: Tree, edge_mask: list[Tensor], graphs: Graphs | None) -> list[MicroBatch]:
     "Return the micro-batches of an update's first optimiser step, with the graphs that the rollout kept."
     if graphs is None:
@@ -251,3 +250,33 @@ def first_batches(learner: Learner, tree: Tree, edge_mask: list[Tensor], graphs:
         again = as_many(learner, again or [no_edges(tree, edge_mask)], tree, edge_mask)
     batches = [batch.to(learner.accelerator.device) for batch in kept + again]
     return batches if learner.is_sharded else sorted(batches, key=lambda batch: batch.step)
+
+# %% ../../nbs/training/08_retain.ipynb #cb081df3
+@dataclass(frozen=True)
+class Kept:
+    "What one process keeps of a rollout, by the plan."
+
+    latents: int = 0  # rows of the kept calls, those of padding too
+    calls: int = 0  # batches
+    spared: float = 0.0  # forward passes that the update does not repeat, less those that untrained rows cost it
+
+
+def nodes_here(s: Settings, plan: RolloutPlan, step: int) -> tuple[int, float]:
+    "Return the nodes of a prompt that one process predicts at a step, and the share of them that it trains."
+    ranks, width = s.ranks_per_prompt, plan.widths[step]
+    start = spread_depth(plan, ranks)
+    return (width, 1 / ranks) if start is None or step < start else (math.ceil(width / ranks), 1.0)
+
+
+def kept_by_plan(s: Settings, plan: RolloutPlan, prompts: int) -> Kept:
+    "Return what a process with so many prompts keeps of a rollout; splits that are placed during training as given."
+    total, back = Kept(), backward_cost(s)
+    shares = trained_shares(s, plan, Noise(s.seed, 0, tuple(range(prompts)))) if s.retain else []
+    for step in (step for step in range(plan.steps if s.retain else 0) if may_keep(s, plan, step)):
+        width, part = nodes_here(s, plan, step)
+        of_row = (shares[step] * part).repeat_interleave(width)
+        some = wanted(s, calls_of(s, prompts, width), shares[step] * part, s.retain - total.latents)
+        spared = sum((1 + back) * float(of_row[c.start : c.end].sum()) - back * (c.end - c.start) for c in some)
+        latents = sum(chunk.size for chunk in some)
+        total = Kept(total.latents + latents, total.calls + len(some), total.spared + spared)
+    return total
