@@ -25,7 +25,7 @@ def _parent_rows(rows: tuple[int, int] | Tensor | None, count: int, device: torc
 
 # %% ../nbs/09_rollout_replay.ipynb #e31d40ea
 def parents_of(tree: Tree, step: int) -> Tensor:
-    "Return the nodes `(P, W′)` that have children of `step`: every K-th child names its parent, a pruned node has none."
+    "Return the nodes `(P, W′)` that take `step`: every K-th child names its parent; after a pruning step, survivors."
     return tree.parents[step + 1][:, :: tree.plan.splits.get(step, 1)]
 
 # %% ../nbs/09_rollout_replay.ipynb #d5f0d497

@@ -152,7 +152,9 @@ def work_lines(s: Settings, e: Estimate, gpus: int, tflops: float) -> list[str]:
     c = e.counted
     again = " (activations computed again)" if s.gradient_checkpointing else ""
     of_these = f", {e.evaluation_hours:,.3g} of them for evaluations" if e.evaluation_hours else ""
-    graphs = f"kept graphs   {e.kept.latents} latents on each GPU spare {e.kept.spared:g} forward passes of an iteration"
+    graphs = (
+        f"kept graphs   {e.kept.latents} latents on each GPU spare {e.kept.spared:g} forward passes of an iteration"
+    )
     return [
         f"recipe        {s.recipe} on {s.backbone}, {s.height}×{s.width} pixels",
         f"run           {s.iterations} iterations of {s.prompts_per_iteration} prompts",

@@ -112,7 +112,7 @@ def wanted(s: Settings, calls: Calls, shares: Tensor, room: int) -> list[Chunk]:
     trained = [sum(of_row[chunk.start : chunk.end]) for chunk in calls.chunks]
     sizes = [chunk.size for chunk in calls.chunks]
     paying = cheapest(trained, sizes, lambda n: predicted_again(s, n), backward_cost(s))
-    left = accumulate((sizes[c] for c in paying))
+    left = accumulate(sizes[c] for c in paying)
     return [calls.chunks[c] for c, rows in zip(paying, left) if rows <= room]
 
 # %% ../../nbs/training/08_retain.ipynb #b8cfa7b9
@@ -164,7 +164,7 @@ class Graphs:
         s = self.settings
         if not may_keep(s, tree.plan, step):
             return self.policy
-        calls = self.calls[step] = calls_of(s, *x.shape[:2], self.share.first(step))
+        calls = self.calls[step] = calls_of(s, x.shape[0], x.shape[1], self.share.first(step))
         some = wanted(s, calls, self.expected(tree.plan)[step] * self.share.part(step), self.room) if self.room else []
         self.room -= sum(chunk.size for chunk in some)
         return Keeping(self.policy, unwrapped(self.policy), calls.chunks, some) if some else self.policy
@@ -215,7 +215,7 @@ def chosen_calls(learner: Learner, calls: Calls, counts: list[int]) -> list[int]
 
 # %% ../../nbs/training/08_retain.ipynb #fc36fccf
 def of_chunk(step: int, chunk: Chunk, rows: Tensor, places: Tensor, mask: Tensor) -> MicroBatch:
-    "Return the micro-batch of the trained parents `rows` in a kept call; of one parent without edges if there are none."
+    "Return the micro-batch of the trained parents `rows` in a kept call; one parent without edges if there are none."
     assert chunk.output is not None, "the graph is there"
     if not len(rows):  # others train some of this call
         nobody = torch.tensor([chunk.start], device=rows.device)
