@@ -11,7 +11,7 @@ __all__ = ['backward_cost', 'predicted_again', 'cheapest', 'trained_shares', 'Ch
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -60,6 +60,7 @@ def cheapest(
 # %% ../../nbs/training/08_retain.ipynb #7f226643
 def trained_shares(s: Settings, plan: RolloutPlan, noise: Noise) -> list[Tensor]:
     "Return, per step, the share (P,) of the nodes that the first optimiser step is expected to train."
+    s = replace(s, group_keep=min(s.group_keep, plan.leaves))  # a tree that places its splits has few leaves yet
     tree = Tree.from_plan(plan, len(noise.prompts))
     tree.latents = [torch.zeros(*parents.shape, 1) for parents in tree.parents]
     rewards = torch.rand(tree.parents[-1].shape, generator=torch.Generator().manual_seed(0))
