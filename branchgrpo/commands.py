@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .options import variable
+from .option_values import variable
 
 # %% ../nbs/26_commands.ipynb #27af247b
 @dataclass
@@ -71,7 +71,7 @@ def require(o: Any, name: str, least: float, most: float = 10**9) -> None:
         kind = "whole number" if isinstance(value, int) else "number"
         raise ValueError(f"{name}: {value} is not a {kind} from {least} to {most}")
 
-
+# %% ../nbs/26_commands.ipynb #c19aa3a9
 def options(cls: type, given: dict[str, Any], required: tuple[str, ...] = ()) -> Any:
     "Return the options of one class. Raise `ValueError` if a required one is missing."
     names = {f.name for f in dataclasses.fields(cls)}
@@ -144,7 +144,7 @@ def sample(given: dict[str, Any]) -> int:
 
 def check_sample(o: SampleOptions) -> None:
     "Raise `ValueError` naming the first option that is wrong. Loads no weights."
-    from branchgrpo.training.runs import check_file
+    from branchgrpo.training.output_paths import check_file
 
     for prompt in o.prompt:
         if not prompt.strip():

@@ -39,7 +39,7 @@ class BenchOptions:
 def whole_numbers(o: BenchOptions) -> list[int]:
     "Return the children per split. Raise `ValueError` if one is no whole number, or if nothing would be measured."
     from branchgrpo import recipes
-    from branchgrpo.training.runs import check_file
+    from branchgrpo.training.output_paths import check_file
 
     for factor in o.factors:
         if not re.fullmatch("[0-9]{1,3}", factor) or not 2 <= int(factor) <= 16:

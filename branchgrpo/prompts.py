@@ -101,7 +101,7 @@ def is_dataset_folder(path: Path) -> bool:
         return False
     return any(path.iterdir())
 
-
+# %% ../nbs/19_prompts.ipynb #6f579c2f
 def is_hub_name(name: str) -> bool:
     "Return whether `name` has the form `owner/name[:column]` and is no name of a prompt file."
     one_slash = name.partition(":")[0].count("/") == 1
@@ -115,7 +115,7 @@ def is_path(name: str) -> bool:
     except (OSError, ValueError):
         return False
 
-
+# %% ../nbs/19_prompts.ipynb #363e14a1
 def load_named(name: str) -> PromptSet:
     "Return the prompt set of a name, a path or a hub name. Raises `ValueError` if it is missing, empty or unreadable."
     if name in PROMPT_SETS.names():

@@ -68,7 +68,7 @@ def number_in(text: str) -> int | None:
             return number
     return errno.ENOSPC if any(words in text for words in CUT_SHORT) else None
 
-
+# %% ../nbs/25_refusals.ipynb #25139a1d
 def refusal(error: BaseException) -> OSError | None:
     "Return the operating system's refusal behind an error; None for a fault of the code."
     chain = list(behind(error))
@@ -98,14 +98,14 @@ def setting_of(path: str, settings: dict[str, Any]) -> str | None:
     holding = [(len(str(Path(v).absolute())), name) for name, v in found.items() if Path(v).absolute() in above]
     return max(holding)[1] if holding else None
 
-
+# %% ../nbs/25_refusals.ipynb #3fe3a865
 def limit_of_files() -> int:
     "Return how many files this process may have open."
     import resource
 
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
-
+# %% ../nbs/25_refusals.ipynb #56f3af31
 def in_words(error: OSError, settings: dict[str, Any], place: str | Path = "") -> str:
     "Return what was refused as `setting: reason`; `place` stands for a file that the error does not name."
     path = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else str(place)

@@ -40,12 +40,12 @@ def shown(value: Any) -> str:
     "Return the text of a value for a message, shortened in its middle if it is long."
     return _SHORT.repr(value)
 
-
+# %% ../nbs/20_registry.ipynb #46b5ec71
 def reason(error: BaseException | str, most: int = 140) -> str:
     "Return what an error says as one line of at most `most` characters, cut between words."
     return textwrap.shorten(str(error), most, placeholder=" …")
 
-
+# %% ../nbs/20_registry.ipynb #98319f44
 def first_of(names: Iterable[str], most: int = 8) -> str:
     "Return names as a list in words: the first `most`, and how many more there are."
     names = list(names)

@@ -67,7 +67,7 @@ def step_gaussian(process: Transition, i: int, x: Tensor, output: Tensor, stocha
         return replace(dist, std=dist.std * process.amplitude[i])
     return dist
 
-
+# %% ../nbs/04_transition.ipynb #bfe4fea2
 def scaled_noise(process: Transition, i: int, noise: Tensor) -> Tensor:
     "Return the noise that step `i` of `process` takes from standard normal `noise`."
     return noise * process.draw_scale[i] if i in process.draw_scale else noise

@@ -15,7 +15,7 @@ import yaml
 from branchgrpo.recipes import get
 from branchgrpo.reproduction.pages import jobs as all_jobs
 from branchgrpo.reproduction.pages import templates
-from branchgrpo.reproduction.report import published
+from branchgrpo.reproduction.paper_tables import published
 from branchgrpo.reproduction.run_cache import cache_key
 from branchgrpo.reproduction.warm import popen
 

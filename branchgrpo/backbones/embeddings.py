@@ -55,7 +55,7 @@ def read_entry(path: Path) -> dict[str, Tensor] | None:
     except (OSError, SafetensorError):
         return None
 
-
+# %% ../../nbs/backbones/10_embeddings.ipynb #97e04da4
 def written_entry(path: Path) -> dict[str, Tensor]:
     "Return the tensors of an entry that was just written. Raise `OSError` if it cannot be read back."
     entry = read_entry(path)

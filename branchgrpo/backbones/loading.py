@@ -72,7 +72,7 @@ def node_ranks() -> list[int]:
     dist.all_gather_object(hosts, socket.gethostname())
     return [rank for rank, host in enumerate(hosts) if host == hosts[dist.get_rank()]]
 
-
+# %% ../../nbs/backbones/12_loading.ipynb #39c1089f
 def is_reader() -> bool:
     "Return whether this process reads for its machine. All processes call it together."
     return not dist.is_initialized() or dist.get_rank() == node_ranks()[0]
@@ -90,7 +90,7 @@ def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
     "Return the parameters and buffers of a module by name."
     return {name: p.detach() for name, p in module.named_parameters()} | dict(module.named_buffers())
 
-
+# %% ../../nbs/backbones/12_loading.ipynb #92de5356
 @torch.no_grad()
 def share(module: nn.Module, device: str | torch.device, source: int, group: Any = None) -> None:
     "Send the weights of the process `source` to the others of a group, onto `device`."

@@ -43,7 +43,7 @@ def encoders_of(pipeline) -> list[nn.Module]:
     parts = [part for part in parts if isinstance(part, nn.Module)]
     return [part for part in parts if not any(hasattr(m, "_diffusers_hook") for m in part.modules())]
 
-
+# %% ../../nbs/backbones/02_memory.ipynb #fc0e968a
 @contextmanager
 def awake(pipeline, device: str | torch.device) -> Iterator[None]:
     "Keep the encoders on a device as long as the context lasts; then they are where they were."

@@ -98,7 +98,7 @@ def measured_decode(
         vae.decode(torch.empty(1, *shape, device="meta", dtype=dtype), return_dict=False)
     return live.peak, live.flops
 
-
+# %% ../../nbs/backbones/01_pipeline.ipynb #80e0909e
 def decode_costs(vae, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> tuple[int, int]:
     "Return bytes and FLOPs of one image as `measured_decode` does, of a VAE's class and configuration."
     return measured_decode(type(vae), json.dumps(dict(vae.config)), tuple(shape), dtype or vae.dtype)

@@ -17,7 +17,7 @@ from ..rewards.base import check_name, source_digest
 from ..registry import first_of, reason, with_setting
 from ..settings import check_types
 from ..training.files import write_text
-from ..training.runs import check_output
+from ..training.output_paths import check_output
 
 # %% ../../nbs/evaluation/04_config.ipynb #2c315dde
 @dataclass(frozen=True)

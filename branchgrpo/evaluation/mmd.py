@@ -24,7 +24,7 @@ def polynomial_kernel(x: Tensor, y: Tensor, degree: int = 3, gamma: float | None
     "Return KID's kernel (γ x·y + coef)^degree, `(m, n)`; γ is 1/D if none is given."
     return (x @ y.T * (1 / x.shape[1] if gamma is None else gamma) + coef) ** degree
 
-
+# %% ../../nbs/evaluation/06_mmd.ipynb #bc8076eb
 @KERNELS.register("rbf")
 def rbf_kernel(x: Tensor, y: Tensor, bandwidth: float = 1.0) -> Tensor:
     "Return the Gaussian kernel exp(−|x − y|² / 2σ²), `(m, n)`; σ is the bandwidth."

@@ -50,6 +50,8 @@ SHARED = SIZES.variant(
 BRANCHGRPO = SHARED.variant(
     "branchgrpo",
     "a tree from one noise, path-weighted rewards, depth-wise advantages",
+    paper="BranchGRPO, arXiv 2509.06040",
+    equation="r̄(n) = Σ_ℓ softmax(β·log p(ℓ|n))·r_ℓ;  A_d(n) = (r̄(n) − mean_d) / std_d",
     splits=((0, 3, 6, 9), "Sec. 4.2: Dense, the default"),
     branch_factor=(2, "Sec. 4.2: K = 2, 16 leaves"),
     s=(4.0, "Fig. 5a: the best of 1, 2, 4, 8"),
@@ -71,6 +73,7 @@ BRANCHGRPO_SPARSE = BRANCHGRPO.variant(
 BRANCHGRPO_ADAPTIVE = BRANCHGRPO.variant(
     "branchgrpo-adaptive",
     "splits placed by the std of preview rewards",
+    paper="ours, after BranchGRPO's future work",
     adaptive=(True, "the paper's future work; the rule is ours"),
     splits=((0, 3, 6, 12), "ours: their number, and the latest place of the last"),
 )
@@ -116,6 +119,8 @@ BRANCHGRPO_MIX = BRANCHGRPO.variant(
 DANCEGRPO = SHARED.variant(
     "dancegrpo",
     "16 chains from one noise, group-normalised rewards, all steps but the last trained",
+    paper="DanceGRPO, arXiv 2505.07818",
+    equation="A = (r − mean r) / std r;  loss −min(ρA, clip(ρ, 1 ± ε)A) on every step",
     splits=((0,), "DanceGRPO: same initial noise, a star"),
     branch_factor=(16, "matched to BranchGRPO's 16 leaves"),
     s=(float("inf"), "DanceGRPO: independent step noise"),
@@ -131,6 +136,8 @@ DANCEGRPO_TF06 = DANCEGRPO.variant(
 MIXGRPO = DANCEGRPO.variant(
     "mixgrpo",
     "noise only inside a sliding window, ODE outside; every chain computed alone",
+    paper="MixGRPO, arXiv 2507.21802",
+    equation="g_i = 0 for i outside W(iteration);  only i in W is trained",
     splits=((), "MixGRPO: train_grpo_flux.py l. 202-256, every trajectory alone"),
     roots=(16, "matched to BranchGRPO's 16 leaves"),
     same_root=(True, "MixGRPO: finetune_flux_grpo_MixGRPO.sh l. 155, train_grpo_flux.py l. 210-215"),
@@ -151,6 +158,7 @@ MIXGRPO_FLASH = MIXGRPO.variant(
 MIXGRPO_SHARED = MIXGRPO.variant(
     "mixgrpo-shared",
     "MixGRPO with its deterministic beginning computed once",
+    paper="ours, after MixGRPO, arXiv 2507.21802",
     roots=(1, "ours: one chain until the window"),
     same_root=(False, "ours: there is one root"),
     splits=("window-start", "ours: the deterministic beginning is one chain, computed once"),

@@ -37,6 +37,8 @@ FLOW_GRPO_SIZES = neutral().variant(
 FLOW_GRPO = FLOW_GRPO_SIZES.variant(
     "flow-grpo",
     "24 chains from their own noises, KL to the reference",
+    paper="Flow-GRPO, arXiv 2505.05470",
+    equation="A = (r − mean r) / std;  loss −min(ρA, clip(ρ, 1 ± ε)A) + β_KL·KL(π_θ ‖ π_ref)",
     advantage_clip=(5.0, "Flow-GRPO: config/base.py l. 84"),
     clip_range=(1e-4, "Flow-GRPO: config/base.py l. 86"),
     learning_rate=(3e-4, "Flow-GRPO: config/base.py l. 63"),
@@ -59,12 +61,15 @@ FLOW_GRPO = FLOW_GRPO_SIZES.variant(
 UNIFORM_SUBSAMPLE = FLOW_GRPO.variant(
     "uniform-subsample",
     "the same, training a random half of the group",
+    paper="Pro-GRPO (Expand and Prune), arXiv 2512.15347",
     group_selection=("random", "Pro-GRPO Fig. 1b"),
     group_keep=(12, "Pro-GRPO Fig. 1: k = 12 of 24"),
 )
 OVF = FLOW_GRPO.variant(
     "ovf",
     "the same, training the half of largest variance",
+    paper="Pro-GRPO (Expand and Prune), arXiv 2512.15347",
+    equation="S = argmax Var(r_S) over subsets of k;  only S is trained",
     group_selection=("ovf", "Pro-GRPO Eq. 10"),
     group_keep=(12, "Pro-GRPO Fig. 1: k = 12 of 24"),
 )
@@ -82,11 +87,15 @@ def funnel(group_sizes: tuple[int, ...], prune_at: tuple[int, ...], source: str)
 PRO_GRPO = FLOW_GRPO.variant(
     "pro-grpo",
     "48 chains, cut to 24 and 12 in flight by the variance of previews' rewards",
+    paper="Pro-GRPO (Expand and Prune), arXiv 2512.15347",
+    equation="at each pruning step: S = argmax Var(r(x̂₀)_S), |S| = N_k;  only S goes on",
     **funnel((48, 24, 12), (5, 7), "Pro-GRPO Table 7"),
 )
 PRO_GRPO_FLASH = FLOW_GRPO.variant(
     "pro-grpo-flash",
     "the same from 24 by way of 16",
+    paper="Pro-GRPO (Expand and Prune), arXiv 2512.15347",
+    equation="at each pruning step: S = argmax Var(r(x̂₀)_S), |S| = N_k;  only S goes on",
     **funnel((24, 16, 12), (5, 7), "Pro-GRPO Table 7 (Flash)"),
 )
 
@@ -141,11 +150,15 @@ SD = SD_SIZES.variant(
 DANCEGRPO_SD = SD.variant(
     "dancegrpo-sd",
     "DanceGRPO for a diffusion model: 16 chains of 50 steps from one noise",
+    paper="DanceGRPO, arXiv 2505.07818",
+    equation="A = (r − mean r) / std r on DDIM's steps with η = 1",
     roots=(16, "DanceGRPO: dgx.py l. 53, num_generations"),
 )
 PRO_GRPO_SD = SD.variant(
     "pro-grpo-sd",
     "the same with a group cut in flight: 48, 32, 8",
+    paper="Pro-GRPO (Expand and Prune), arXiv 2512.15347",
+    equation="at each pruning step: S = argmax Var(r(x̂₀)_S), |S| = N_k;  only S goes on",
     **funnel((48, 32, 8), (30, 40), "Pro-GRPO Table 8"),
 )
 
@@ -153,6 +166,7 @@ PRO_GRPO_SD = SD.variant(
 BRANCH_PRO = BRANCHGRPO.variant(
     "branch-pro",
     "a tree of four children per split, its nodes cut by OVF before the next",
+    paper="ours, of both papers",
     branch_factor=(4, "ours"),
     prune_at=({3: 2, 6: 2, 9: 4}, "ours: 4 → 2, 8 → 2, 8 → 4 before each split; 16 leaves"),
     selection=("ovf", "Pro-GRPO Eq. 17, on a tree"),
@@ -162,6 +176,8 @@ BRANCH_PRO = BRANCHGRPO.variant(
 TREEGRPO = FLOW_GRPO.variant(
     "treegrpo",
     "a tree inside a window placed at random, leaves normalised and backed up",
+    paper="TreeGRPO, arXiv 2512.08153",
+    equation="A(ℓ) = (r_ℓ − mean r) / std r;  A(n) = Σ_c softmax(log p_c)·A(c) over the children c of n",
     roots=(1, "TreeGRPO: one tree per prompt"),
     splits=("window", "TreeGRPO: every step of the window branches"),
     branch_factor=(2, "TreeGRPO: k = 2"),

@@ -18,12 +18,14 @@ Sourced = tuple[Any, str]  # a value and its source
 
 @dataclass(frozen=True)
 class Recipe:
-    "A method: `values` of all settings, and `sources` by setting."
+    "A method: `values` of all settings, `sources` by setting, the paper, and the method in one formula."
 
     name: str
     summary: str
     values: MethodSettings
     sources: dict[str, str]
+    paper: str = ""  # "Name, arXiv 2509.06040"
+    equation: str = ""  # in the symbols of the lessons
 
     def settings(self) -> MethodSettings:
         "Return the values alone."
@@ -33,17 +35,20 @@ class Recipe:
         "Return `(setting, value, source)` of every setting that the recipe states."
         return [(name, getattr(self.values, name), source) for name, source in self.sources.items()]
 
-    def variant(self, name: str, summary: str, **changes: Sourced) -> "Recipe":
+    def variant(self, name: str, summary: str, paper: str = "", equation: str = "", **changes: Sourced) -> "Recipe":
         "Return a recipe with some values changed. Raise `ValueError` on an unknown setting or a wrong type."
-        return changed(self, name, summary, changes)
+        return changed(self, name, summary, changes, paper, equation)
 
 # %% ../../nbs/methods/00_recipe.ipynb #361e6c1d
-def changed(recipe: Recipe, name: str, summary: str, changes: dict[str, Sourced]) -> Recipe:
-    "Return `recipe` under another name with `changes` `{setting: (value, source)}`."
+def changed(
+    recipe: Recipe, name: str, summary: str, changes: dict[str, Sourced], paper: str = "", equation: str = ""
+) -> Recipe:
+    "Return `recipe` under another name with `changes` `{setting: (value, source)}`, and with its paper unless given."
     values = {setting: value for setting, (value, _) in changes.items()}
-    sources = {setting: source for setting, (_, source) in changes.items()}
+    sources = recipe.sources | {setting: source for setting, (_, source) in changes.items()}
     check_types(MethodSettings, values)
-    return Recipe(name, summary, dataclasses.replace(recipe.values, **values), recipe.sources | sources)
+    values = dataclasses.replace(recipe.values, **values)
+    return Recipe(name, summary, values, sources, paper or recipe.paper, equation or recipe.equation)
 
 
 def adapted(recipe: Recipe, changes: dict[str, Sourced]) -> Recipe:

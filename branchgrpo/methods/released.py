@@ -55,6 +55,8 @@ BRANCHGRPO_STEPS = BRANCHGRPO_SIZES.variant(
 BRANCHGRPO_RELEASED = BRANCHGRPO_STEPS.variant(
     "branchgrpo-released",
     "what the public script of BranchGRPO computes",
+    paper="BranchGRPO's public script",
+    equation="A of a node = Σ_ℓ below clip(A_ℓ);  noise of split steps × s, density of the unscaled noise",
     roots=(1, f"{BRANCH_PY} l. 806-811: one noise"),
     splits=((0, 3, 6, 9), f"{BRANCH_SH} l. 28"),
     branch_factor=(2, f"{BRANCH_PY} l. 803-804: 16 leaves in 4 splits, {BRANCH_SH} l. 89"),
@@ -93,6 +95,8 @@ DANCEGRPO_SIZES = neutral().variant(
 DANCEGRPO_RELEASED = DANCEGRPO_SIZES.variant(
     "dancegrpo-released",
     "what the public script of DanceGRPO computes",
+    paper="DanceGRPO's public script",
+    equation="A = (r − mean r) / std r;  60 % of the steps, drawn for each trajectory",
     noisy_last=(False, f"{DANCE_PY} l. 512-519: the last step is left out"),
     train_fraction=(0.6, f"{DANCE_SH} l. 53, {DANCE_PY} l. 551-570: 9 of 15 steps, drawn for each trajectory"),
     advantage_clip=(5.0, f"{DANCE_SH} l. 55"),

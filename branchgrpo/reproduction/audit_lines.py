@@ -21,12 +21,12 @@ def verdict_of(printed: str, computed: float) -> str:
     # at most one unit of the last printed digit
     return "rounding" if abs(value - computed) <= 10.0**-digits * (1 + 1e-9) else "does not follow"
 
-
+# %% ../../nbs/reproduction/27_audit_lines.ipynb #30a484ce
 def fit_verdict(printed: str, computed: float) -> str:
     "Compare a measured number with a fitted model: within 10 % it fits."
     return "fits" if abs(float(printed) - computed) <= 0.1 * float(printed) else "does not follow"
 
-
+# %% ../../nbs/reproduction/27_audit_lines.ipynb #2d3afd30
 def pair_verdict(printed: str, other: float) -> str:
     "Compare two measurements: they coincide where a computed number would follow."
     return "differs" if verdict_of(printed, other) == "does not follow" else "coincides"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from .. import recipes
 from .page_runs import planned_runs
 from .pages import Job
-from .run_cache import cache_key
+from .run_key import cache_key
 from ..training.config import TrainConfig
 from ..training.doctor import found
 from ..training.estimate import Estimate, advice, estimate, flag
@@ -30,7 +30,7 @@ def cost_of(
     except OSError:
         return None
 
-
+# %% ../../nbs/reproduction/07_budget.ipynb #16307a15
 def gpu_hours(config: TrainConfig, tflops: float = 400.0) -> float | None:
     "Return the GPU-hours of a run; None if no configuration of the backbone is available."
     cost = cost_of(config, 1, tflops)
@@ -83,7 +83,7 @@ def memory_text(config: TrainConfig, gpus: int, cost: Estimate) -> str:
     changes = advice(config.settings(), gpus)
     return f"{text}, DOES NOT FIT on {GPU:g}: " + " ".join(flag(*item) for item in (changes or {}).items())
 
-
+# %% ../../nbs/reproduction/07_budget.ipynb #971c4435
 def time_text(hours: float, gpus: int) -> str:
     "Return the GPU-hours of a run and its hours, as text."
     if hours < 0.05:

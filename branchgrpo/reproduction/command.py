@@ -18,7 +18,7 @@ from typing import Any
 from ..commands import options, require
 from ..refusals import REFUSED
 from ..registry import shown, with_setting
-from ..training.runs import check_file, check_output
+from ..training.output_paths import check_file, check_output
 from ..yaml_files import parse_table
 
 # %% ../../nbs/reproduction/15_command.ipynb #0783f968
@@ -95,7 +95,7 @@ def check_options(o: PageOptions, slurm: SlurmOptions) -> None:
     except ValueError as error:
         raise ValueError(f"launch: {o.launch!r} is not a command ({error})") from None
 
-
+# %% ../../nbs/reproduction/15_command.ipynb #017cdb61
 def check_gpus(gpus: str | None) -> None:
     "Raise `ValueError` if GPUs are not distinct numbers or identifiers, separated by commas."
     names = [] if gpus is None else gpus.split(",")
@@ -115,7 +115,7 @@ def parameter(pair: str) -> tuple[str, Any]:
     except ValueError:
         return name, table(text) if text.startswith("{") else text
 
-
+# %% ../../nbs/reproduction/15_command.ipynb #ce1f1e06
 def table(text: str) -> dict[str, Any]:
     "Return the table of a text such as {lora_rank: 32}. Raise `ValueError` if it is none."
     try:
@@ -123,7 +123,7 @@ def table(text: str) -> dict[str, Any]:
     except (TypeError, ValueError):
         raise ValueError(f"set: {shown(text)} is no table such as {{lora_rank: 32}}") from None
 
-
+# %% ../../nbs/reproduction/15_command.ipynb #e03749e1
 def given_parameters(pairs: tuple[str, ...]) -> dict[str, Any]:
     "Return the parameters that are given. Raise `ValueError` if one is given twice."
     found = [parameter(pair) for pair in pairs]

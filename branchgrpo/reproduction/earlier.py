@@ -12,7 +12,7 @@ from pathlib import Path
 from .page_runs import page_arms
 from .pages import Job
 from .recorded import recorded_runs
-from .run_cache import cache_key, hashed_settings
+from .run_key import cache_key, hashed_settings
 
 # %% ../../nbs/reproduction/27_earlier.ipynb #87e3dbe7
 def recorded_settings(record: dict) -> dict[str, dict]:
@@ -23,7 +23,7 @@ def recorded_settings(record: dict) -> dict[str, dict]:
         return {}
     return {Path(run.path).name: run.info["settings"] for run in runs if run.path}
 
-
+# %% ../../nbs/reproduction/27_earlier.ipynb #5377533c
 def settings_today(job: Job) -> dict[str, dict] | None:
     "Return the settings of the runs that a page would train, by the names of their folders; None if it trains none."
     arms = page_arms(job)
@@ -38,7 +38,7 @@ def differing(then: dict, today: dict) -> set[str]:
     before, now = (hashed_settings(json.loads(json.dumps(settings))) for settings in (then, today))
     return {name for name in today if before.get(name) != now.get(name)}
 
-
+# %% ../../nbs/reproduction/27_earlier.ipynb #ac9825d0
 def changed_settings(then: dict[str, dict], today: dict[str, dict]) -> tuple[list[str], list[str]]:
     "Return the names of settings that have other values today than in recorded runs, and of those that are new."
     changed, known = set(), set()

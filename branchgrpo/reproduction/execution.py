@@ -119,7 +119,7 @@ def why(error: Exception) -> str:
         return line
     return f"Refused: {in_words(refused, {})}"
 
-
+# %% ../../nbs/reproduction/22_execution.ipynb #cfad5ea7
 def put_in_place(running: Path, target: Path) -> None:
     "Rename an executed notebook; a full disk may have cut it short, and then it is removed."
     if not running.exists():

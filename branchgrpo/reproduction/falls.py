@@ -18,14 +18,14 @@ def score_name(metric: str) -> str:
     name = metric.removeprefix("eval_")
     return name.replace("check_", "the checker's score of ").replace("reward/", "the held-out reward ")
 
-
+# %% ../../nbs/reproduction/25_falls.ipynb #66c957c4
 def fall_verdict(high: float | None) -> str:
     "Return a verdict on a score below the base model's; `high`: the upper end of its change, None for one seed."
     if high is None:
         return "below, in one seed"
     return "it falls" if high < 0 else "below, by no more than seeds differ"
 
-
+# %% ../../nbs/reproduction/25_falls.ipynb #15e0083f
 def falls(found: Comparison) -> dict[str, str]:
     "Return `{sentence: verdict}` of every score that ends below the base model's."
     sentences = {}

@@ -34,6 +34,8 @@ COLOURS = {
     "mixgrpo-shared": "#B8860B",
     "mixgrpo-flash": "#A65628",
     "flow-grpo": "#009E73",
+    "flow-cps": "#228833",
+    "grpo-guard": "#4477AA",
     "uniform-subsample": "#8C8C3A",
     "ovf": "#7B3294",
     "pro-grpo": "#CC79A7",

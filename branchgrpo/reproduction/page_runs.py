@@ -12,7 +12,8 @@ import nbformat
 
 from .arms import Arms
 from .pages import Job
-from .run_cache import is_finished, is_readable, run_folder
+from .run_cache import is_finished, is_readable
+from .run_key import run_folder
 from ..training.config import TrainConfig
 from ..training.runs import Run
 

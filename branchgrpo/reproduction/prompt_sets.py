@@ -14,7 +14,7 @@ from ..evaluation.evaluate import Evaluator
 from .comparisons import Comparison
 from .statistics import mean_interval
 from .whole_tables import BASE
-from ..rewards.base import terms
+from ..rewards.names import terms
 from ..training.runs import Run
 
 # %% ../../nbs/reproduction/26_prompt_sets.ipynb #414447dc

@@ -61,7 +61,7 @@ def recorded_run(run: dict, settings: dict, totals: dict, means: dict) -> Record
     totals = run.get("totals") or totals
     return RecordedRun(run.get("run"), run["evaluations"], info, totals, run.get("seconds_per_iteration"), means)
 
-
+# %% ../../nbs/reproduction/25_recorded.ipynb #6144ccec
 def recorded_runs(record: dict) -> dict[str, list[RecordedRun]]:
     "Return the runs of a record by label, seed by seed. Raise `ValueError` if it has none."
     table = record.get("runs") or record.get("rewards")
@@ -82,7 +82,7 @@ def record_paths(source: str, figures: str | Path) -> list[Path]:
     names = dict.fromkeys(re.findall(r"\{output\}/(\w+)\.json", source))
     return [path for name in names for path in [Path(figures) / f"{name}.json"] if path.exists()]
 
-
+# %% ../../nbs/reproduction/25_recorded.ipynb #12d0a596
 def record_of(job: Job) -> Path:
     "Return the record that a job redraws. Raise `ValueError` if there is none with runs."
     cells = [cell.source for cell in nbformat.read(job.template, 4).cells if cell.cell_type == "code"]

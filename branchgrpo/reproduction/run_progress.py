@@ -69,7 +69,7 @@ def time_left(count: IterationCount) -> str:
     each = [(total - count.done[path]) * count.seconds.get(path, usual) for path, total in count.totals.items()]
     return f"{max(max(each), sum(each) / count.workers) / 60:5.1f} min left"
 
-
+# %% ../../nbs/reproduction/18_run_progress.ipynb #84d324ed
 def progress_line(count: IterationCount, running: list[Path]) -> str:
     "Return the iteration of each running run, and the time left for all, as text."
     at = [f"{path.name} {count.done[path]}/{count.totals[path]}" for path in running]

@@ -22,7 +22,7 @@ def has_metric(rows: list[dict], metric: str) -> bool:
     "Return whether the last row of evaluations or metrics has a metric."
     return bool(rows) and metric in rows[-1]
 
-
+# %% ../../nbs/reproduction/24_score_sources.ipynb #5394e2a2
 def base_value(found: Comparison, metric: str) -> Any:
     """Return a score before training; None for a cost, since nothing is trained, and for a score that no label has.
 
@@ -35,7 +35,7 @@ def base_value(found: Comparison, metric: str) -> Any:
         raise ValueError(f"{metric}: the labels have different base values {sorted(known)}")
     return known.pop() if known else None
 
-
+# %% ../../nbs/reproduction/24_score_sources.ipynb #0ffa244f
 def run_value(found: Comparison, label: str, metric: str) -> Any:
     "Return a metric of a label at the end: a score with its interval over seeds, a cost as a number; else None."
     runs = found.runs[label]
@@ -52,7 +52,7 @@ def found_value(found: Comparison, label: str, metric: str) -> Any:
         return base_value(found, metric)
     return run_value(found, label, metric) if label in found.runs else None
 
-
+# %% ../../nbs/reproduction/24_score_sources.ipynb #ab88e240
 def scaled(value: Any, factor: float | None) -> Any:
     "Return a number or an interval times a factor; without a factor, or without a value, the value."
     if factor is None or value is None:
@@ -101,7 +101,7 @@ def measured(source: Source, metric: str) -> str:
         return f"checker: {metric.removeprefix('eval_check_')}"
     return metric.partition("/")[2]
 
-
+# %% ../../nbs/reproduction/24_score_sources.ipynb #58cfda3d
 def column_title(source: Source, name: str, metric: str | None) -> str:
     "Return a printed column's name, and what is measured here."
     here = measured(source, metric) if metric else ""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .page_runs import missing_runs, planned_runs
 from .pages import Job
-from .run_cache import run_folder
+from .run_key import run_folder
 
 # %% ../../nbs/reproduction/21_snakefile.ipynb #31766787
 def rule(name: str, inputs: list[str], output: str, words: list[str], *more: str) -> str:

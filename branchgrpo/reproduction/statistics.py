@@ -18,7 +18,7 @@ def mean_interval(values: list[float], level: float = 0.95) -> tuple[float, floa
         return values[0], None, None
     return float(np.mean(values)), *t_interval(values, level)
 
-
+# %% ../../nbs/reproduction/02_statistics.ipynb #32b506c5
 def t_interval(values: list[float], level: float = 0.95) -> tuple[float, float]:
     "Return the two ends of the t interval of the mean of two or more values."
     with warnings.catch_warnings():

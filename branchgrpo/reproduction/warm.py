@@ -30,7 +30,7 @@ def fixed_variables(environment: dict[str, str]) -> dict[str, str]:
     "Return the variables that a running process cannot change any more."
     return {key: value for key, value in sorted(environment.items()) if key.startswith(FIXED)}
 
-
+# %% ../../nbs/reproduction/16_warm.ipynb #57814429
 def can_fork() -> bool:
     "Return whether a warm process helps here: on Linux, without an NVIDIA GPU (a fork must not meet an opened GPU)."
     return hasattr(os, "pidfd_open") and not os.path.exists("/dev/nvidiactl")

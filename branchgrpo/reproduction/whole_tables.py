@@ -36,12 +36,12 @@ class WholeTable:
     def _repr_markdown_(self) -> str:
         return self.markdown()
 
-
+# %% ../../nbs/reproduction/24_whole_tables.ipynb #dd1db8af
 def ours_of(cell: Any) -> Any:
     "Return our value of a cell; a label is its own."
     return cell["ours"] if isinstance(cell, dict) else cell
 
-
+# %% ../../nbs/reproduction/24_whole_tables.ipynb #a396473a
 def shown(cell: Any) -> Any:
     "Return the text of a cell: ours, and the printed value in italics if there is one."
     if not isinstance(cell, dict):
@@ -68,7 +68,7 @@ def whole_row(source: Source, label: str | None, titles: dict, printed: dict[str
         row[title] = {"ours": NOTHING if value is None else value, "printed": printed.get(name)}
     return row
 
-
+# %% ../../nbs/reproduction/24_whole_tables.ipynb #29151d8f
 def lacking(rows: dict[str, str | None], source: Source) -> dict[str, str]:
     "Return `{printed row: why it is empty}` of the rows whose runs a record lacks."
     if source.found is None or source.found.record is None:
@@ -76,7 +76,7 @@ def lacking(rows: dict[str, str | None], source: Source) -> dict[str, str]:
     labels = source.labels()
     return {name: f"the record has no {ours}." for name, ours in rows.items() if ours and ours not in labels}
 
-
+# %% ../../nbs/reproduction/24_whole_tables.ipynb #3c5ea2c4
 def check_labels(rows: dict[str, str | None], source: Source) -> None:
     "Raise `ValueError` if a printed row stands for a label without numbers."
     labels = source.labels()

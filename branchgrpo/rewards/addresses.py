@@ -59,7 +59,7 @@ def server_key() -> str:
         raise ValueError(f"{TOKEN}: the value is not one word of printable ASCII characters")
     return key
 
-
+# %% ../../nbs/rewards/04_addresses.ipynb #6320d76b
 def without_key(text: str) -> str:
     "Return a text for a message: in one line, at most 120 characters, and without the key."
     key = server_key()

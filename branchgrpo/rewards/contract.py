@@ -85,7 +85,7 @@ def label(reward: Reward) -> str:
     "Return a short name of a reward for messages."
     return getattr(reward, "name", None) or getattr(reward, "__name__", None) or type(reward).__name__
 
-
+# %% ../../nbs/rewards/00_contract.ipynb #71b6f5ce
 @contextmanager
 def within_memory(name: str, count: int) -> Iterator[None]:
     "Name the reward and the setting in an error of a call that runs out of memory on `count` images."

@@ -105,7 +105,7 @@ def is_ours(value: Any) -> bool:
     module = getattr(value, "__module__", None) or ""
     return module.partition(".")[0] == "branchgrpo"
 
-
+# %% ../../nbs/rewards/03_own.ipynb #bc67b242
 def plain_text(value: Any) -> str:
     "Return the text of a number, a text or nested lists and tuples of them; of any other value, only its type."
     if isinstance(value, (list, tuple)):

@@ -87,7 +87,7 @@ def makes_reward(entry: Callable) -> bool:
     "Return whether a callable makes a reward: a class, or a function of `device` or of a place and `device`."
     return inspect.isclass(entry) or ("device" in parameters(entry) and len(parameters(entry)) <= 2)
 
-
+# %% ../../nbs/rewards/04_table.ipynb #c5325511
 def parameters(entry: Callable) -> list[str]:
     "Return the names of the parameters of a callable; none for a callable without a signature."
     try:

@@ -104,7 +104,7 @@ def middle(line: Tensor) -> Tensor:
     last = line.shape[-1] - 1 - on.flip(-1).float().argmax(-1)
     return (first + last + 1) / 2
 
-
+# %% ../../nbs/testbed/10_motion.ipynb #9e4154e5
 def box_centre(ink: Tensor) -> Tensor:
     "Return the centre `(B, F, 2)` of the box around `ink (B, F, H, W)`: the centre of the digit's cell."
     return torch.stack([middle(ink.amax(-1)), middle(ink.amax(-2))], -1)

@@ -28,7 +28,7 @@ def distinct_captions(kind: str, n: int, split: str) -> tuple[str, ...]:
         drawn = [scene for scene in drawn if scene.layout in RELATIONS]
     return tuple(dict.fromkeys(scene.caption for scene in drawn))[:n]
 
-
+# %% ../../nbs/testbed/19_prompt_sets.ipynb #4584ce37
 def digit_prompts(kind: str = "digits", train: int = 2000, test: int = 256) -> PromptSet:
     "Return distinct captions of a kind, with the exact checker of the digits."
     return PromptSet(list(distinct_captions(kind, train, "train")), list(distinct_captions(kind, test, "test")), check)
@@ -48,13 +48,13 @@ def clip_captions(n: int, split: str) -> list[str]:
     "Return `n` distinct captions of clips."
     return list(dict.fromkeys(clip.caption for clip in clip_scenes(6 * n, split, seed=1)))[:n]
 
-
+# %% ../../nbs/testbed/19_prompt_sets.ipynb #04905e58
 def first_frames(prompts: list[str]) -> Tensor:
     "Return a first frame `(P, 3, 32, 32)` in [0, 1] of each caption, drawn with a seed made of the caption."
     clips = [render_clips([parse_clip(prompt)], "test", seed=zlib.crc32(prompt.encode())) for prompt in prompts]
     return torch.cat([clip[:, :, 0] for clip in clips])
 
-
+# %% ../../nbs/testbed/19_prompt_sets.ipynb #4f5badab
 def clip_prompts(train: int = 800, test: int = 128) -> PromptSet:
     "Return distinct captions of clips, with their exact check and their first frames."
     return PromptSet(clip_captions(train, "train"), clip_captions(test, "test"), check_clips, first_frames)

@@ -74,12 +74,12 @@ def scale_splits(splits: Iterable[int], steps_from: int, steps_to: int) -> tuple
         )
     return tuple(places)
 
-
+# %% ../../nbs/testbed/14_scaling.ipynb #fd52719b
 def scaled_step(step: int, steps_from: int, steps_to: int) -> int:
     "Return one step at the same fraction of another number of steps."
     return round(step * steps_to / steps_from)
 
-
+# %% ../../nbs/testbed/14_scaling.ipynb #4a0488b9
 def scaled_place(step: int | None, steps_from: int, steps_to: int) -> int | None:
     "Return one step, or none, at the same fraction of another number of steps; None stays None."
     return None if step is None else scaled_step(step, steps_from, steps_to)

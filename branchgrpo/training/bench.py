@@ -36,7 +36,7 @@ def wait_for(device: torch.device) -> None:
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
-
+# %% ../../nbs/training/19_bench.ipynb #a140b690
 def seconds(job: Callable[[], Any], device: torch.device) -> float:
     "Return the seconds of one call of a job, until the device is done."
     wait_for(device)
@@ -101,7 +101,7 @@ def roll_again(work: Work) -> None:
     rewards_of = RolloutRewards(c.policy, c.scorer, c.draw(0), c.prompts.metadata, c.accelerator)
     roll(c, 0, rollout_hooks(c.settings, rewards_of, c.noise(0), c.accelerator), WHOLE)
 
-
+# %% ../../nbs/training/19_bench.ipynb #11800823
 def update_again(work: Work) -> None:
     "Compute the gradient of the update once more, and drop it."
     accumulate(work.trainer.learner, work.rolled)

@@ -153,7 +153,7 @@ def cell(value: Any) -> str:
         return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
     return "" if value is None else str(value)
 
-
+# %% ../../nbs/training/23_bench_tables.ipynb #d2c74107
 def table_text(title: str, rows: list[dict[str, Any]]) -> str:
     "Return rows as a table for the terminal."
     lines = [list(rows[0]), *([cell(value) for value in row.values()] for row in rows)]

@@ -19,12 +19,12 @@ def is_sound(folder: Path) -> bool:
     "Return whether a checkpoint's files are all there, with their sizes. Reads no weights."
     return damage(folder, contents=False) is None
 
-
+# %% ../../nbs/training/09_checkpoint_folders.ipynb #1a66dc97
 def checkpoints(run: Path) -> list[Path]:
     "Return the checkpoints of a run, oldest first, sound or not."
     return sorted((path for path in (run / "checkpoints").glob("*") if path.name.isdecimal()), key=iteration_of)
 
-
+# %% ../../nbs/training/09_checkpoint_folders.ipynb #c432a8b7
 def iteration_of(folder: Path) -> int:
     "Return the iteration in a checkpoint's name."
     return int(folder.name)
@@ -48,7 +48,7 @@ def set_aside(folder: Path) -> Path:
     place = next(path for path in names if not path.exists())
     return folder.rename(place)
 
-
+# %% ../../nbs/training/09_checkpoint_folders.ipynb #2f4e4453
 def take_newest(run: Path) -> Path | None:
     "Return a run's newest checkpoint whose digests are right; set aside each damaged one, with a warning."
     there = checkpoints(run)
@@ -76,7 +76,7 @@ def put_in_place(temporary: Path, folder: Path, facts: dict[str, Any], files: di
     to_disk(temporary)
     replace_folder(temporary, folder)
 
-
+# %% ../../nbs/training/09_checkpoint_folders.ipynb #aa69924c
 def remove_leftovers(run: Path) -> None:
     "End or undo what a killed process has left half done in a run's folder."
     for path in (run / "checkpoints").glob("*.*"):

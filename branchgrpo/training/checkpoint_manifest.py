@@ -24,7 +24,7 @@ def digest_of(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
-
+# %% ../../nbs/training/09_checkpoint_manifest.ipynb #8843ebb7
 def described(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     "Return size in bytes and digest of some files of a folder, by name."
     names = sorted(names)
@@ -42,7 +42,7 @@ def seal_of(table: dict[str, Any]) -> str:
     rest = {key: value for key, value in table.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
-
+# %% ../../nbs/training/09_checkpoint_manifest.ipynb #f4d57168
 def write_manifest(folder: Path, facts: dict[str, Any], files: dict[str, dict[str, Any]]) -> None:
     "Write a checkpoint's manifest: the `facts`, and the files as `described`."
     table = {"format": FORMAT, "version": branchgrpo.__version__} | facts | {"files": files}
@@ -53,7 +53,7 @@ def write_manifest(folder: Path, facts: dict[str, Any], files: dict[str, dict[st
 class Damaged(Exception):
     "What is wrong with a checkpoint."
 
-
+# %% ../../nbs/training/09_checkpoint_manifest.ipynb #0541d91b
 def parsed(path: Path) -> dict[str, Any]:
     "Return the table in a manifest. Raise `Damaged` if it is missing or holds none."
     try:
@@ -109,7 +109,7 @@ def check_files(folder: Path, contents: bool = True) -> dict[str, Any]:
         raise Damaged(problems[0])
     return table
 
-
+# %% ../../nbs/training/09_checkpoint_manifest.ipynb #774a1d68
 def damage(folder: Path, contents: bool = True) -> str | None:
     "Return what is wrong with a checkpoint, None if nothing is. Raise `ValueError` as `read_manifest` does."
     try:

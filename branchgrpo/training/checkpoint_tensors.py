@@ -34,7 +34,7 @@ def flat(tables: dict[str, Any], prefix: str = "") -> dict[str, Tensor]:
         found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
     return found
 
-
+# %% ../../nbs/training/09_checkpoint_tensors.ipynb #24b22eb4
 def file_numbers(tables: dict[str, Any], size: int) -> dict[str, int]:
     "Return in which file each tensor is written, from 1, so that a file has about `size` bytes of whole tensors."
     numbers, written = {}, 0
@@ -93,7 +93,7 @@ def read_tensors(folder: Path, tables: dict[str, Any], alone: bool = False) -> N
         reader = dcp.HuggingFaceStorageReader(str(folder))
         dcp.load(tables, storage_reader=reader, no_dist=alone or not dist.is_initialized())
 
-
+# %% ../../nbs/training/09_checkpoint_tensors.ipynb #02bc780d
 def saved_shapes(folder: Path) -> Shapes:
     "Return the tensors in a checkpoint, from its files' headers. Raise `ValueError` if a header is wrong."
     try:
@@ -102,7 +102,7 @@ def saved_shapes(folder: Path) -> Shapes:
         raise ValueError(f"checkpoint: {str(folder)!r} is not one of branchgrpo ({error})") from None
     return {name: (tuple(kind.size), kind.properties.dtype) for name, kind in known.items()}
 
-
+# %% ../../nbs/training/09_checkpoint_tensors.ipynb #54c2e82c
 def shapes_of(tables: dict[str, Any]) -> Shapes:
     "Return the whole shapes of tensors that may be slices."
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in flat(tables).items()}

@@ -130,13 +130,13 @@ def temporary_of(folder: Path) -> Path:
     "Return the name under which a checkpoint is written."
     return folder.with_name(f"{folder.name}.tmp")
 
-
+# %% ../../nbs/training/09_checkpoints.ipynb #64aeaea0
 def make_anew(folder: Path) -> None:
     "Make an empty folder, in place of what is there."
     delete(folder)
     folder.mkdir(parents=True)
 
-
+# %% ../../nbs/training/09_checkpoints.ipynb #274d33e8
 def thread_group(saver: Saver) -> Any:
     "Return the group in which the processes' threads write, made at the first call; None for one process. Collective."
     if dist.is_initialized() and saver.group is None:
@@ -184,7 +184,7 @@ def finish_checkpoint(saver: Saver, wait: bool) -> None:
     saver.saved = facts["iteration"]
     from_main(saver.accelerator, lambda: delete_old(saver))
 
-
+# %% ../../nbs/training/09_checkpoints.ipynb #9c7fdc92
 def delete_old(saver: Saver) -> None:
     "Delete the checkpoints that are no longer kept; one of a later iteration than the last is not counted."
     earlier = [path for path in checkpoints(saver.run) if iteration_of(path) <= saver.saved]

@@ -92,7 +92,7 @@ def prompts_of_all(prompts: list[str]) -> list[str]:
         dist.all_gather_object(parts, prompts)
     return list(dict.fromkeys(p for part in parts for p in part))
 
-
+# %% ../../nbs/training/05_conditioning.ipynb #fe9d9827
 def turns() -> list[bool]:
     "Return whether this process encodes in the first turn, and in the second."
     if not dist.is_initialized():

@@ -18,7 +18,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..backbones.base import PUBLISHED, declared, default_sizes, family, resolve
+from ..backbones.names import declared, default_sizes, family, resolve
+from ..backbones.published import PUBLISHED
 from ..backbones.live_bytes import Operations, fused_attention
 from ..policy import Policy
 from ..registry import import_target
@@ -70,7 +71,7 @@ def default_frames(policy_class: type) -> int:
     parameters = [inspect.signature(each).parameters for each in policy_class.__mro__ if each is not object]
     return next(found["frames"].default for found in parameters if "frames" in found)
 
-
+# %% ../../nbs/training/16_counting.ipynb #c5016c86
 def published_policy(name: str, height: int | None, width: int | None, frames: int | None) -> Countable:
     "Return the policy of a published model without weights, at the sizes that a run would have."
     further = {}
@@ -123,7 +124,7 @@ def add_adapter(policy: Countable, rank: int) -> None:
     with torch.device("meta"):
         policy.denoiser.add_adapter(LoraConfig(r=rank, target_modules=list(policy.lora_targets)))
 
-
+# %% ../../nbs/training/16_counting.ipynb #ee8721b9
 def make_trainable(policy: Countable, rank: int, checkpointing: bool) -> list[torch.nn.Parameter]:
     "Let a policy without weights be trained as a run trains it; return the trained parameters."
     policy.denoiser.requires_grad_(True)
@@ -173,12 +174,12 @@ def _counted(rank: int, checkpointing: bool, guidance_grad: bool, *where: Any) -
     policy.guidance_grad = guidance_grad
     return policy, count(policy, checkpointing, rank)
 
-
+# %% ../../nbs/training/16_counting.ipynb #2c8f9335
 def same_model(name: str) -> str:
     "Return the first published name of the same architecture, or the name itself."
     return next((other for other, entry in PUBLISHED.items() if entry == PUBLISHED.get(name)), name)
 
-
+# %% ../../nbs/training/16_counting.ipynb #20f481ee
 def counted_policy(s: Settings, checkpointing: bool | None = None) -> tuple[Countable, Counted]:
     "Return the policy of a run without weights, and what a call costs. Raise as `meta_policy` does."
     checkpointing = s.gradient_checkpointing if checkpointing is None else checkpointing

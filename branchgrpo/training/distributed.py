@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from ..options import variable
+from ..option_values import variable
 
 # %% ../../nbs/training/20_distributed.ipynb #7cbaf8f4
 def check_launch() -> None:
@@ -148,7 +148,7 @@ def make_hosts(accelerator: Any, minutes: float) -> Any:
         return None
     return dist.new_group(backend="gloo", timeout=timedelta(minutes=minutes))
 
-
+# %% ../../nbs/training/20_distributed.ipynb #fedeba48
 def any_host(hosts: Any, flag: bool) -> bool:
     "Return whether some process has set its flag. Collective."
     if hosts is None:
@@ -174,7 +174,7 @@ def from_main(accelerator: Any, decide: Callable[[], Any]) -> Any:
         raise decided[0]
     return decided[0]
 
-
+# %% ../../nbs/training/20_distributed.ipynb #b0d16c74
 def outcome(decide: Callable[[], Any]) -> Any:
     "Return what a call returns, or the error that it raises."
     try:

@@ -16,14 +16,15 @@ from typing import NamedTuple
 
 import torch
 
-from ..backbones.base import is_hub_name, resolve
+from ..backbones.names import is_hub_name, resolve
 from ..prompts import load_prompts
-from ..rewards.base import Entry, split_name, terms
-from ..rewards.unified import ChatClient
+from ..rewards.names import split_name, terms
+from ..rewards.table import Entry
+from ..rewards.unified_client import ChatClient
 from .config import Settings
 from .estimate import Estimate, estimate, verdict
 from .memory import GPU, memory_table
-from .resolve import listed
+from .resolve_checks import listed
 from .verify import Verified, files_of, verify
 
 # %% ../../nbs/training/17_doctor.ipynb #2942ca22

@@ -15,7 +15,7 @@ from typing import Any
 from ..costs import plan_cost
 from .config import Settings
 from .counting import Counted, counted_policy
-from .held import decoding
+from .decoding import decoding
 from .share import Part, Share
 from .memory import GPU, by_phase, fits, memory_parts, peak
 from .retain import Kept, kept_by_plan
@@ -30,7 +30,7 @@ def training_flops(c: Counted, s: Settings) -> float:
     reference = c.forward if s.kl > 0 else 0
     return (training + reference) * s.passes + (c.forward if s.recompute_old else 0)
 
-
+# %% ../../nbs/training/16_estimate.ipynb #00e85cbe
 def iteration_flops(c: Counted, s: Settings, share: Share, image: float) -> float:
     "Return the FLOPs of one iteration, over all GPUs: rollout, update, and decoding at `image` FLOPs each."
     cost = plan_cost(share.plan)
@@ -118,7 +118,7 @@ def changed(s: Settings, *remedies: dict[str, Any]) -> dict[str, Any]:
         changes |= remedy
     return {name: value for name, value in changes.items() if getattr(s, name) != value}
 
-
+# %% ../../nbs/training/16_estimate.ipynb #73a06d61
 def with_adapter(s: Settings) -> dict[str, Any]:
     "Return the change to an adapter, or to the base weights below the one that is there."
     return {"base_dtype": "bfloat16"} if s.lora_rank else ADAPTER
@@ -141,7 +141,7 @@ def flag(name: str, value: Any) -> str:
     word = f"--{name.replace('_', '-')}"
     return word if value is True else f"{word} {value}"
 
-
+# %% ../../nbs/training/16_estimate.ipynb #f7d93234
 def verdict(s: Settings, gpus: int = 8, gpu: float = GPU) -> str:
     "Return whether a run fits on its GPUs, and if not, the flags that make it fit."
     gb = peak(s, gpus)

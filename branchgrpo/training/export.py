@@ -109,7 +109,7 @@ def exported_state(learner: Learner) -> dict[str, torch.Tensor]:
         return {name: whole(p.detach()).cpu() for name, p in learner.parameters.items()}
     return full_state(learner.policy.denoiser)
 
-
+# %% ../../nbs/training/10_export.ipynb #d0a73f50
 def export(learner: Learner, folder: Path, averaged: bool = False) -> Path:
     """Write `model/` or `lora/` into a run's folder and return its place; `averaged` takes the averaged weights.
 

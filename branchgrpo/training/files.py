@@ -43,7 +43,7 @@ def write_atomic(path: str | Path, write: Callable[[Path], Any]) -> None:
         raise
     to_disk(path.parent)
 
-
+# %% ../../nbs/training/00_files.ipynb #6becf12b
 def write_text(path: str | Path, text: str) -> None:
     "Write a text file, whole or not at all."
     write_atomic(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
@@ -63,7 +63,7 @@ def delete(path: Path) -> None:
     else:
         path.unlink(missing_ok=True)
 
-
+# %% ../../nbs/training/00_files.ipynb #038fdb98
 def remove_folder(folder: Path) -> None:
     "Delete a folder under the name `.gone`, so that nobody takes what a kill leaves of it for whole."
     gone = folder.with_name(f"{folder.name}.gone")
@@ -91,7 +91,7 @@ def recover(folder: Path) -> None:
     for ending in ("old", "tmp", "gone"):
         delete(folder.with_name(f"{folder.name}.{ending}"))
 
-
+# %% ../../nbs/training/00_files.ipynb #3c14b179
 def remove_temporaries(parent: Path) -> None:
     "Delete the files that killed calls of `write_atomic` have left in a folder."
     for path in parent.glob("*.tmp"):
@@ -106,7 +106,7 @@ def row_of(line: bytes) -> dict | None:
     except ValueError:
         return None
 
-
+# %% ../../nbs/training/00_files.ipynb #7cf2652b
 def read_jsonl(path: str | Path) -> list[dict]:
     "Return the rows of a jsonl file, up to a line that is not whole; none if there is no file."
     path = Path(path)

@@ -30,12 +30,12 @@ def open_alone(t: Any, run: Run, settings: dict) -> None:
         t.lock.take()
     open_run(run.path, settings, prompts=t.prompts)
 
-
+# %% ../../nbs/training/24_lifetime.ipynb #454d03ef
 def is_done(t: Any, run: Run) -> bool:
     "Return whether a run is finished and has had as many iterations as it shall have."
     return (run.path / "run.json").exists() and run.finished and len(run.metrics) >= t.settings.iterations
 
-
+# %% ../../nbs/training/24_lifetime.ipynb #de8a9e4d
 def open_shared(t: Any) -> Run:
     "Return the run's folder, made or found by the main process. Raise its error on all processes."
     settings = t.settings.to_dict()

@@ -46,12 +46,12 @@ def by_phase(parts: list[Part]) -> dict[str, float]:
     "Return the GB of every phase."
     return {phase: sum(part.gb for part in parts if phase in part.phases) for phase in PHASES}
 
-
+# %% ../../nbs/training/16_memory.ipynb #93fda513
 def peak(s: Settings, gpus: int = 1) -> float:
     "Return the GB of a run's largest phase on one of `gpus`."
     return max(by_phase(memory_parts(s, gpus)).values())
 
-
+# %% ../../nbs/training/16_memory.ipynb #63edcaf3
 def fits(gb: float, gpu: float = GPU) -> bool:
     "Return whether a GPU of `gpu` GB holds a peak, with a margin."
     return gb <= gpu * (1 - MARGIN)

@@ -64,7 +64,7 @@ def sharded_start(name: str, dtype: torch.dtype) -> nn.Module:
     model: Any = plain_class(empty)
     return model.from_pretrained(folder_of(name), subfolder=part, dtype=dtype).requires_grad_(False).eval()
 
-
+# %% ../../nbs/training/04_model.ipynb #d0e967e0
 def open_policy(s: Settings, device, policy: Any = None) -> Any:
     "Return the policy of the settings, or the given one."
     if policy is None:

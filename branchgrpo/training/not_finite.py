@@ -59,7 +59,7 @@ def faulty_depths(tree: Tree) -> Tensor:
     wrong = [~(finite_rows(x) & finite_rows(p)) for x, p in zip(tree.latents, tree.log_probs)]
     return torch.stack([*wrong, ~finite_rows(tree.finished)])
 
-
+# %% ../../nbs/training/05_not_finite.ipynb #46a9f17e
 def look_at_tree(lost: Lost, tree: Tree, wrong: Tensor) -> None:
     "Leave out the prompts with a `wrong` depth, as `faulty_depths` has it."
     dtype = str(tree.latents[-1].dtype).removeprefix("torch.")

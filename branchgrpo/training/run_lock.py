@@ -37,7 +37,7 @@ def sign(file: int) -> None:
     os.pwrite(file, json.dumps(told).encode(), 0)
     fcntl.flock(file, fcntl.LOCK_SH)
 
-
+# %% ../../nbs/training/25_run_lock.ipynb #bb23551d
 def let_go(file: int, path: Path) -> None:
     "Close a lock's file; its last holder removes it."
     with contextlib.suppress(OSError):

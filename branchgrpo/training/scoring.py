@@ -24,7 +24,7 @@ from ..shares import WHOLE, Whole
 from .config import Settings
 from .not_finite import Lost, finite_rows, with_rows
 from .ranks import together
-from .resolve import listed
+from .resolve_checks import listed
 
 # %% ../../nbs/training/05_scoring.ipynb #aa145346
 def make_scorers(s: Settings, reward: Any, device) -> tuple[Scorer, dict[str, Scorer]]:

@@ -32,7 +32,7 @@ def end_now(text: str) -> None:
     os.write(2, f"branchgrpo: {text}\n".encode())
     os._exit(REQUEUE)
 
-
+# %% ../../nbs/training/22_signals.ipynb #38a592f5
 @contextmanager
 def ended_at_once() -> Iterator[None]:
     "End the process as soon as a signal comes: for the time before training, when nothing has to be saved."

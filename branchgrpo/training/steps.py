@@ -60,7 +60,7 @@ def where_skipped(losses: Tensor, iteration: int) -> str:
     what = f"the loss of process {lost[0]}" if lost else "the gradient of a finite loss"
     return f"{what} at iteration {iteration}"
 
-
+# %% ../../nbs/training/08_steps.ipynb #6b6d7df2
 def count_skipped(learner: Learner, taken: bool, where: str = "") -> None:
     "Count updates in a row without a step, and keep `where` the first began. Raise `TooManySkipped` at `max_skipped`."
     learner.skipped_from = "" if taken else learner.skipped_from or where

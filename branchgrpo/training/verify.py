@@ -32,7 +32,7 @@ def noted_digest(file: Path) -> str | None:
             return (note.read_text(encoding="utf-8").splitlines() + ["", ""])[1].strip()
     return None
 
-
+# %% ../../nbs/training/17_verify.ipynb #e5ef85d0
 def published_digest(file: Path) -> str | None:
     "Return the digest that is published for a file: 64 hexadecimal digits of SHA-256, or 40 of git's SHA-1; or None."
     blob = file.resolve()

@@ -25,7 +25,7 @@ from test_training import SMALL
 
 from branchgrpo import cli
 from branchgrpo.reproduction.warm import popen
-from branchgrpo.rewards import scorer, unified
+from branchgrpo.rewards import background, scorer, unified, unified_answers, unified_client
 from branchgrpo.rewards.addresses import TOKEN
 from branchgrpo.rewards.scorer import Scorer
 from branchgrpo.rewards.sums import RewardSum
@@ -258,7 +258,7 @@ def test_a_huge_answer_is_given_up(what, serve, noted):
     client, scores, _ = scored(serve(behave), timeout=20.0, retries=0, patience=0.0)
     assert scores.isnan().all()
     assert behave.sent < 30_000_000
-    happened = f"given up after {unified.LONGEST >> 20} MB: {client.last_error.partition(': ')[2]}"
+    happened = f"given up after {unified_client.LONGEST >> 20} MB: {client.last_error.partition(': ')[2]}"
     noted("faults", f"a reward server sends {what}", happened, "no score is made up; memory does not grow")
 
 
@@ -337,10 +337,10 @@ def test_waits_are_bounded_and_draw_nothing_from_the_seeds(serve):
     random.seed(0), torch.manual_seed(0)
     before = random.getstate(), torch.get_rng_state()
     for asked in ("99999999", "Fri, 31 Dec 9999 23:59:59 GMT", "", "-1"):
-        ended = unified.Try(wait=unified.asked_wait(asked))
-        waits = [unified.pause(client, attempt, ended) for attempt in range(5000)]
-        assert min(waits) >= 0.5 and max(waits) <= unified.MOST_WAIT
-    assert unified.pause(client, 2, unified.Try()) <= 4 * 1.25
+        ended = unified_answers.Try(wait=unified_answers.asked_wait(asked))
+        waits = [unified_client.pause(client, attempt, ended) for attempt in range(5000)]
+        assert min(waits) >= 0.5 and max(waits) <= unified_client.MOST_WAIT
+    assert unified_client.pause(client, 2, unified_answers.Try()) <= 4 * 1.25
     assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
 
 
@@ -463,7 +463,7 @@ def test_every_score_belongs_to_its_image(serve, noted):
     server = serve(chaotic(0, KINDS))
     client = UnifiedReward(server.where, timeout=0.4, retries=6, wait=0.01, in_flight=8, patience=60.0)
     values = [list(range(k, 240 + k, 6)) for k in range(6)]
-    waiting = [scorer.in_background(client, images_of(v), [str(i) for i in v]) for v in values]
+    waiting = [background.in_background(client, images_of(v), [str(i) for i in v]) for v in values]
     attached = 0
     for some, future in zip(values, waiting):
         wanted = 1 + 4 * torch.tensor(some) / 255
@@ -523,7 +523,7 @@ def test_requests_and_threads_are_bounded(serve, monkeypatch, noted):
 
     monkeypatch.setattr(unified, "request_body", counted)
     client = UnifiedReward(server.where, timeout=60.0, in_flight=4)
-    waiting = [scorer.in_background(client, IMAGE.expand(6, -1, -1, -1), ["a"] * 6) for _ in range(100)]
+    waiting = [background.in_background(client, IMAGE.expand(6, -1, -1, -1), ["a"] * 6) for _ in range(100)]
     assert all((future.result(timeout=300) == 4).all() for future in waiting)
     assert len(sizes) == 600
     assert most[0] <= 4 and held[1] <= 4 and most[1] <= 40, (most, held)
@@ -578,7 +578,7 @@ class Waiting:
 @pytest.mark.fast
 def test_images_do_not_pile_up_before_a_server(monkeypatch):
     "Without a place, the next call waits for one, and looks for a signal meanwhile."
-    monkeypatch.setattr(scorer, "PLACES", threading.BoundedSemaphore(2))
+    monkeypatch.setattr(background, "PLACES", threading.BoundedSemaphore(2))
     reward = Waiting()
     first = [scorer.start_scoring(Scorer(reward), IMAGE, ["a"]) for _ in range(2)]
 

@@ -21,7 +21,7 @@ from test_faults_plans import FIELDS, NAMES, profile, tables
 
 from branchgrpo import TrainConfig, cli, load_reward, recipes
 from branchgrpo.prompts import load_prompts
-from branchgrpo.reproduction.run_cache import NOT_HASHED, cache_key
+from branchgrpo.reproduction.run_key import NOT_HASHED, cache_key
 from branchgrpo.rewards.base import REWARDS, check_name, terms
 
 COUNTS = collections.Counter()
