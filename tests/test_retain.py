@@ -5,12 +5,14 @@ import gc
 import signal
 import time
 import weakref
+from functools import partial
 
 import pytest
 import torch
 from test_sharding import BEGIN, END, processes, settings
 from test_training import config, gradient, prepared, rows, start
 
+from branchgrpo.training import model
 from branchgrpo.training.checkpoint_folders import newest
 from branchgrpo.training.checkpoints import read_table
 from branchgrpo.training.signals import Preempted
@@ -256,3 +258,10 @@ def test_what_cannot_be_meant_is_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=line):
             config(tmp_path / "run", **changes).settings()
+
+
+def test_compiled_blocks_keep_their_graphs(tmp_path, monkeypatch):
+    monkeypatch.setattr(model, "speed_up", partial(model.speed_up, backend="aot_eager"))
+    (again, before), (kept, now) = both(tmp_path / "run", **TREE, compile=True, max_batch=4)
+    assert before["retained"] == 0 and now["retained"] == now["calls"] and now["rollout_mismatch"] == 0
+    equal(again, kept)

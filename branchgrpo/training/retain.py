@@ -36,7 +36,7 @@ def backward_cost(s: Settings) -> float:
     "Return the forward passes that a backward pass costs: 2 (adapter: 1), and one for blocks that are computed again."
     return (1 if s.lora_rank else 2) + (1 / s.checkpoint_blocks if s.gradient_checkpointing else 0)
 
-
+# %% ../../nbs/training/08_retain.ipynb #83e5c575
 def predicted_again(s: Settings, parents: float) -> float:
     "Return the rows that the update computes to predict a step's `parents` again."
     size = s.train_batch or s.max_batch
@@ -80,7 +80,7 @@ class Chunk:
     size: int  # rows computed, those of padding too
     output: Tensor | None = None  # (size, …) with its graph; None: no graph is kept
 
-
+# %% ../../nbs/training/08_retain.ipynb #846b65dc
 @dataclass
 class Calls:
     "The denoiser calls of one step."
@@ -106,7 +106,7 @@ def calls_of(s: Settings, prompts: int, width: int, first: int = 0) -> Calls:
     size = s.max_batch if s.pad_batches else None
     return Calls(width, first, [Chunk(a, b, size or b - a) for a, b in chunks(prompts * width, s.max_batch)])
 
-
+# %% ../../nbs/training/08_retain.ipynb #43743145
 def wanted(s: Settings, calls: Calls, shares: Tensor, room: int) -> list[Chunk]:
     "Return the calls whose graphs pay if `shares (P,)` of the nodes are trained, and fit into `room` latents."
     of_row = shares.repeat_interleave(calls.width).tolist()
@@ -137,7 +137,7 @@ class Keeping:
             chunk.output = self.with_graph.predict(latents.clone(), time, conditioning)
         return chunk.output.detach()
 
-
+# %% ../../nbs/training/08_retain.ipynb #273532bb
 def unwrapped(policy: Any) -> Any:
     "Return the policy with its denoiser itself in place of the module that exchanges gradients between processes."
     if not hasattr(policy, "call"):
@@ -182,12 +182,12 @@ def may_keep(s: Settings, plan: RolloutPlan, step: int) -> bool:
     apart = s.ranks_per_prompt > 1 or s.sharding != "none"
     return step in plan.trained and not (apart and step in plan.prune_at)
 
-
+# %% ../../nbs/training/08_retain.ipynb #5e93bc7a
 def new_graphs(s: Settings, policy: Any, noise: Noise, share: Whole) -> Graphs | None:
     "Return an empty store of graphs for a rollout; None if none shall be kept."
     return Graphs(s, policy, noise, share, s.retain) if s.retain else None
 
-
+# %% ../../nbs/training/08_retain.ipynb #c92a985e
 def forget(graphs: Graphs | None, lost: Tensor) -> None:
     "Drop the graphs that contain a prompt of `lost (P,)` bool: 0 times a number that is not finite is none."
     for calls in graphs.calls.values() if graphs else ():
@@ -202,7 +202,7 @@ def known_to_all(learner: Learner, counts: list[int], held: list[int]) -> tuple[
     everyone = learner.accelerator.gather(mine[None])  # (processes, 2, calls)
     return everyone[:, 0].amax(0).tolist(), everyone[:, 1].amin(0).tolist()
 
-
+# %% ../../nbs/training/08_retain.ipynb #8dac809b
 def chosen_calls(learner: Learner, calls: Calls, counts: list[int]) -> list[int]:
     "Return the calls of a step whose graphs the update uses, from the trained parents of each call."
     s, held = learner.settings, [int(chunk.output is not None) for chunk in calls.chunks]
@@ -223,7 +223,7 @@ def of_chunk(step: int, chunk: Chunk, rows: Tensor, places: Tensor, mask: Tensor
         return MicroBatch(step, nobody, torch.zeros_like(mask[nobody]), is_empty=True, output=chunk.output[:1])
     return MicroBatch(step, rows, mask[rows], output=chunk.output[places - chunk.start])
 
-
+# %% ../../nbs/training/08_retain.ipynb #b68cadc1
 def batches_of_step(
     learner: Learner, tree: Tree, step: int, mask: Tensor, calls: Calls | None
 ) -> tuple[list[MicroBatch], list[MicroBatch]]:
@@ -261,14 +261,14 @@ class Kept:
     calls: int = 0  # batches
     spared: float = 0.0  # forward passes that the update does not repeat, less those that untrained rows cost it
 
-
+# %% ../../nbs/training/08_retain.ipynb #786ca331
 def nodes_here(s: Settings, plan: RolloutPlan, step: int) -> tuple[int, float]:
     "Return the nodes of a prompt that one process predicts at a step, and the share of them that it trains."
     ranks, width = s.ranks_per_prompt, plan.widths[step]
     start = spread_depth(plan, ranks)
     return (width, 1 / ranks) if start is None or step < start else (math.ceil(width / ranks), 1.0)
 
-
+# %% ../../nbs/training/08_retain.ipynb #f3d88162
 def kept_by_plan(s: Settings, plan: RolloutPlan, prompts: int) -> Kept:
     "Return what a process with so many prompts keeps of a rollout; splits that are placed during training as given."
     total, back = Kept(), backward_cost(s)
