@@ -118,9 +118,8 @@ def retain_row(config: TrainConfig, recipe: str, rounds: int) -> dict[str, Any]:
     "Return seconds per iteration of a recipe that predicts parents again, and that keeps all graphs; and the counts."
     table = ONE_STEP | {"recipe": recipe}
     with tempfile.TemporaryDirectory() as folder:
-        ways = {
-            name: Trainer(quick(config, folder, **table, retain=n)) for name, n in {"again": 0, "kept": 10**6}.items()
-        }
+        kinds = {"again": 0, "kept": 10**6}
+        ways = {name: Trainer(quick(config, folder, **table, retain=n)) for name, n in kinds.items()}
         device = ways["kept"].accelerator.device
         took = interleaved({name: trainer.step for name, trainer in ways.items()}, rounds, device)
         row, counts = ways["kept"].step(), ways["kept"].progress.counts
