@@ -35,6 +35,7 @@ _PUBLIC = {
     "SELECTIONS": "ovf",
     "edge_loss": "objective",
     "RATIOS": "objective",
+    "LOSSES": "objective",
     "Policy": "policy",
     "GaussianFlow": "policy",
     "plan_cost": "costs",

@@ -12,7 +12,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from .methods import branchgrpo, one_value, pro_grpo, released
+from .methods import branchgrpo, objectives, one_value, pro_grpo, released, selection
 from .methods.recipe import Recipe, Sourced, adapted, changed
 from . import yaml_files
 from .registry import Registry, shown, unknown
@@ -20,6 +20,7 @@ from .settings import MethodSettings, field_types
 
 # %% ../nbs/22_recipes.ipynb #1783d3e4
 METHODS = (*branchgrpo.METHODS, *pro_grpo.METHODS, *one_value.METHODS, *released.METHODS)
+METHODS += (*objectives.METHODS, *selection.METHODS)
 RECIPES = Registry("recipe", "recipes", {recipe.name: recipe for recipe in METHODS})
 
 

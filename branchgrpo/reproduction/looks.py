@@ -40,6 +40,11 @@ COLOURS = {
     "ovf": "#7B3294",
     "pro-grpo": "#CC79A7",
     "pro-grpo-flash": "#882255",
+    "gdpo": "#4E79A7",
+    "multi-grpo": "#9C755F",
+    "flow-dppo": "#E15759",
+    "gardo": "#59A14F",
+    "pods": "#B07AA1",
 }
 
 # %% ../../nbs/reproduction/26_looks.ipynb #f1a0b572

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..batches import chunks
 from ..noise import Noise
+from ..ovf import Seen, looks_at_images
 from ..plan import RolloutPlan
 from ..replay import parents_of
 from ..shares import Whole, spread_depth
@@ -63,8 +64,10 @@ def trained_shares(s: Settings, plan: RolloutPlan, noise: Noise) -> list[Tensor]
     s = replace(s, group_keep=min(s.group_keep, plan.leaves))  # a tree that places its splits has few leaves yet
     tree = Tree.from_plan(plan, len(noise.prompts))
     tree.latents = [torch.zeros(*parents.shape, 1) for parents in tree.parents]
-    rewards = torch.rand(tree.parents[-1].shape, generator=torch.Generator().manual_seed(0))
-    leaf_mask = counted_leaves(s, rewards, torch.zeros(len(rewards), dtype=torch.bool), noise)
+    draws = torch.Generator().manual_seed(0)
+    rewards = torch.rand(tree.parents[-1].shape, generator=draws)
+    seen = Seen(torch.rand(*rewards.shape, 4, generator=draws)) if looks_at_images(s.group_selection) else None
+    leaf_mask = counted_leaves(s, rewards, torch.zeros(len(rewards), dtype=torch.bool), noise, seen)
     mask = trained_edges(s, tree, rewards, leaf_mask, noise)
     mask = part_mask(mask, parts_of(tree, mask, s.steps_per_pass, s.step_unit, noise), 0)
     parents = [edges_of(tree, mask, i).any(1).unflatten(0, (tree.prompts, -1)).sum(1) for i in range(plan.steps)]
