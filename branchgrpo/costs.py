@@ -12,12 +12,13 @@ from dataclasses import asdict, dataclass
 from .plan import RolloutPlan
 
 # %% ../nbs/18_costs.ipynb #789d0aad
-def papers_cost(calls: float, trained_calls: float, reference: bool = False) -> float:
+def papers_cost(calls: float, trained_calls: float, reference: bool = False, retained_calls: float = 0) -> float:
     """Return rollout and update in denoiser calls: `calls + 3 · trained_calls`, or 4 with a reference model.
 
+    `retained_calls` of the trained ones use the rollout's own forward pass: one less each (LeanGRPO, Sec. 4.2).
     Source: Pro-GRPO Eq. 21, where a trained step is a forward, a backward of two, and a reference.
     """
-    return calls + (4 if reference else 3) * trained_calls
+    return calls + (4 if reference else 3) * trained_calls - retained_calls
 
 # %% ../nbs/18_costs.ipynb #b04885f7
 @dataclass(frozen=True)
@@ -47,10 +48,11 @@ def plan_cost(
     latent_elements: int = 1,  # of one latent
     latent_bytes: int = 2,  # of one element
     reference: bool = False,  # the update calls a reference model, too
+    retained_calls: int = 0,  # trained calls whose graph the rollout keeps
 ) -> Cost:
     "Return the cost of one prompt's rollout and update. Pruning rules that drop edges later lower `trained_*` further."
     previews = sum(plan.populations[step] for step in plan.prune_at) + plan.preview_images
-    calls = papers_cost(plan.denoiser_calls, plan.trained_calls, reference)
+    calls = papers_cost(plan.denoiser_calls, plan.trained_calls, reference, retained_calls)
     return Cost(
         calls=plan.denoiser_calls,
         edges=plan.edges,

@@ -42,6 +42,7 @@ class RolloutJob:
     pad: bool = False
     preview: Callable[[int, int, Tensor], None] | None = None
     watch: Callable[[], None] = lambda: None  # called before each denoiser call of a preview
+    caller: Callable[[Tree, int, Tensor], Policy] | None = None
 
 # %% ../nbs/09_rollout.ipynb #0c3c099f
 def draw_children(dist: Gaussian, noise: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -120,7 +121,8 @@ def branch_off(tree: Tree, i: int, x: Tensor, output: Tensor, job: RolloutJob) -
 def take_step(tree: Tree, i: int, job: RolloutJob) -> None:
     "Take step `i` of all trees: fill in the latents and log-densities of depth `i + 1`."
     x = job.share.start(tree, i)
-    output = predict(job.policy, x, job.process.times[i], job.conditioning, job.max_batch, job.pad)
+    policy = job.policy if job.caller is None else job.caller(tree, i, x)
+    output = predict(policy, x, job.process.times[i], job.conditioning, job.max_batch, job.pad)
     show_previews(tree.plan, i, x, output, job)
     x, output = prune_or_split(tree, i, x, output, job)
     if i in tree.plan.side:
@@ -164,11 +166,12 @@ def rollout(
     pad: bool = False,  # fill every call up to `max_batch` latents, see `predict`
     watch: Callable[[], None] = nothing,  # called before each step; what it raises ends the rollout
     preview: Callable[[int, int, Tensor], None] | None = None,  # (depth, which of the plan's numbers, (P, W, …))
+    caller: Callable[[Tree, int, Tensor], Policy] | None = None,  # (tree, step, latents) -> who predicts there
 ) -> Tree:
     """Roll out `plan` for P prompts, and return their tree; its plan includes the splits that `decide` added.
 
     Raises `ValueError` if steps disagree, if pruning has no `select`, or if a noisy last step has std 0 (Sec. 3.2)."""
-    hooks = (select, decide, share, pad, preview, watch)
+    hooks = (select, decide, share, pad, preview, watch, caller)
     job = RolloutJob(policy, conditioning, process, noise, s, dtype, max_batch, *hooks)
     _check_job(plan, job)
     tree = _roots(plan, job)

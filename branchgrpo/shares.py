@@ -69,6 +69,14 @@ class Whole:
         "Return the tree with the log-densities of all nodes."
         return tree
 
+    def first(self, i: int) -> int:
+        "Return the place, among the latents held here, of the first node of depth `i` that is predicted here."
+        return 0
+
+    def part(self, i: int) -> float:
+        "Return how many of the nodes that are predicted here at step `i` are trained here, as a share of one."
+        return 1.0
+
     def score(self, x: Tensor, function: Callable[[Tensor], dict[str, Tensor]]) -> dict[str, Tensor]:
         "Return the scores `(P, W)` of a depth, by name; `function` scores the nodes `(P, n, …)` of this process."
         return function(x)

@@ -41,6 +41,12 @@ class Spread(Whole):
     def finish(self, tree: Tree) -> Tree:
         return gather_densities(self, tree)
 
+    def first(self, i: int) -> int:
+        return int(self.parents[i][0, 0]) if i in self.parents else 0
+
+    def part(self, i: int) -> float:
+        return 1.0 if i in self.takers else 1 / self.ranks
+
     def score(self, x: Tensor, function: Callable[[Tensor], dict[str, Tensor]]) -> dict[str, Tensor]:
         return share_scores(self, x, function)
 

@@ -32,6 +32,7 @@ from .config import Settings
 from .model import DTYPES
 from .not_finite import emptied, faulty_depths, first_of_all, look_at_tree
 from .ranks import RankGroup, make_group, new_share
+from .retain import Graphs, forget, new_graphs
 from .scoring import RolloutRewards, images_per_call, make_scorers, nothing  # noqa: F401
 from ..tree import Tree
 
@@ -134,6 +135,7 @@ class Collected:
     share: Whole  # which nodes are on this process
     seen: Seen | None = None  # of the leaves' images, if their selection looks at them
     completed: dict[int, Tensor] = field(default_factory=dict)  # {depth: (P, W_d, m)} scores of the plan's previews
+    graphs: Graphs | None = None  # of some of the rollout's calls
 
 # %% ../../nbs/training/06_collection.ipynb #9241690c
 def held_part(
@@ -177,8 +179,10 @@ class Collector:
         return collect(self, iteration)
 
 # %% ../../nbs/training/06_collection.ipynb #a55e3951
-def roll(c: Collector, iteration: int, hooks: RolloutHooks, share: Whole) -> tuple[Tree, dict[str, Tensor]]:
-    "Return the trees of an iteration's prompts, and their conditioning."
+def roll(
+    c: Collector, iteration: int, hooks: RolloutHooks, share: Whole, graphs: Graphs | None = None
+) -> tuple[Tree, dict[str, Tensor]]:
+    "Return the trees of an iteration's prompts, and their conditioning; keep some calls' `graphs`."
     s, conditioning = c.settings, c.conditioner(c.draw(iteration))
     tree = rollout(
         plan_of(s, iteration),
@@ -195,6 +199,7 @@ def roll(c: Collector, iteration: int, hooks: RolloutHooks, share: Whole) -> tup
         share=share,
         pad=s.pad_batches,
         watch=c.watch,
+        caller=None if graphs is None else graphs.caller,
     )
     return tree, conditioning
 
@@ -207,7 +212,8 @@ def collect(c: Collector, iteration: int) -> Collected:
         c.policy, c.scorer, names, c.prompts.metadata, c.accelerator, size, share, c.watch_alone
     )
     hooks = rollout_hooks(s, rewards_of, c.noise(iteration), c.accelerator)
-    tree, conditioning = roll(c, iteration, hooks, share)
+    graphs = new_graphs(s, c.policy, c.noise(iteration), share)
+    tree, conditioning = roll(c, iteration, hooks, share, graphs)
     look_at_tree(rewards_of.lost, tree, c.group.gather(faulty_depths(tree).byte()).any(0).bool())
     rewards_of.step, rewards_of.what = tree.steps, "an image"
     rewards, parts = rewards_of(tree.finished)
@@ -215,6 +221,7 @@ def collect(c: Collector, iteration: int) -> Collected:
     images, unscored = rewards_of.images, rewards_of.unscored
     if unscored_prompts:
         conditioning = emptied(tree, conditioning, unscored)
+        forget(graphs, unscored)
     weights = part_weights(c.scorer.reward)
     return Collected(
         tree,
@@ -229,4 +236,5 @@ def collect(c: Collector, iteration: int) -> Collected:
         share,
         seen_by(s, s.group_selection, rewards_of, len(rewards)),
         hooks.completed(tree.plan),
+        graphs,
     )

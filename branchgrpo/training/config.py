@@ -73,6 +73,7 @@ class SpeedSettings:
     pad_batches: bool = True  # fill every batch up to max_batch, so that rollout and update use the same kernels
     recompute_old: bool = False  # log-densities before training once more, by the kernels of the update
     checkpoint_blocks: int = 1  # with gradient_checkpointing: every n-th block is computed again, the others keep all
+    retain: int = 0  # latents per process whose graphs a rollout keeps for its first optimiser step; 0: predict again
 
 # %% ../../nbs/training/02_config.ipynb #5pee2c0de
 @dataclass(frozen=True)

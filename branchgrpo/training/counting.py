@@ -113,6 +113,7 @@ class Counted:
     training: int  # FLOPs of a call with its backward
     call_bytes: int  # held at the peak of a call
     activation_bytes: int  # held at the peak of a call with its backward
+    kept_bytes: int  # held between a call and its backward
 
 # %% ../../nbs/training/16_counting.ipynb #ecda59a0
 def add_adapter(policy: Countable, rank: int) -> None:
@@ -151,7 +152,9 @@ def count(policy: Countable, checkpointing: bool = True, rank: int = 0) -> Count
     for parameter in trained:
         parameter.grad = torch.empty_like(parameter)
     with fused_attention(), Operations() as update:
-        policy.predict(latents, 0.5, policy.blank()).float().sum().backward()
+        output = policy.predict(latents, 0.5, policy.blank())
+        kept = update.now
+        output.float().sum().backward()
     return Counted(
         parameters=parameters,
         trained=sum(p.numel() for p in trained),
@@ -160,6 +163,7 @@ def count(policy: Countable, checkpointing: bool = True, rank: int = 0) -> Count
         training=update.flops,
         call_bytes=call.peak,
         activation_bytes=update.peak,
+        kept_bytes=kept,
     )
 
 # %% ../../nbs/training/16_counting.ipynb #abf36274

@@ -153,6 +153,9 @@ def work_lines(s: Settings, e: Estimate, gpus: int, tflops: float) -> list[str]:
     c = e.counted
     again = " (activations computed again)" if s.gradient_checkpointing else ""
     of_these = f", {e.evaluation_hours:,.3g} of them for evaluations" if e.evaluation_hours else ""
+    graphs = (
+        f"kept graphs   {e.kept.latents} latents on each GPU spare {e.kept.spared:g} forward passes of an iteration"
+    )
     return [
         f"recipe        {s.recipe} on {s.backbone}, {s.height}×{s.width} pixels",
         f"run           {s.iterations} iterations of {s.prompts_per_iteration} prompts",
@@ -160,6 +163,7 @@ def work_lines(s: Settings, e: Estimate, gpus: int, tflops: float) -> list[str]:
         f"forward       {c.forward / 1e12:.3g} TFLOP per call",
         f"with backward {c.training / 1e12:.3g} TFLOP per call{again}",
         f"one prompt    {e.leaves} leaves, {e.calls} calls, {e.trained_calls} trained calls",
+        *([graphs] if s.retain else []),
         f"one iteration {e.tflop:,.3g} TFLOP with decoding",
         f"time          {e.hours:,.3g} hours on {gpus} GPUs at {tflops:g} TFLOP/s each{of_these}",
     ]

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['MEANS', 'Rolled', 'revisited', 'reference_mean', 'of_batch', 'EdgeTerms', 'edge_terms', 'edge_sums', 'count_edges',
-           'until_told', 'agree', 'seen_by_all', 'accumulate']
+           'until_told', 'agree', 'trained_policy', 'exchange', 'seen_by_all', 'accumulate']
 
 # %% ../../nbs/training/08_gradient.ipynb #b220797f
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,9 @@ from torch import Tensor
 from ..gaussian import Gaussian
 from ..objective import LOSSES, RATIOS, LossOptions, gaussian_kl, needs_means
 from ..rollout import edge_log_probs, revisit
-from .micro_batches import MicroBatch, shared_micro_batches
+from .micro_batches import MicroBatch
 from .model import Learner, autocast, reference_policy
+from .retain import Graphs, first_batches, unwrapped
 from ..transition import Transition
 from ..tree import Tree
 
@@ -36,13 +37,18 @@ class Rolled:
     parts: list[Tensor] | None = None  # (P, W_d) per depth: the optimiser step of each edge; None: all of the first
     iteration: int = 0  # named in messages
     kl_mask: list[Tensor] | None = None  # (P, W_d) bool per depth: edges that the KL term sees; None: all
+    graphs: Graphs | None = None  # of the rollout's own calls, for the first optimiser step
 
 # %% ../../nbs/training/08_gradient.ipynb #f860e00d
-def revisited(learner: Learner, rolled: Rolled, batch: MicroBatch, policy: Any) -> tuple[Gaussian, Tensor]:
-    "Return the Gaussians of a micro-batch's parents under `policy`, and their stored children; batches of one size."
+def revisited(
+    learner: Learner, rolled: Rolled, batch: MicroBatch, policy: Any, output: Tensor | None = None
+) -> tuple[Gaussian, Tensor]:
+    """Return the Gaussians of a micro-batch's parents under `policy`, and their stored children; batches of one size.
+
+    `output (N, …)` of the denoiser, if it is known, spares the call."""
     s = learner.settings
     size = (s.train_batch or s.max_batch) if s.pad_batches else None
-    return revisit(rolled.tree, policy, rolled.conditioning, rolled.process, batch.step, batch.rows, size)
+    return revisit(rolled.tree, policy, rolled.conditioning, rolled.process, batch.step, batch.rows, size, output)
 
 
 def reference_mean(learner: Learner, rolled: Rolled, batch: MicroBatch) -> Tensor | None:
@@ -74,7 +80,7 @@ def edge_terms(learner: Learner, rolled: Rolled, batch: MicroBatch) -> EdgeTerms
     "Return the loss of a micro-batch's edges and what is reported of them."
     s = learner.settings
     reference = reference_mean(learner, rolled, batch)
-    dist, children = revisited(learner, rolled, batch, learner.policy)
+    dist, children = revisited(learner, rolled, batch, trained_policy(learner), batch.take())
     log_probs = edge_log_probs(dist, children)
     old_log_probs, old_means = batch.first_pass(log_probs, dist.mean if needs_means(s.ratio, s.loss) else None)
     # log ρ = log π_θ − log π_old
@@ -125,6 +131,18 @@ def agree(learner: Learner) -> None:
     if not learner.is_sharded:  # else they have agreed before every micro-batch
         learner.check_stop()
 
+# %% ../../nbs/training/08_gradient.ipynb #eea0319e
+def trained_policy(learner: Learner) -> Any:
+    "Return the policy that an update calls."
+    return unwrapped(learner.policy) if learner.settings.retain else learner.policy
+
+
+def exchange(learner: Learner) -> AbstractContextManager:
+    "Return the context of a step's last backward pass, in which processes with whole weights exchange gradients."
+    if not learner.settings.retain:
+        return nullcontext()
+    return learner.accelerator.trigger_sync_in_backward(learner.module)
+
 # %% ../../nbs/training/08_gradient.ipynb #e15d1ea1
 def seen_by_all(accelerator: Any, batches: list[MicroBatch], worst: Tensor, loss: Tensor) -> dict[str, Any]:
     "Return the largest rollout mismatch, the summed loss of every process, and the denoiser calls here."
@@ -142,7 +160,8 @@ def accumulate(
 ) -> dict[str, Any]:
     "Add the gradient of one step; return means over its edges, their number here, and its mean over processes."
     accelerator = learner.accelerator
-    batches = batches or shared_micro_batches(learner, rolled.tree, rolled.edge_mask)
+    batches = batches or first_batches(learner, rolled.tree, rolled.edge_mask, rolled.graphs)
+    retained = sum(len(batch.rows) for batch in batches if batch.output is not None and not batch.is_empty)
     edges, mean_edges = count_edges(learner, batches)
     some_edges = mean_edges.clamp(min=1 / accelerator.num_processes)  # of a step without edges, the loss is 0
     sums, worst = torch.zeros(4, device=accelerator.device), torch.zeros((), device=accelerator.device)
@@ -152,9 +171,10 @@ def accumulate(
             terms = edge_terms(learner, rolled, batch)
             if first and last:
                 agree(learner)  # DDP exchanges in the first forward and in the last backward, so all do it in between
-            accelerator.backward((terms.loss * batch.mask).sum() / (some_edges * divisor))
+            with exchange(learner) if last else nullcontext():
+                accelerator.backward((terms.loss * batch.mask).sum() / (some_edges * divisor))
         more, largest = edge_sums(batch, terms)
         sums += more
         worst = torch.maximum(worst, largest)
-    seen = seen_by_all(accelerator, batches, worst, sums[MEANS.index("loss")])
+    seen = seen_by_all(accelerator, batches, worst, sums[MEANS.index("loss")]) | {"retained": retained}
     return dict(zip(MEANS, sums / some_edges)) | seen | {"edges": edges, "mean_edges": mean_edges}

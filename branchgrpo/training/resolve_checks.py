@@ -58,6 +58,7 @@ WHOLE_FROM_ONE = (
     "ranks_per_prompt",
 )
 WHOLE_FROM_ZERO = ("seed", "evaluate_every", "reward_retries", "lora_rank", "min_nodes", "group_keep", "keep_every")
+WHOLE_FROM_ZERO += ("retain",)
 ABOVE_ZERO = ("learning_rate", "clip_range", "shift", "adam_eps")
 FINITE_FROM_ZERO = ("eta", "kl", "weight_decay", "guidance_scale")
 OPTIONAL_FROM_ONE = ("max_batch", "train_batch", "decode_batch", "height", "width", "frames", "evaluation_steps")
@@ -172,7 +173,6 @@ def check_previews(s: Settings) -> None:
         raise ValueError(f"previews: 'none' gives the advantage {s.advantage!r} no scores; x0 costs no denoiser call")
     if s.reward_sum != "together":
         raise ValueError(f"reward_sum: {s.reward_sum!r} takes a sum apart, and previews have its total; use together")
-
 
 # %% ../../nbs/training/03_resolve_checks.ipynb #49c874df
 def check_together(s: Settings) -> None:

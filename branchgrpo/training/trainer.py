@@ -85,11 +85,14 @@ def step(t: Trainer) -> dict[str, Any]:
     check_mismatch(t.settings, means["rollout_mismatch"])
     done = time.perf_counter()
     seconds = {"seconds_rollout": rollout_end - start, "seconds_update": done - rollout_end}
+    retained = means.pop("retained") * t.accelerator.num_processes
+    retained = {"retained_calls": round(retained)} if t.settings.retain else {}
     add_progress(t, collected, means.pop("calls"), round(means.pop("optimiser_steps")), done - start)
     return {
         "iteration": t.progress.iteration,
         **means,
         "edges": round(means["edges"] * t.accelerator.num_processes),
+        **retained,
         **t.progress.counts,
         "splits": list(collected.tree.plan.splits),
         "seconds": t.progress.seconds,
