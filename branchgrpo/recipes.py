@@ -12,7 +12,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from .methods import branch_once, branchgrpo, noise_and_merged, one_value, pro_grpo, released
+from .methods import branch_once, branchgrpo, noise_and_merged, objectives, one_value, pro_grpo, released
+from .methods import selection
 from .methods.recipe import Recipe, Sourced, adapted, changed
 from . import yaml_files
 from .registry import Registry, shown, unknown
@@ -26,6 +27,8 @@ METHODS = (
     *released.METHODS,
     *branch_once.METHODS,
     *noise_and_merged.METHODS,
+    *objectives.METHODS,
+    *selection.METHODS,
 )
 RECIPES = Registry("recipe", "recipes", {recipe.name: recipe for recipe in METHODS})
 
