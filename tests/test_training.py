@@ -112,7 +112,21 @@ MOVING = {
 }
 
 
-@pytest.mark.parametrize("changes", [{}, MOVING], ids=["tree", "moving window"])
+OBJECTIVE = {
+    "loss": "kl-mask",
+    "kl_limit": 1e-6,
+    "passes": 2,
+    "reward": "tiny-clip+0.5*tiny-hps+0*tiny-aesthetic",
+    "reward_sum": "decoupled+batch",
+    "kl": 0.1,
+    "kl_share": 0.3,
+    "group_selection": "diverse",
+    "group_keep": 3,
+    "diversity": 0.5,
+}
+
+
+@pytest.mark.parametrize("changes", [{}, MOVING, OBJECTIVE], ids=["tree", "moving window", "another objective"])
 def test_a_killed_run_ends_as_one_that_was_not(tmp_path, changes):
     whole, killed = start(tmp_path / "whole", **changes), start(tmp_path / "killed", **changes)
     file, deadline = tmp_path / "killed/metrics.jsonl", time.time() + 120

@@ -93,7 +93,7 @@ def kl_edges(
         return None
     unscored = unscored.to(rewards.device)
     everyone = accelerator.gather(torch.stack(scores, -1))  # (all prompts, leaves, 1 + judges)
-    known = ~accelerator.gather(unscored)
+    known = ~accelerator.gather(unscored.byte()).bool()
     reward, *judges = everyone[known].flatten(0, 1).T
     high = torch.zeros(everyone.shape[:2], dtype=torch.bool, device=rewards.device)
     high[known] = suspects(reward, torch.stack(judges), s.kl_share).unflatten(0, (-1, rewards.shape[1]))
