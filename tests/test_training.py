@@ -219,6 +219,28 @@ def test_two_processes_do_what_one_does(tmp_path, changes):
         torch.testing.assert_close(one["grads"][name], two["grads"][name], rtol=0, atol=1e-5)
 
 
+GATED = """
+import sys, json, torch
+from branchgrpo import TrainConfig, Trainer, process_of
+from branchgrpo.training.trainer import assign_credit
+t = Trainer(TrainConfig.from_dict(json.loads(sys.argv[1])))
+rolled, _ = assign_credit(t.learner, t.collector(0), process_of(t.settings, t.policy, 0), t.collector.noise(0))
+found = [t.accelerator.gather(x[-1].contiguous().float()) for x in (rolled.advantages, rolled.kl_mask)]
+torch.save(found, f"{sys.argv[2]}.{t.accelerator.process_index}")
+"""
+
+
+def test_two_processes_normalise_and_judge_as_one(tmp_path):
+    "The batch of decoupled rewards, and the samples that win rates compare with, are those of all processes."
+    for n in (1, 2):
+        table = json.dumps(SMALL | OBJECTIVE | {"output": str(tmp_path / f"run{n}"), "group_selection": "all"})
+        for code, log in together(n, GATED, table, tmp_path / f"out{n}"):
+            assert code == 0, log
+    (one, mask), (two, same) = torch.load(tmp_path / "out1.0"), torch.load(tmp_path / "out2.0")
+    torch.testing.assert_close(one, two, rtol=0, atol=1e-3)
+    assert torch.equal(mask, same) and 0 < mask.sum() < mask.numel()
+
+
 LOSING = """
 import dataclasses, os, sys, json, torch
 from branchgrpo import TrainConfig, Trainer
