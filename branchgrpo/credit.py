@@ -66,6 +66,7 @@ ADVANTAGES = Registry(
     {
         "depthwise": "branchgrpo.credit:depthwise",
         "joint": "branchgrpo.estimators:joint",
+        "siblings": "branchgrpo.estimators:siblings",
         "leave-one-out": "branchgrpo.estimators:leave_one_out",
         "leaf-backup": "branchgrpo.estimators:leaf_backup",
         "broadcast": "branchgrpo.estimators:broadcast",

@@ -36,9 +36,9 @@ def revisit(
     """Return the Gaussians of a step's parents under the policy as it is now, with gradient, and their children.
 
     `rows` on the tree's device spare a copy; `pad_to` spares a GPU new shapes, and may change the rounding."""
-    factor = tree.plan.splits.get(step, 1)
+    first, _, factor = tree.plan.families(step)
     # every K-th child names its parent; after a pruning step only survivors are parents
-    parents = tree.parents[step + 1][:, ::factor]
+    parents = tree.parents[step + 1][:, first::factor]
     width = parents.shape[1]
     rows = _parent_rows(rows, parents.numel(), tree.device)
     asked = filled(rows, pad_to)
@@ -46,7 +46,8 @@ def revisit(
     x = tree.latents[step][prompt, parents.flatten()[asked]]
     batch = {name: values[prompt.to(values.device)] for name, values in conditioning.items()}
     output = policy.predict(x, process.times[step], batch)
-    children = tree.latents[step + 1][:, : width * factor].unflatten(1, (width, factor)).flatten(0, 1)[rows]
+    children = tree.latents[step + 1][:, first : first + width * factor]
+    children = children.unflatten(1, (width, factor)).flatten(0, 1)[rows]
     return process.step(step, x[: len(rows)], output[: len(rows)]), children
 
 # %% ../nbs/09_rollout_replay.ipynb #dacdca8a

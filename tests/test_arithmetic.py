@@ -90,6 +90,16 @@ EXPECTED = {
     "flow-dppo": Counts(160, 48, 48, again=48 // 2),
     # 64 chains, 16 of them trained at 9 steps; no reference.
     "pods": Counts(640, 16 * 9, 16 * 9),
+    # TempFlow-GRPO: a trunk of 9 steps for each of 4 seeds, and 6 branches at each: 4·9 + 4·6·(9 + 8 + … + 1).
+    "tempflow-grpo": Counts(1116, 36, 216, 2, reference=True),
+    # G²RPO with one granularity: 8 + 12·(15 + 14 + … + 8) calls; the branches of a step share one parent.
+    "g2rpo-one": Counts(1112, 8, 96, 1),
+    # Flash-GRPO: 8·20 calls, and one trained step of each chain.
+    "flash-grpo": Counts(160, 8, 8, 2),
+    # E-GRPO: 14 steps are left of 16; 7 of them have 12 branches: 7 + 12·(13 + 12 + … + 7).
+    "e-grpo": Counts(847, 7, 84, 1),
+    # A binary tree in a window at step 0: 1 + 2 + 4 + 8 + 16·16 calls, 15 parents of 30 edges.
+    "growing-noise-tree": Counts(271, 15, 30),
 }
 
 

@@ -45,6 +45,11 @@ COLOURS = {
     "flow-dppo": "#E15759",
     "gardo": "#59A14F",
     "pods": "#B07AA1",
+    "tempflow-grpo": "#2AA198",
+    "g2rpo": "#4B8B3B",
+    "flash-grpo": "#6699CC",
+    "e-grpo": "#C71585",
+    "growing-noise-tree": "#661100",
 }
 
 # %% ../../nbs/reproduction/26_looks.ipynb #f1a0b572

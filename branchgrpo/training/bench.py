@@ -152,11 +152,11 @@ def node_by_node(work: Work) -> None:
         row = {name: values[p : p + 1] for name, values in work.rolled.conditioning.items()}
         nodes = [work.rolled.tree.latents[0][p, root : root + 1] for root in range(plan.roots)]
         for i in range(plan.steps):
-            children = []
-            for x in nodes:
-                dist = process.step(i, x, policy.predict(x, process.times[i], row))
-                children += [dist.sample(torch.randn_like(x)) for _ in range(plan.splits.get(i, 1))]
-            nodes = children
+            first, parents, children = plan.families(i)
+            steps = [process.step(i, x, policy.predict(x, process.times[i], row)) for x in nodes]
+            going_on = [dist.mean for dist in steps[len(steps) - first :]]
+            families = [dist for dist in steps[:parents] for _ in range(children)]
+            nodes = going_on + [dist.sample(torch.randn_like(dist.mean)) for dist in families]
 
 # %% ../../nbs/training/19_bench.ipynb #9de3b8ee
 def edge_gradient(work: Work, step: int, prompt: int, child: int) -> None:

@@ -69,7 +69,9 @@ def call_rows(s: Settings, share: Share) -> int:
 
 def update_rows(s: Settings, share: Share) -> int:
     "Return the latents of a micro-batch of the update."
-    return s.train_batch or s.max_batch or share.prompts * max(share.plan.widths) // s.ranks_per_prompt
+    plan = share.plan
+    parents = plan.roots if plan.side else max(plan.widths)  # only the trunk's nodes have trained children
+    return s.train_batch or s.max_batch or share.prompts * parents // s.ranks_per_prompt
 
 # %% ../../nbs/training/16_held.ipynb #ea5f9dd9
 def activation_bytes(c: Counted, s: Settings) -> float:

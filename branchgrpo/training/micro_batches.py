@@ -26,6 +26,7 @@ class MicroBatch:
     mask: Tensor  # (N, K) bool
     is_empty: bool = False  # no edges: only a backward pass that the other processes wait for
     old: tuple[Tensor, Tensor | None] | None = None  # log π_old (N, K) and means (N, …) of the first pass
+    first: int = 0  # place of the first child that may be trained, among a tree's nodes of the next depth
 
     def first_pass(self, log_probs: Tensor, means: Tensor | None) -> tuple[Tensor, Tensor | None]:
         "Return the first pass's log-densities and means, without gradient: these, if this is the first."
@@ -35,15 +36,17 @@ class MicroBatch:
 
 # %% ../../nbs/training/08_micro_batches.ipynb #5de709f5
 def edges_of(tree: Tree, edge_mask: list[Tensor], step: int) -> Tensor:
-    "Return the mask (P·W, K) of the edges of a step, one row per parent."
-    return edge_mask[step + 1].reshape(-1, tree.plan.splits.get(step, 1))
+    "Return the mask (P·W, K) of the edges of a step that may be trained, one row per parent."
+    first, _, factor = tree.plan.families(step)
+    return edge_mask[step + 1][:, first:].reshape(-1, factor)
 
 
 def no_edges(tree: Tree, edge_mask: list[Tensor]) -> MicroBatch:
     "Return one parent of the last trained step, without edges."
     last = max(tree.plan.trained)
     nobody = torch.zeros(1, dtype=torch.long, device=tree.device)
-    return MicroBatch(last, nobody, torch.zeros_like(edges_of(tree, edge_mask, last)[:1]), is_empty=True)
+    mask = torch.zeros_like(edges_of(tree, edge_mask, last)[:1])
+    return MicroBatch(last, nobody, mask, is_empty=True, first=tree.plan.families(last).first)
 
 # %% ../../nbs/training/08_micro_batches.ipynb #aa24d16c
 def micro_batches(tree: Tree, edge_mask: list[Tensor], size: int | None) -> list[MicroBatch]:
@@ -54,8 +57,8 @@ def micro_batches(tree: Tree, edge_mask: list[Tensor], size: int | None) -> list
     batches = []
     for step in sorted(tree.plan.trained):
         mask = edges_of(tree, edge_mask, step)
-        rows = mask.any(1).nonzero()[:, 0]
-        batches += [MicroBatch(step, rows[a:b], mask[rows[a:b]]) for a, b in chunks(len(rows), size)]
+        rows, first = mask.any(1).nonzero()[:, 0], tree.plan.families(step).first
+        batches += [MicroBatch(step, rows[a:b], mask[rows[a:b]], first=first) for a, b in chunks(len(rows), size)]
     return batches or [no_edges(tree, edge_mask)]
 
 # %% ../../nbs/training/08_micro_batches.ipynb #93d8e64b

@@ -32,6 +32,7 @@ from ..registry import shown, unknown, with_setting
 from ..rewards.base import check_name, terms
 from ..rewards.scorer import part_weights
 from ..settings import field_types
+from ..step_weights import STEP_WEIGHTS, check_step_weights
 from .config import Settings
 from .parts import LOSS_MEANS, STEP_UNITS
 from .speed import check_speed
@@ -128,6 +129,7 @@ OPEN_CHOICES = {
     "selection": SELECTIONS,
     "step_unit": STEP_UNITS,
     "features": FEATURES,
+    "step_weights": STEP_WEIGHTS,
 }
 CLOSED_CHOICES = {
     "mixed_precision": ("no", "bf16", "fp16"),
@@ -168,6 +170,8 @@ def check_together(s: Settings) -> None:
         raise ValueError(f"base_dtype: {s.base_dtype!r} needs an adapter (lora_rank); trained weights stay float32")
     if s.sharding != "none" and s.mixed_precision == "fp16":
         raise ValueError(f"sharding: {s.sharding!r} needs mixed_precision no or bf16, not fp16")
+    if s.side and s.ranks_per_prompt > 1:
+        raise ValueError(f"ranks_per_prompt: {s.ranks_per_prompt} is not 1, as side branches (side) need")
     if s.mixed_precision == "fp16" and not torch.cuda.is_available():
         raise ValueError("mixed_precision: fp16 needs a GPU; use no or bf16")
     check_speed(s)
@@ -212,3 +216,4 @@ def check_all(s: Settings, kind: str, policy=None, reward=None) -> None:
     check_rewards(s, reward)
     check_process(s, kind)
     check_all_noise(s, kind, policy, s.mixed_precision)
+    check_step_weights(s, kind, policy)

@@ -27,6 +27,7 @@ from branchgrpo.rollout import rollout
 from branchgrpo.settings import field_types
 from branchgrpo.shares import spread_depth
 from branchgrpo.spread import Spread, held_tree, held_values, trained_here
+from branchgrpo.step_weights import STEP_WEIGHTS, weights_of
 from branchgrpo.training.credit_assignment import fusion_beta
 from branchgrpo.training.gradient import accumulate
 from branchgrpo.training.micro_batches import shared_micro_batches
@@ -157,6 +158,7 @@ NAMES = {
     "reward_sum": REWARD_SUMS,
     "loss_mean": ("step", "step*tree"),
     "step_unit": tuple(STEP_UNITS.names()),
+    "step_weights": tuple(STEP_WEIGHTS.names()),
     "transition": tuple(TRANSITIONS.names()),
 }
 
@@ -167,8 +169,17 @@ def shapes(draw) -> dict:
     n = draw(st.sampled_from([1, 2, 3, 4, 4, 5, 5, 6, 7]))
     early = st.integers(0, max(n - 2, 0))
     table = {"steps": n, "roots": draw(st.integers(1, 3)), "branch_factor": draw(st.sampled_from([2, 2, 2, 3, 1]))}
+    table |= {"side": (), "merged": {}, "noise_factors": {}}
     table |= {"splits": (), "prune_at": {}, "window": "none", "tail_ratio": 0.0, "adaptive": False, "stochastic": "all"}
-    kind = draw(st.sampled_from(["tree", "chains", "funnel", "window", "moving splits", "adaptive", "tree", "mixed"]))
+    kind = draw(
+        st.sampled_from(["tree", "chains", "funnel", "window", "moving splits", "adaptive", "tree", "mixed", "side"])
+    )
+    if kind == "side":
+        table["side"] = draw(st.one_of(st.just("all"), st.lists(early, min_size=1, max_size=3, unique=True).map(tuple)))
+    if some(draw, 0.15):
+        table["merged"] = draw(st.dictionaries(early, st.sampled_from([1, 2]), max_size=2))
+    if some(draw, 0.15):
+        table["noise_factors"] = draw(st.dictionaries(early, st.sampled_from([0.5, 1.0, 1.4]), max_size=2))
     if kind in ("tree", "mixed", "adaptive"):
         table["splits"] = tuple(draw(st.lists(early, min_size=n > 1, max_size=3, unique=draw(st.booleans()))))
     if kind in ("chains", "funnel", "window"):
@@ -293,12 +304,17 @@ def check_shapes(tree: Tree, plan: RolloutPlan, s, prompts: int) -> None:
         if d == 0:
             assert (tree.parents[0] == -1).all()
             continue
-        above, factor = plan.populations[d - 1], plan.splits.get(d - 1, 1)
-        parents = tree.parents[d].unflatten(1, (-1, factor))
+        above, (first, _, factor) = plan.populations[d - 1], plan.families(d - 1)
+        parents = tree.parents[d][:, first:].unflatten(1, (-1, factor))
         assert ((parents >= 0) & (parents < above)).all()
         assert (parents == parents[..., :1]).all(), "siblings share a parent"
         children = torch.zeros(prompts, above).scatter_add(1, tree.parents[d], torch.ones(prompts, width))
         taken = plan.prune_at.get(d - 1, above)
+        if d - 1 in plan.side:  # the trunk's nodes have branches, and one child more unless the trunk ends
+            more = d - 1 != max(plan.side)
+            assert (children[:, : plan.roots] == factor + more).all() and (children[:, plan.roots :] == 1).all()
+            assert (tree.log_probs[d][:, :first] == 0).all()
+            continue
         assert ((children == factor) | (children == 0)).all() and ((children > 0).sum(1) == taken).all()
     if plan.same_root:
         assert (tree.latents[0] == tree.latents[0][:, :1]).all()
@@ -324,11 +340,11 @@ def check_densities(t: Trainer, tree: Tree, process, words: Tensor) -> None:
         if d - 1 not in tree.plan.drawn:
             assert (tree.log_probs[d] == 0).all()
             continue
-        every = torch.arange(tree.parents[d].shape[1])
+        every = torch.arange(tree.plan.families(d - 1).first, tree.parents[d].shape[1])
         for p in range(tree.prompts):
             with torch.no_grad():
                 expected = edge_log_density(t.policy, process, words, tree, p, d, every)[0]
-            close(tree.log_probs[d][p], expected, atol=2e-3)
+            close(tree.log_probs[d][p, every], expected, atol=2e-3)
 
 
 def advantages(tree: Tree, rewards: Tensor, s, mask: Tensor, clip=None) -> list[Tensor]:
@@ -383,6 +399,8 @@ def moved(tree: Tree, depth: int, seed: int) -> tuple[Tree, Tensor]:
 
 def check_symmetry(s, tree: Tree, rewards: Tensor, mask: Tensor, seed: int) -> None:
     "The order of nodes changes nothing, and an unscored prompt nothing for the others."
+    if tree.plan.side:  # a node's place says whether it is a branch
+        return
     found = advantages(tree, rewards, s, mask)
     depth = seed % tree.steps + 1
     other, order = moved(tree, depth, seed)
@@ -467,7 +485,7 @@ def check_counts(t: Trainer, rolled, plan: RolloutPlan, prompts: int) -> None:
 def check_spread(t: Trainer, iteration: int, tree: Tree, edge_mask: list[Tensor], ranks: int) -> None:
     "Processes that share the trees, here threads, grow the same trees and train each edge once."
     s, plan = t.settings, plan_of(t.settings, iteration)
-    if s.adaptive or spread_depth(plan, ranks) is None or looks_at_images(s.selection):
+    if s.adaptive or plan.side or spread_depth(plan, ranks) is None or looks_at_images(s.selection):
         return
     barrier, slots = threading.Barrier(ranks, timeout=60), [None] * ranks
     found, errors = [None] * ranks, []
@@ -568,7 +586,11 @@ def check_plan(t: Trainer, iteration: int, ranks: int, seed: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(again.latents, tree.latents)), "the same seed, the same tree"
     rolled, mask = assign_credit(t.learner, collected, process, t.collector.noise(iteration))
     assert mask.sum(1).tolist() == [plan.leaves if s.group_selection == "all" else s.group_keep] * prompts
-    check_credit(s, tree, collected.rewards, mask, rolled.advantages)
+    found = advantages(tree, collected.rewards, s, mask, s.advantage_clip)
+    check_credit(s, tree, collected.rewards, mask, found)
+    weights = weights_of(s, t.policy, process, plan.trained) if s.step_weights != "equal" else {}
+    for d, of_depth in enumerate(found):
+        close(rolled.advantages[d], of_depth * weights.get(d - 1, 1.0))
     check_symmetry(s, tree, collected.rewards, mask, seed)
     check_gradient(t, rolled)
     check_counts(t, rolled, plan, prompts)
