@@ -117,7 +117,24 @@ MOVING = {
 }
 
 
-@pytest.mark.parametrize("changes", [{}, MOVING, SIDE], ids=["tree", "moving window", "side branches"])
+OBJECTIVE = {
+    "loss": "kl-mask",
+    "kl_limit": 1e-6,
+    "passes": 2,
+    "reward": "tiny-clip+0.5*tiny-hps+0*tiny-aesthetic",
+    "reward_sum": "decoupled+batch",
+    "kl": 0.1,
+    "kl_share": 0.3,
+    "group_selection": "diverse",
+    "group_keep": 3,
+    "diversity": 0.5,
+}
+
+
+WHICH = ["tree", "moving window", "side branches", "another objective"]
+
+
+@pytest.mark.parametrize("changes", [{}, MOVING, SIDE, OBJECTIVE], ids=WHICH)
 def test_a_killed_run_ends_as_one_that_was_not(tmp_path, changes):
     whole, killed = start(tmp_path / "whole", **changes), start(tmp_path / "killed", **changes)
     file, deadline = tmp_path / "killed/metrics.jsonl", time.time() + 120
@@ -208,6 +225,28 @@ def test_two_processes_do_what_one_does(tmp_path, changes):
     torch.testing.assert_close(one["rewards"], two["rewards"], rtol=0, atol=1e-4)
     for name in one["grads"]:
         torch.testing.assert_close(one["grads"][name], two["grads"][name], rtol=0, atol=1e-5)
+
+
+GATED = """
+import sys, json, torch
+from branchgrpo import TrainConfig, Trainer, process_of
+from branchgrpo.training.trainer import assign_credit
+t = Trainer(TrainConfig.from_dict(json.loads(sys.argv[1])))
+rolled, _ = assign_credit(t.learner, t.collector(0), process_of(t.settings, t.policy, 0), t.collector.noise(0))
+found = [t.accelerator.gather(x[-1].contiguous().float()) for x in (rolled.advantages, rolled.kl_mask)]
+torch.save(found, f"{sys.argv[2]}.{t.accelerator.process_index}")
+"""
+
+
+def test_two_processes_normalise_and_judge_as_one(tmp_path):
+    "The batch of decoupled rewards, and the samples that win rates compare with, are those of all processes."
+    for n in (1, 2):
+        table = json.dumps(SMALL | OBJECTIVE | {"output": str(tmp_path / f"run{n}"), "group_selection": "all"})
+        for code, log in together(n, GATED, table, tmp_path / f"out{n}"):
+            assert code == 0, log
+    (one, mask), (two, same) = torch.load(tmp_path / "out1.0"), torch.load(tmp_path / "out2.0")
+    torch.testing.assert_close(one, two, rtol=0, atol=1e-3)
+    assert torch.equal(mask, same) and 0 < mask.sum() < mask.numel()
 
 
 LOSING = """

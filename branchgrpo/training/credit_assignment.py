@@ -44,17 +44,16 @@ def fusion_beta(s: Settings, tree: Tree) -> float:
 def advantages_of(
     s: Settings,
     tree: Tree,
-    rewards: Tensor,  # (P, leaves)
+    rewards: Tensor,
     leaf_mask: Tensor | None,
     reduce: Callable[[Tensor], Tensor],
     parts: dict[str, tuple[float, Tensor]] | None = None,
-    previews: dict[int, Tensor] | None = None,  # {depth: (P, W_d, m)}
 ) -> list[Tensor]:
     """Return the advantage of every node, a list over depths of (P, W_d); `reduce` sums over processes.
 
     `parts` are a sum's rewards `{name: (weight, (P, leaves))}`; a single reward is always normalised as it is."""
     beta = fusion_beta(s, tree)
-    options = CreditOptions(beta, s.weights, leaf_mask, sibling_s(s), s.std, s.min_nodes, reduce, previews=previews)
+    options = CreditOptions(beta, s.weights, leaf_mask, sibling_s(s), s.std, s.min_nodes, reduce)
     if s.reward_sum == "together" or parts is None or len(parts) < 2:
         return estimate_advantages(tree, rewards, s.advantage, options, s.advantage_clip)
     batch = s.reward_sum == "decoupled+batch"
@@ -94,7 +93,7 @@ def kl_edges(
         return None
     unscored = unscored.to(rewards.device)
     everyone = accelerator.gather(torch.stack(scores, -1))  # (all prompts, leaves, 1 + judges)
-    known = ~accelerator.gather(unscored)
+    known = ~accelerator.gather(unscored.byte()).bool()
     reward, *judges = everyone[known].flatten(0, 1).T
     high = torch.zeros(everyone.shape[:2], dtype=torch.bool, device=rewards.device)
     high[known] = suspects(reward, torch.stack(judges), s.kl_share).unflatten(0, (-1, rewards.shape[1]))
