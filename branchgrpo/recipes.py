@@ -16,10 +16,12 @@ from branchgrpo.methods import (
     branch_once,
     branchgrpo,
     noise_and_merged,
+    objectives,
     one_value,
     previews,
     pro_grpo,
     released,
+    selection,
 )
 from .methods.recipe import Recipe, Sourced, adapted, changed
 from . import yaml_files
@@ -34,6 +36,8 @@ METHODS = (
     *released.METHODS,
     *branch_once.METHODS,
     *noise_and_merged.METHODS,
+    *objectives.METHODS,
+    *selection.METHODS,
     *previews.METHODS,
 )
 RECIPES = Registry("recipe", "recipes", {recipe.name: recipe for recipe in METHODS})

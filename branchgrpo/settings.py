@@ -36,7 +36,7 @@ class PlanSettings:
     side: tuple[int, ...] | str = from_recipe()  # steps at which branches with noise leave a chain without; all; window
     adaptive: bool = from_recipe()  # place the splits by the std of preview rewards (splits: how many, and the latest)
     prune_at: dict[int, int] = from_recipe()  # pruning steps and survivors, e.g. 5:24,7:12
-    selection: str = from_recipe()  # how a pruning step chooses: ovf, random, best
+    selection: str = from_recipe()  # how a pruning step chooses: ovf, random, best, diverse
     stochastic: str = from_recipe()  # steps that draw noise: all, window, splits+window
     noisy_last: bool = from_recipe()  # the last step draws noise and is trained, though its x̂₀ is the image
     previews: str = from_recipe()  # completions of a latent that are scored: none, x0, ode, ode/2, 5; joined by +
@@ -75,11 +75,14 @@ class ProcessSettings:
 class CreditSettings:
     "Credit"
 
+    reward_sum: str = from_recipe()  # rewards of a sum: together, decoupled (normalised one by one), decoupled+batch
     advantage: str = from_recipe()  # depthwise, joint, siblings, leave-one-out, …; with previews: gains, turns, …
     beta: float = from_recipe()  # β of Eq. 3: how much a path's log-probability weighs in reward fusion
     beta_scale: str = from_recipe()  # log-densities in Eq. 3 over D elements: mean, sum, or sqrt (mean times √D)
     weights: str = from_recipe()  # log-probabilities in Eq. 3: of the path, or of the edge
-    std: str = from_recipe()  # an advantage's divisor: own (of each tree), pooled (within all trees), global (of all)
+    std: str = (
+        from_recipe()
+    )  # divisor of advantages: std own (of each tree), pooled (within trees), global (of all), none
     min_nodes: int = from_recipe()  # depths with fewer nodes take the pooled standard deviation
     advantage_clip: float = from_recipe()  # bound of an advantage's absolute value
 
@@ -88,8 +91,10 @@ class CreditSettings:
 class SelectionSettings:
     "What is trained"
 
-    group_selection: str = from_recipe()  # leaves that count: all, ovf, random, best
+    group_selection: str = from_recipe()  # leaves that count: all, ovf, random, best, diverse
     group_keep: int = from_recipe()  # how many leaves count
+    diversity: float = from_recipe()  # of selection diverse: weight of looks against rewards, 0 (ovf) to 1
+    features: str = from_recipe()  # what images are compared by: pixels (8 × 8 means), or your own
     prune: str = from_recipe()  # edges that are trained: none, parent-top1, extreme, depth-window
     prune_keep: int = from_recipe()  # b of extreme: best and worst leaves kept
     train_fraction: float = from_recipe()  # share of the steps that is trained, drawn for each trajectory
@@ -100,8 +105,13 @@ class ObjectiveSettings:
     "The objective"
 
     ratio: str = from_recipe()  # ppo or guard
+    loss: str = (
+        from_recipe()
+    )  # bound of an update: clip (of ratios), kl-mask (drops edges that move on beyond kl_limit)
     clip_range: float = from_recipe()  # ε of Eq. 5
+    kl_limit: float = from_recipe()  # of kl-mask: KL to the rollout's policy, mean over a latent's elements; inf: none
     kl: float = from_recipe()  # weight of the KL to the model before training; 0: no reference
+    kl_share: float = from_recipe()  # share of the leaves with the KL: their reward is furthest above those of weight 0
     step_weights: str = from_recipe()  # of the trained steps in the loss: equal, std, or inverse-gradient
     loss_mean: str = from_recipe()  # of a step's edges: step (their mean), or step*tree (divided by a tree's edges too)
 

@@ -89,6 +89,17 @@ EXPECTED = {
     # G2RPO: 8 of the trunk; 12 branches at 8 steps, completed in 15…8 steps, and by every second and third of them,
     # which is ⌈n/2⌉ and ⌈n/3⌉ calls with the first one shared. Siblings share their trained call.
     "g2rpo": Counts(8 + 12 * (92 + (48 - 8) + (33 - 8)), 8, 96, 1),
+    # Flow-GRPO's chains with other advantages, and with a KL term on some edges: its reference is called for all.
+    "gdpo": Counts(240, 216, 216, reference=True),
+    "gardo": Counts(240, 216, 216, reference=True),
+    "ovf-diverse": Counts(240, 12 * 9, 12 * 9, reference=True),
+    # Four roots, splits at steps 1 and 2: 4 + 4 + 8 + 16·7 calls. The last step's 16 are not trained.
+    "multi-grpo": Counts(128, 4 + 4 + 8 + 16 * 6, 4 + 8 + 16 * 7, reference=True),
+    # 16 chains of 10 steps, of which three draw noise; no reference. Before the first of two optimiser steps,
+    # the old means of the second one's half of the edges are computed: a call each, in which nothing is trained.
+    "flow-dppo": Counts(160, 48, 48, again=48 // 2),
+    # 64 chains, 16 of them trained at 9 steps; no reference.
+    "pods": Counts(640, 16 * 9, 16 * 9),
     # TempFlow-GRPO: a trunk of 9 steps for each of 4 seeds, and 6 branches at each: 4·9 + 4·6·(9 + 8 + … + 1).
     "tempflow-grpo": Counts(1116, 36, 216, 2, reference=True),
     # G²RPO with one granularity: 8 + 12·(15 + 14 + … + 8) calls; the branches of a step share one parent.

@@ -86,6 +86,7 @@ NEUTRAL = MethodSettings(
 # %% ../../nbs/methods/00_recipe.ipynb #07350559
 NEUTRAL_CREDIT = {
     "advantage": "depthwise",
+    "reward_sum": "together",
     "beta": 0.0,
     "beta_scale": "mean",
     "weights": "path",
@@ -93,12 +94,17 @@ NEUTRAL_CREDIT = {
     "min_nodes": 0,
     "group_selection": "all",
     "group_keep": 0,
+    "diversity": 0.0,
+    "features": "pixels",
     "prune": "none",
     "prune_keep": 4,
     "train_fraction": 1.0,
     "step_weights": "equal",
     "ratio": "ppo",
+    "loss": "clip",
+    "kl_limit": float("inf"),
     "kl": 0.0,
+    "kl_share": 1.0,
 }
 
 # %% ../../nbs/methods/00_recipe.ipynb #073505e2

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from ..gaussian import Gaussian
-from ..objective import RATIOS, edge_loss, gaussian_kl
+from ..objective import LOSSES, RATIOS, LossOptions, gaussian_kl, needs_means
 from ..rollout import edge_log_probs, revisit
-from .config import Settings
 from .micro_batches import MicroBatch, shared_micro_batches
 from .model import Learner, autocast, reference_policy
 from ..transition import Transition
@@ -36,6 +35,7 @@ class Rolled:
     edge_mask: list[Tensor]  # (P, W_d) bool per depth
     parts: list[Tensor] | None = None  # (P, W_d) per depth: the optimiser step of each edge; None: all of the first
     iteration: int = 0  # named in messages
+    kl_mask: list[Tensor] | None = None  # (P, W_d) bool per depth: edges that the KL term sees; None: all
 
 # %% ../../nbs/training/08_gradient.ipynb #f860e00d
 def revisited(learner: Learner, rolled: Rolled, batch: MicroBatch, policy: Any) -> tuple[Gaussian, Tensor]:
@@ -66,7 +66,8 @@ class EdgeTerms:
     loss: Tensor  # (N, K), with gradient
     log_ratio: Tensor  # (N, K), log ρ
     mismatch: Tensor  # (N, K), log-density now minus that of the rollout
-    kl: Tensor  # (N, 1)
+    kl: Tensor  # (N, 1), or (N, K) if some edges have none
+    outside: Tensor  # (N, K) bool, of the loss rule's trust region
 
 # %% ../../nbs/training/08_gradient.ipynb #971fb17a
 def edge_terms(learner: Learner, rolled: Rolled, batch: MicroBatch) -> EdgeTerms:
@@ -75,28 +76,30 @@ def edge_terms(learner: Learner, rolled: Rolled, batch: MicroBatch) -> EdgeTerms
     reference = reference_mean(learner, rolled, batch)
     dist, children = revisited(learner, rolled, batch, learner.policy)
     log_probs = edge_log_probs(dist, children)
-    rule = RATIOS.get(s.ratio)
-    old_log_probs, old_means = batch.first_pass(log_probs, dist.mean if rule.needs_means else None)
+    old_log_probs, old_means = batch.first_pass(log_probs, dist.mean if needs_means(s.ratio, s.loss) else None)
     # log ρ = log π_θ − log π_old
     log_ratio = log_probs - old_log_probs
-    guarded = rule.function(log_ratio, dist, old_means)
-    # −min(ρ A, clip(ρ, 1 − ε, 1 + ε) A)
-    loss = edge_loss(guarded, torch.zeros_like(log_ratio), of_batch(rolled.advantages, batch), s.clip_range)
+    guarded = RATIOS.get(s.ratio).function(log_ratio, dist, old_means)
+    advantages, rule = of_batch(rolled.advantages, batch), LOSSES.get(s.loss)
+    options = LossOptions(dist, old_means, s.clip_range, s.kl_limit)
+    loss = rule.function(guarded, advantages, options)
     kl = torch.zeros_like(loss[:, :1])
     if reference is not None:
         kl = gaussian_kl(dist.mean, reference, rolled.process.noise_scale(batch.step, dist))[:, None]
+        if rolled.kl_mask is not None:
+            kl = kl * of_batch(rolled.kl_mask, batch)
     mismatch = log_probs.detach() - of_batch(rolled.tree.log_probs, batch)
-    return EdgeTerms(loss + s.kl * kl, log_ratio.detach(), mismatch, kl.detach())
+    outside = rule.outside(log_ratio.detach(), advantages, options)
+    return EdgeTerms(loss + s.kl * kl, log_ratio.detach(), mismatch, kl.detach(), outside)
 
 # %% ../../nbs/training/08_gradient.ipynb #78ca1b5e
 MEANS = ("ratio_minus_1", "clip_fraction", "loss", "kl")
 
 
-def edge_sums(settings: Settings, batch: MicroBatch, terms: EdgeTerms) -> tuple[Tensor, Tensor]:
-    "Return sums over a micro-batch's trained edges (ρ − 1, clipped, loss, KL), and the largest rollout mismatch."
+def edge_sums(batch: MicroBatch, terms: EdgeTerms) -> tuple[Tensor, Tensor]:
+    "Return sums over a micro-batch's trained edges (ρ − 1, outside, loss, KL), and the largest rollout mismatch."
     error = terms.log_ratio.exp() - 1
-    clipped = (error.abs() > settings.clip_range).float()
-    sums = torch.stack([(x * batch.mask).sum() for x in (error, clipped, terms.loss.detach(), terms.kl)])
+    sums = torch.stack([(x * batch.mask).sum() for x in (error, terms.outside, terms.loss.detach(), terms.kl)])
     return sums, ((terms.mismatch.exp() - 1).abs() * batch.mask).max()
 
 # %% ../../nbs/training/08_gradient.ipynb #c0ffee08
@@ -138,7 +141,7 @@ def accumulate(
     first: bool = True,  # no step of the iteration was taken yet: a signal may end it here
 ) -> dict[str, Any]:
     "Add the gradient of one step; return means over its edges, their number here, and its mean over processes."
-    s, accelerator = learner.settings, learner.accelerator
+    accelerator = learner.accelerator
     batches = batches or shared_micro_batches(learner, rolled.tree, rolled.edge_mask)
     edges, mean_edges = count_edges(learner, batches)
     some_edges = mean_edges.clamp(min=1 / accelerator.num_processes)  # of a step without edges, the loss is 0
@@ -150,7 +153,7 @@ def accumulate(
             if first and last:
                 agree(learner)  # DDP exchanges in the first forward and in the last backward, so all do it in between
             accelerator.backward((terms.loss * batch.mask).sum() / (some_edges * divisor))
-        more, largest = edge_sums(s, batch, terms)
+        more, largest = edge_sums(batch, terms)
         sums += more
         worst = torch.maximum(worst, largest)
     seen = seen_by_all(accelerator, batches, worst, sums[MEANS.index("loss")])

@@ -5,11 +5,13 @@
 # %% auto #0
 __all__ = ['MOST_LEAVES', 'WHOLE_FROM_ONE', 'WHOLE_FROM_ZERO', 'ABOVE_ZERO', 'FINITE_FROM_ZERO', 'OPTIONAL_FROM_ONE', 'LARGEST',
            'MOST', 'OPEN_CHOICES', 'CLOSED_CHOICES', 'require', 'is_finite', 'is_number', 'require_whole',
-           'check_filled', 'check_numbers', 'check_choices', 'check_together', 'check_rewards', 'listed', 'check_all']
+           'check_filled', 'check_numbers', 'check_choices', 'check_looks', 'check_together', 'check_judges',
+           'check_rewards', 'listed', 'check_all']
 
 # %% ../../nbs/training/03_resolve_checks.ipynb #b266338c
 import math
 import typing
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,15 +20,17 @@ import torch
 # %% ../../nbs/training/03_resolve_checks.ipynb #932ad29d
 from ..beta import DENSITY_SCALES
 from ..beta import MOST as LARGEST_BETA
-from ..credit import ADVANTAGES
+from ..credit import ADVANTAGES, REWARD_SUMS
+from ..diversity import FEATURES
 from ..group_std import STDS
-from ..objective import RATIOS
-from ..ovf import SELECTIONS
+from ..objective import LOSSES, RATIOS
+from ..ovf import SELECTIONS, looks_at_images
 from ..planning import check_process
 from ..planning_checks import check_all_noise, check_plans
 from ..pruning import PRUNINGS
 from ..registry import shown, unknown, with_setting
-from ..rewards.base import check_name
+from ..rewards.base import check_name, terms
+from ..rewards.scorer import part_weights
 from ..settings import field_types
 from ..step_weights import STEP_WEIGHTS, check_step_weights
 from .config import Settings
@@ -106,23 +110,25 @@ def check_numbers(s: Settings) -> None:
     require(s, ABOVE_ZERO, lambda v: is_finite(v) and v > 0, f"a finite number above 0, up to {LARGEST:g}")
     require(s, FINITE_FROM_ZERO, lambda v: is_finite(v) and v >= 0, f"a finite number of at least 0, up to {LARGEST:g}")
     require(s, ("timeout_minutes",), lambda v: 0 < v <= 1e6, "above 0 and at most 1000000")
-    require(s, ("tail_ratio",), lambda v: 0 <= v <= 1, "within 0 and 1")
+    require(s, ("tail_ratio", "diversity"), lambda v: 0 <= v <= 1, "within 0 and 1")
     require(s, ("max_grad_norm", "advantage_clip"), lambda v: v > 0 and is_number(v), "a number above 0")
     require(s, ("beta",), lambda v: is_finite(v) and abs(v) <= LARGEST_BETA, "a finite number within ±1e9")
-    require(s, ("s",), lambda v: v >= 0 and is_number(v), "a number of at least 0, or inf")
+    require(s, ("s", "kl_limit"), lambda v: v >= 0 and is_number(v), "a number of at least 0, or inf")
     require(s, ("ema_decay",), lambda v: 0 <= v <= 1, "within 0 and 1")
     require(s, ("adam_beta1", "adam_beta2"), lambda v: 0 <= v < 1, "within 0 and below 1")
     require(s, ("max_unscored",), lambda v: 0 <= v < 1, "within 0 and below 1")
     require(s, ("checkpoint_minutes",), lambda v: v is None or is_finite(v) and v > 0, "a finite number above 0")
-    require(s, ("train_fraction",), lambda v: 0 < v <= 1, "above 0 and at most 1")
+    require(s, ("train_fraction", "kl_share"), lambda v: 0 < v <= 1, "above 0 and at most 1")
 
 # %% ../../nbs/training/03_resolve_checks.ipynb #f15742e6
 OPEN_CHOICES = {
     "advantage": ADVANTAGES,
     "ratio": RATIOS,
+    "loss": LOSSES,
     "prune": PRUNINGS,
     "selection": SELECTIONS,
     "step_unit": STEP_UNITS,
+    "features": FEATURES,
     "step_weights": STEP_WEIGHTS,
 }
 CLOSED_CHOICES = {
@@ -132,6 +138,7 @@ CLOSED_CHOICES = {
     "weights": ("path", "edge"),
     "beta_scale": tuple(DENSITY_SCALES),
     "std": tuple(STDS),
+    "reward_sum": REWARD_SUMS,
     "loss_mean": LOSS_MEANS,
     "split_density": ("drawn", "plain"),
     "sharding": ("none", "full", "hybrid"),
@@ -146,6 +153,16 @@ def check_choices(s: Settings) -> None:
         if getattr(s, setting) not in names:
             raise unknown(setting, getattr(s, setting), names)
 
+# %% ../../nbs/training/03_resolve_checks.ipynb #75f6d09d
+def check_looks(s: Settings) -> None:
+    "Raise `ValueError` if images of one prompt shall be compared that are on several processes."
+    for name in ("selection", "group_selection"):
+        rule = getattr(s, name)
+        if s.ranks_per_prompt > 1 and looks_at_images(rule) and (name != "selection" or s.prune_at):
+            raise ValueError(
+                f"{name}: {rule!r} compares images, and ranks_per_prompt {s.ranks_per_prompt} spreads them"
+            )
+
 # %% ../../nbs/training/03_resolve_checks.ipynb #49c874df
 def check_together(s: Settings) -> None:
     "Raise `ValueError` if settings contradict each other."
@@ -159,7 +176,10 @@ def check_together(s: Settings) -> None:
         raise ValueError("mixed_precision: fp16 needs a GPU; use no or bf16")
     if s.previews == "none" and getattr(ADVANTAGES.get(s.advantage), "needs_previews", False):
         raise ValueError(f"previews: 'none' gives the advantage {s.advantage!r} no scores; x0 costs no denoiser call")
+    if s.previews != "none" and s.reward_sum != "together":
+        raise ValueError(f"reward_sum: {s.reward_sum!r} is not together, as previews need: the whole sum scores them")
     check_speed(s)
+    check_looks(s)
     leaves = check_plans(s)
     if leaves > MOST_LEAVES:
         raise ValueError(f"branch_factor: {s.branch_factor} makes {leaves} leaves of a prompt, more than {MOST_LEAVES}")
@@ -169,10 +189,19 @@ def check_together(s: Settings) -> None:
         raise ValueError(f"group_keep: {s.group_keep} is not within 1…{leaves}, the leaves of a tree")
 
 # %% ../../nbs/training/03_resolve_checks.ipynb #68b9d715
+def check_judges(s: Settings, reward: Any = None) -> None:
+    "Warn if the KL term of some leaves has no rewards to compare with."
+    weights = [weight for weight, _ in terms(s.reward)[0]] if reward is None else part_weights(reward).values()
+    if s.kl and s.kl_share < 1 and all(weights):
+        what = f"kl_share: {s.kl_share} compares with rewards of weight 0, and {s.reward!r} has none"
+        warnings.warn(f"{what}; all leaves have the KL term", stacklevel=2)
+
+# %% ../../nbs/training/03_resolve_checks.ipynb #1a3e260c
 def check_rewards(s: Settings, reward: Any = None) -> None:
     "Raise `ValueError` if a reward's name is wrong. Load no weights."
     if reward is None:
         check_name(s.reward)
+    check_judges(s, reward)
     for name in listed(s.held_out):
         with_setting("held_out", check_name, name)
 

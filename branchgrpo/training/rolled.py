@@ -9,9 +9,10 @@ __all__ = ['assign_credit']
 from torch import Tensor
 
 from ..rollout import Noise
+from ..spread import held_values
 from ..step_weights import weighted_advantages
 from .collection import Collected, held_part
-from .credit_assignment import advantages_of, counted_leaves, trained_edges
+from .credit_assignment import advantages_of, counted_leaves, kl_edges, trained_edges
 from .gradient import Rolled
 from .model import Learner
 from .parts import parts_of
@@ -21,15 +22,19 @@ from ..transition import Transition
 def assign_credit(learner: Learner, collected: Collected, process: Transition, noise: Noise) -> tuple[Rolled, Tensor]:
     "Return a rollout with the advantage of every edge and the edges to train; and which leaves count."
     s, tree, rewards = learner.settings, collected.tree, collected.rewards
-    leaf_mask = counted_leaves(s, rewards, collected.unscored, noise)
+    leaf_mask = counted_leaves(s, rewards, collected.unscored, noise, collected.seen)
     share = 1 / s.ranks_per_prompt  # each prompt is on so many processes
 
-    def reduce(sums: Tensor) -> Tensor:
-        return learner.accelerator.reduce(sums, "sum") * share
+    def total(x: Tensor) -> Tensor:
+        return learner.accelerator.reduce(x, "sum") * share
 
-    advantages = advantages_of(s, tree, rewards, leaf_mask, reduce, collected.completed)
+    each = {name: (collected.weights[name], part) for name, part in collected.parts.items()}
+    advantages = advantages_of(s, tree, rewards, leaf_mask, total, each, collected.completed)
     advantages = weighted_advantages(s, learner.policy, process, tree.plan.trained, advantages)
     edge_mask = trained_edges(s, tree, rewards, leaf_mask, noise)
+    kl_mask = kl_edges(s, tree, rewards, collected.unscored, each, learner.accelerator)
     parts = parts_of(tree, edge_mask, s.steps_per_pass, s.step_unit, noise)
+    kl_mask = None if kl_mask is None else held_values(collected.share, tree, kl_mask)
     tree, advantages, edge_mask, parts = held_part(collected, advantages, edge_mask, parts)
-    return Rolled(tree, collected.conditioning, process, advantages, edge_mask, parts, noise.iteration), leaf_mask
+    conditioning, iteration = collected.conditioning, noise.iteration
+    return Rolled(tree, conditioning, process, advantages, edge_mask, parts, iteration, kl_mask), leaf_mask

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..objective import RATIOS
+from ..objective import needs_means
 from ..rollout import edge_log_probs
 from .gradient import Rolled, accumulate, agree, of_batch, revisited, until_told
 from .micro_batches import MicroBatch, shared_micro_batches
@@ -23,14 +23,15 @@ from .steps import count_skipped, optimiser_step, where_skipped
 @torch.no_grad()
 def keep_old(learner: Learner, rolled: Rolled, later: list[MicroBatch]) -> None:
     "Give the micro-batches of later steps the log-densities of the policy that drew the rollout."
-    needs_means = RATIOS.get(learner.settings.ratio).needs_means
-    again = learner.settings.recompute_old or needs_means
+    with_means = needs_means(learner.settings.ratio, learner.settings.loss)
+    again = learner.settings.recompute_old or with_means
     for batch in later if not again else ():
         batch.old = (of_batch(rolled.tree.log_probs, batch), None)
-    for batch in until_told(learner, later) if again else ():
+    filled = [batch for batch in later if learner.is_sharded or not batch.is_empty]
+    for batch in until_told(learner, filled) if again else ():
         with autocast(learner):
             dist, children = revisited(learner, rolled, batch, learner.policy)
-        batch.first_pass(edge_log_probs(dist, children), dist.mean if needs_means else None)
+        batch.first_pass(edge_log_probs(dist, children), dist.mean if with_means else None)
     if again and later:
         agree(learner)
 

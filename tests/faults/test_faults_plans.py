@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from branchgrpo import GaussianFlow, TrainConfig, Trainer, recipes
 from branchgrpo.costs import plan_cost
-from branchgrpo.credit import ADVANTAGES, CreditOptions, estimate_advantages
+from branchgrpo.credit import ADVANTAGES, REWARD_SUMS, CreditOptions, estimate_advantages
 from branchgrpo.fusion import fuse_rewards
 from branchgrpo.group_std import STDS
-from branchgrpo.ovf import SELECTIONS, choose
+from branchgrpo.ovf import SELECTIONS, choose, looks_at_images
 from branchgrpo.plan import RolloutPlan
 from branchgrpo.planning import plan_of, process_of, sibling_s
 from branchgrpo.pruning import PRUNINGS
@@ -154,6 +154,8 @@ NAMES = {
     "prune": tuple(PRUNINGS.names()),
     "selection": tuple(SELECTIONS.names()),
     "ratio": ("ppo", "guard"),
+    "loss": ("clip", "kl-mask"),
+    "reward_sum": REWARD_SUMS,
     "loss_mean": ("step", "step*tree"),
     "step_unit": tuple(STEP_UNITS.names()),
     "step_weights": tuple(STEP_WEIGHTS.names()),
@@ -238,6 +240,8 @@ def credit(draw) -> dict:
         "mixed_precision": st.sampled_from(["no", "no", "bf16"]),
         "seed": st.integers(0, 5),
         "clip_range": st.sampled_from([1e-4, 0.2]),
+        "kl_limit": st.sampled_from([0.0, 1e-5, float("inf")]),
+        "diversity": st.sampled_from([0.0, 0.5, 1.0]),
     }
     chosen |= {name: draw(values) for name, values in numbers.items() if some(draw, 0.3)}
     if some(draw, 0.3):
@@ -488,7 +492,7 @@ def check_counts(t: Trainer, rolled, plan: RolloutPlan, prompts: int) -> None:
 def check_spread(t: Trainer, iteration: int, tree: Tree, edge_mask: list[Tensor], ranks: int) -> None:
     "Processes that share the trees, here threads, grow the same trees and train each edge once."
     s, plan = t.settings, plan_of(t.settings, iteration)
-    if s.adaptive or plan.side or spread_depth(plan, ranks) is None:
+    if s.adaptive or plan.side or spread_depth(plan, ranks) is None or looks_at_images(s.selection):
         return
     barrier, slots = threading.Barrier(ranks, timeout=60), [None] * ranks
     found, errors = [None] * ranks, []
