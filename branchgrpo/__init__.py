@@ -35,7 +35,7 @@ _PUBLIC = {
     "SELECTIONS": "ovf",
     "edge_loss": "objective",
     "RATIOS": "objective",
-    "LOSSES": "objective",
+    "STEP_WEIGHTS": "step_weights",
     "Policy": "policy",
     "GaussianFlow": "policy",
     "plan_cost": "costs",

@@ -29,7 +29,7 @@ class Cost:
     edges: int
     nodes: int
     leaves: int
-    previews: int  # nodes decoded and scored at pruning steps
+    previews: int  # nodes decoded and scored before the end: at pruning steps, and where the plan has previews
     trained_calls: int  # denoiser calls of the update, each forward and backward
     trained_edges: int
     flops: float  # rollout and update, in the unit of `plan_cost`'s arguments
@@ -51,7 +51,7 @@ def plan_cost(
     retained_calls: int = 0,  # trained calls whose graph the rollout keeps
 ) -> Cost:
     "Return the cost of one prompt's rollout and update. Pruning rules that drop edges later lower `trained_*` further."
-    previews = sum(plan.populations[step] for step in plan.prune_at)
+    previews = sum(plan.populations[step] for step in plan.prune_at) + plan.preview_images
     calls = papers_cost(plan.denoiser_calls, plan.trained_calls, reference, retained_calls)
     return Cost(
         calls=plan.denoiser_calls,

@@ -18,7 +18,7 @@ import re
 import typing
 from typing import Any, NoReturn
 
-from .option_values import number, pairs, plain_text, steps, texts, truth, whole
+from .option_values import factors, number, pairs, plain_text, steps, texts, truth, whole
 from .registry import shown
 from .yaml_files import read_table
 
@@ -51,6 +51,7 @@ READ = {  # type of a field: how a value is read, and what the help calls it
     str: (plain_text, "TEXT"),
     tuple[int, ...] | str: (steps, "STEPS"),
     dict[int, int]: (pairs, "STEP:COUNT"),
+    dict[int, float]: (factors, "STEP:NUMBER"),
     tuple[str, ...]: (texts, "TEXT"),
 }
 

@@ -9,7 +9,8 @@ __all__ = ['PlanShapes', 'RolloutPlan']
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .counts import CallCounts
+from .counts import Families, families
+from .previews import PreviewCounts, complete_table
 
 # %% ../nbs/06_plan.ipynb #5b4b2388
 class PlanShapes:
@@ -77,9 +78,21 @@ def _check_fields(plan: "RolloutPlan") -> None:
         if k > populations[i]:
             raise ValueError(f"prune_at: {k} survivors at step {i} are more than the {populations[i]} nodes there")
 
+# %% ../nbs/06_plan.ipynb #41391b05
+def _check_side(plan: "RolloutPlan") -> None:
+    "Raise `ValueError` where side branches cannot be, or together with what they exclude."
+    last, steps = plan.steps - 1, sorted(plan.side)
+    if last in plan.side:
+        raise ValueError(f"side: step {last} is the last, whose branches are one image; 0…{last - 1} are allowed")
+    for name in ("splits", "prune_at", "noisy_last"):
+        if getattr(plan, name):
+            raise ValueError(f"{name}: {getattr(plan, name)} is not possible with side branches, at steps {steps}")
+    if plan.stochastic != set(steps):
+        raise ValueError(f"stochastic: steps {sorted(plan.stochastic)} are not those of the side branches, {steps}")
+
 # %% ../nbs/06_plan.ipynb #d809f371
 @dataclass(frozen=True)
-class RolloutPlan(PlanShapes, CallCounts):
+class RolloutPlan(PlanShapes, PreviewCounts):
     """How one prompt's tree is rolled out, and which of its edges get a gradient.
 
     Raises `ValueError` naming the field and the value. Source: BranchGRPO Sec. 3.2; Pro-GRPO Sec. 3.3.
@@ -93,9 +106,14 @@ class RolloutPlan(PlanShapes, CallCounts):
     trained: frozenset[int] = None  # steps with a gradient; None: the steps that draw noise
     noisy_last: bool = False  # the last step may draw noise, although its x̂₀ is the image
     same_root: bool = False  # all roots of a prompt have the same initial noise
+    side: dict[int, int] = field(default_factory=dict)  # {step: branches that leave a chain without noise there}
+    previews: dict[int, tuple[int, ...]] = field(default_factory=dict)  # {depth: steps of each completion of a node}
+    preview_levels: str = "grid"  # levels of the completions: of the rollout's grid, or even parts of what is left
 
     def __post_init__(self):
         _complete(self)
+        if self.side:
+            _check_side(self)
         _check_fields(self)
 
     @property
@@ -103,9 +121,14 @@ class RolloutPlan(PlanShapes, CallCounts):
         "Return the steps that draw noise: the stochastic ones, the last one only if `noisy_last`."
         return self.stochastic if self.noisy_last else self.stochastic - {self.steps - 1}
 
+    def families(self, step: int) -> Families:
+        "Return the edges of `step` that may draw noise: the first's place, their parents, and the children of each."
+        return families(self, step)
+
     def __hash__(self):
-        tables = (*self.splits.items(), *self.prune_at.items())
-        return hash((self.steps, self.roots, *tables, self.stochastic, self.trained, self.noisy_last, self.same_root))
+        tables = tuple(tuple(table.items()) for table in (self.splits, self.prune_at, self.side, self.previews))
+        flags = (self.noisy_last, self.same_root, self.preview_levels)
+        return hash((self.steps, self.roots, tables, self.stochastic, self.trained, *flags))
 
 # %% ../nbs/06_plan.ipynb #471a29a5
 def _complete(plan: RolloutPlan) -> None:
@@ -117,8 +140,12 @@ def _complete(plan: RolloutPlan) -> None:
         raise ValueError(f"roots: {plan.roots} is below 1")
     splits = _step_table("splits", plan.splits, n, "factor")
     prune_at = _step_table("prune_at", plan.prune_at, n, "number of survivors")
-    stochastic = _step_set("stochastic", range(n) if plan.stochastic is None else plan.stochastic, n)
-    complete = {"splits": splits, "prune_at": prune_at, "stochastic": stochastic}
+    side = _step_table("side", plan.side, n, "number of branches")
+    previews = complete_table(plan.previews, n, plan.preview_levels)
+    every = side or range(n)
+    stochastic = _step_set("stochastic", every if plan.stochastic is None else plan.stochastic, n)
+    complete = {"splits": splits, "prune_at": prune_at, "side": side, "previews": previews}
+    complete |= {"stochastic": stochastic}
     for name, value in complete.items():
         object.__setattr__(plan, name, value)  # the plan is frozen for everyone else
     trained = plan.drawn if plan.trained is None else _step_set("trained", plan.trained, n)

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['MOST_NODES', 'LOST', 'LARGEST_LATENT', 'UP_TO_ONE', 'at_places', 'check_size', 'check_trained', 'check_adaptive',
-           'leaves_of', 'latest_split', 'check_depth_window', 'drawn_steps', 'check_noise', 'no_noise', 'check_scaled',
-           'check_all_noise', 'check_plans']
+           'leaves_of', 'latest_split', 'check_depth_window', 'drawn_steps', 'check_noise', 'noise_setting', 'no_noise',
+           'check_scaled', 'check_all_noise', 'check_plans']
 
 # %% ../nbs/23_planning_checks.ipynb #60a652de
 import dataclasses
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from .plan import RolloutPlan
-from .planning import check_process, make_window, plan_of, process_of
+from .planning import check_process, make_window, plan_of, process_of, taken_steps
 from .policy import GaussianFlow
 from .pruning import depth_window
 from .settings import MethodSettings
@@ -39,7 +39,7 @@ def check_size(s: MethodSettings, plan: RolloutPlan) -> None:
     "Raise `ValueError` if a tree has more than `MOST_NODES` nodes."
     grown = s.branch_factor ** len(s.splits) if s.adaptive else 1
     if plan.nodes * grown > MOST_NODES:
-        name = "branch_factor" if s.splits and s.branch_factor > 1 else "roots"
+        name = "branch_factor" if (s.splits or s.side) and s.branch_factor > 1 else "roots"
         raise ValueError(
             f"{name}: {getattr(s, name)} makes trees of more than {MOST_NODES} nodes "
             f"(steps {s.steps}, roots {s.roots}, splits {s.splits}, branch_factor {s.branch_factor})"
@@ -60,6 +60,8 @@ def check_adaptive(s: MethodSettings, plan: RolloutPlan) -> None:
     "Raise `ValueError` if adaptive splits cannot all come, or could come where none is allowed."
     if isinstance(s.splits, str) or not s.splits:
         raise ValueError(f"splits: {s.splits!r} are no steps; adaptive splits need their number and the latest")
+    if s.side:
+        raise ValueError(f"side: {s.side!r} is not possible with adaptive splits")
     if s.branch_factor < 2:
         raise ValueError(f"branch_factor: {s.branch_factor} is below 2, so adaptive splits would split nothing")
     last, free = max(s.splits), plan.steps - 2
@@ -108,7 +110,7 @@ def check_noise(s: MethodSettings, process: Transition, drawn: Iterable[int], le
     if solved:
         raise ValueError(f"tail_ratio: {s.tail_ratio} lets a solver take step {solved[0]}, which shall draw noise")
     if not (process.levels.diff() < 0).all() and not (process.levels.diff() > 0).all():
-        raise ValueError(f"shift: {s.shift} makes noise levels of {s.steps} steps equal")
+        raise ValueError(f"shift: {s.shift} makes noise levels of {process.steps} steps equal")
     x = torch.ones(1, 1)
     for i in range(first_solved):
         dist = process.step(i, x, torch.zeros_like(x), i in drawn)
@@ -116,14 +118,20 @@ def check_noise(s: MethodSettings, process: Transition, drawn: Iterable[int], le
             raise no_noise(s, i, float(dist.std))
         x = dist.mean.abs() + 3 * dist.std
         if not x <= LARGEST_LATENT:
-            raise ValueError(f"eta: {s.eta} makes latents grow beyond {LARGEST_LATENT:g} at step {i} of {s.steps}")
+            beyond = f"beyond {LARGEST_LATENT:g} at step {i} of {process.steps}"
+            raise ValueError(f"{noise_setting(s)} makes latents grow {beyond}")
 
 # %% ../nbs/23_planning_checks.ipynb #ccc48c22
+def noise_setting(s: MethodSettings) -> str:
+    "Return the setting that decides how much noise a step draws, and its value."
+    return f"noise_factors: {s.noise_factors}" if s.noise_factors else f"eta: {s.eta}"
+
+# %% ../nbs/23_planning_checks.ipynb #58f3367d
 def no_noise(s: MethodSettings, step: int, std: float) -> ValueError:
     "Return the error for a step that draws too little noise."
-    if step == s.steps - 1:
+    if step == taken_steps(s) - 1:
         return ValueError(f"noisy_last: True needs noise at the last step, where {s.transition!r} has a std of {std:g}")
-    return ValueError(f"eta: {s.eta} gives noise of std {std:.2g} at step {step}, too little to train on")
+    return ValueError(f"{noise_setting(s)} gives noise of std {std:.2g} at step {step}, too little to train on")
 
 # %% ../nbs/23_planning_checks.ipynb #f058eb38
 def check_scaled(s: MethodSettings) -> None:
@@ -145,6 +153,9 @@ def check_all_noise(s: MethodSettings, kind: str, policy=None, precision: str = 
     The levels of a diffusion model are its own: without the `policy`, only η is checked."""
     if s.transition in UP_TO_ONE and s.eta > 1:
         raise ValueError(f"eta: {s.eta} is above 1, the most that the transition {s.transition!r} takes")
+    if s.transition in UP_TO_ONE and s.eta * max(s.noise_factors.values(), default=0) > 1:
+        most = f"exceed 1, the most that the transition {s.transition!r} takes"
+        raise ValueError(f"noise_factors: {s.noise_factors} make an eta of {s.eta} {most}")
     if not s.eta:
         raise ValueError(f"eta: {s.eta} draws no noise, and only steps with noise are trained")
     check_scaled(s)
@@ -152,9 +163,10 @@ def check_all_noise(s: MethodSettings, kind: str, policy=None, precision: str = 
     if policy is None:
         return
     together, process = frozenset(), process_of(s, policy)
+    moving = s.noise_factors and s.window != "none"
     for at in at_places(s):
         own, drawn = process_of(at, policy), drawn_steps(at, plan_of(at))
-        if own.tail is None and not own.amplitude:
+        if own.tail is None and not (own.amplitude or moving):
             together |= drawn
         else:
             check_noise(at, own, drawn, LOST[precision])

@@ -160,4 +160,7 @@ def keep_edges(
 # %% ../nbs/13_pruning.ipynb #8cc2111c
 def _trained(tree: Tree, depth: int, masks: tuple[Tensor, ...]) -> Tensor:
     joined = torch.stack([mask.to(tree.device).expand(tree.prompts, -1) for mask in masks]).all(0)
-    return joined & (depth - 1 in tree.plan.trained)
+    if depth - 1 not in tree.plan.trained:
+        return torch.zeros_like(joined)
+    joined[:, : tree.plan.families(depth - 1).first] = False  # they draw no noise
+    return joined

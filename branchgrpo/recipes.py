@@ -12,15 +12,34 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from .methods import branchgrpo, objectives, one_value, pro_grpo, released, selection
+from branchgrpo.methods import (
+    branch_once,
+    branchgrpo,
+    noise_and_merged,
+    objectives,
+    one_value,
+    previews,
+    pro_grpo,
+    released,
+    selection,
+)
 from .methods.recipe import Recipe, Sourced, adapted, changed
 from . import yaml_files
 from .registry import Registry, shown, unknown
 from .settings import MethodSettings, field_types
 
 # %% ../nbs/22_recipes.ipynb #1783d3e4
-METHODS = (*branchgrpo.METHODS, *pro_grpo.METHODS, *one_value.METHODS, *released.METHODS)
-METHODS += (*objectives.METHODS, *selection.METHODS)
+METHODS = (
+    *branchgrpo.METHODS,
+    *pro_grpo.METHODS,
+    *one_value.METHODS,
+    *released.METHODS,
+    *branch_once.METHODS,
+    *noise_and_merged.METHODS,
+    *objectives.METHODS,
+    *selection.METHODS,
+    *previews.METHODS,
+)
 RECIPES = Registry("recipe", "recipes", {recipe.name: recipe for recipe in METHODS})
 
 

@@ -26,7 +26,8 @@ def _parent_rows(rows: tuple[int, int] | Tensor | None, count: int, device: torc
 # %% ../nbs/09_rollout_replay.ipynb #e31d40ea
 def parents_of(tree: Tree, step: int) -> Tensor:
     "Return the nodes `(P, W′)` that take `step`: every K-th child names its parent; after a pruning step, survivors."
-    return tree.parents[step + 1][:, :: tree.plan.splits.get(step, 1)]
+    first, _, factor = tree.plan.families(step)
+    return tree.parents[step + 1][:, first::factor]
 
 # %% ../nbs/09_rollout_replay.ipynb #d5f0d497
 def revisit(
@@ -42,8 +43,9 @@ def revisit(
     """Return the Gaussians of a step's parents under the policy as it is now, with gradient, and their children.
 
     `rows` on the tree's device spare a copy; `pad_to` spares a GPU new shapes, and may change the rounding."""
+    first, _, factor = tree.plan.families(step)
     parents = parents_of(tree, step)
-    width, factor = parents.shape[1], tree.plan.splits.get(step, 1)
+    width = parents.shape[1]
     rows = _parent_rows(rows, parents.numel(), tree.device)
     asked = filled(rows, pad_to)
     prompt = asked // width
@@ -51,7 +53,8 @@ def revisit(
     if output is None:
         batch = {name: values[prompt.to(values.device)] for name, values in conditioning.items()}
         output = policy.predict(x, process.times[step], batch)
-    children = tree.latents[step + 1][:, : width * factor].unflatten(1, (width, factor)).flatten(0, 1)[rows]
+    children = tree.latents[step + 1][:, first : first + width * factor]
+    children = children.unflatten(1, (width, factor)).flatten(0, 1)[rows]
     return process.step(step, x[: len(rows)], output[: len(rows)]), children
 
 # %% ../nbs/09_rollout_replay.ipynb #dacdca8a

@@ -32,12 +32,16 @@ class PlanSettings:
     roots: int = from_recipe()  # chains that begin for each prompt
     same_root: bool = from_recipe()  # all of a prompt's roots have the same initial noise
     splits: tuple[int, ...] | str = from_recipe()  # steps that branch; window: all its steps; window-start: its first
-    branch_factor: int = from_recipe()  # children per node at a split
+    branch_factor: int = from_recipe()  # children per node at a split, or branches at a side step
+    side: tuple[int, ...] | str = from_recipe()  # steps at which branches with noise leave a chain without; all; window
     adaptive: bool = from_recipe()  # place the splits by the std of preview rewards (splits: how many, and the latest)
     prune_at: dict[int, int] = from_recipe()  # pruning steps and survivors, e.g. 5:24,7:12
     selection: str = from_recipe()  # how a pruning step chooses: ovf, random, best, diverse
     stochastic: str = from_recipe()  # steps that draw noise: all, window, splits+window
     noisy_last: bool = from_recipe()  # the last step draws noise and is trained, though its x̂₀ is the image
+    previews: str = from_recipe()  # completions of a latent that are scored: none, x0, ode, ode/2, 5; joined by +
+    preview_at: tuple[int, ...] | str = from_recipe()  # depths; drawn: around steps with noise; after: behind them
+    preview_levels: str = from_recipe()  # levels of completions: grid (the rollout's), or even (parts of what is left)
 
 # %% ../nbs/21_settings.ipynb #8ae641f2
 @dataclass(frozen=True)
@@ -57,8 +61,10 @@ class WindowSettings:
 class ProcessSettings:
     "The reverse process"
 
-    transition: str = from_recipe()  # dance, flow, cps or ddim
+    transition: str = from_recipe()  # dance, flow, linear, cps or ddim
     eta: float = from_recipe()  # noise level η of the transition (a of Flow-GRPO)
+    noise_factors: dict[int, float] = from_recipe()  # of η at steps, e.g. 0:1,1:1.5; counted from the window, if any
+    merged: dict[int, int] = from_recipe()  # first and number of steps taken as one, e.g. 5:2,7:3; the rest count anew
     shift: float = from_recipe()  # time shift of the noise schedule; above 1: more steps at high noise
     s: float = from_recipe()  # private per shared noise of siblings (Eq. 2); inf: independent
     split_noise: str = from_recipe()  # correlated (Eq. 2), or scaled: noise of split steps times s
@@ -69,8 +75,8 @@ class ProcessSettings:
 class CreditSettings:
     "Credit"
 
-    advantage: str = from_recipe()  # depthwise, joint, leave-one-out, leaf-backup, broadcast
     reward_sum: str = from_recipe()  # rewards of a sum: together, decoupled (normalised one by one), decoupled+batch
+    advantage: str = from_recipe()  # depthwise, joint, siblings, leave-one-out, …; with previews: gains, turns, …
     beta: float = from_recipe()  # β of Eq. 3: how much a path's log-probability weighs in reward fusion
     beta_scale: str = from_recipe()  # log-densities in Eq. 3 over D elements: mean, sum, or sqrt (mean times √D)
     weights: str = from_recipe()  # log-probabilities in Eq. 3: of the path, or of the edge
@@ -106,6 +112,7 @@ class ObjectiveSettings:
     kl_limit: float = from_recipe()  # of kl-mask: KL to the rollout's policy, mean over a latent's elements; inf: none
     kl: float = from_recipe()  # weight of the KL to the model before training; 0: no reference
     kl_share: float = from_recipe()  # share of the leaves with the KL: their reward is furthest above those of weight 0
+    step_weights: str = from_recipe()  # of the trained steps in the loss: equal, std, or inverse-gradient
     loss_mean: str = from_recipe()  # of a step's edges: step (their mean), or step*tree (divided by a tree's edges too)
 
 # %% ../nbs/21_settings.ipynb #0be0ca5e
@@ -180,6 +187,7 @@ WORDS = {
     str: "a text",
     bool: "true or false",
     dict[int, int]: "a list of pairs such as 5:24,7:12",
+    dict[int, float]: "a list of pairs such as 0:1,3:1.5",
 }
 
 

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['TRANSITIONS', 'Transition', 'step_gaussian', 'scaled_noise', 'Sampler', 'flow_transition', 'ddim_transition',
-           'compress_tail', 'dpm_solver', 'SolverTail']
+           'with_factors', 'compress_tail', 'dpm_solver', 'SolverTail']
 
 # %% ../nbs/04_transition.ipynb #03e8b784
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -23,6 +23,7 @@ from branchgrpo.samplers import (  # noqa: F401
     flow_ddim_step,
     flow_grpo_noise,
     flow_step,
+    linear_noise,
 )
 from .schedule import alpha_bars
 
@@ -88,6 +89,7 @@ TRANSITIONS = Registry(
     {
         "dance": Sampler(flow_step, dance_noise, per_root_h=True),
         "flow": Sampler(flow_step, flow_grpo_noise, per_root_h=True),
+        "linear": Sampler(flow_step, linear_noise, per_root_h=True),
         "cps": Sampler(cps_step, dance_noise),
         "ddim": Sampler(flow_ddim_step, dance_noise),
     },
@@ -97,7 +99,7 @@ TRANSITIONS = Registry(
 def flow_transition(kind: str, sigmas: Tensor, noise_level: float, **options) -> Transition:
     """Return a flow model's reverse process on `sigmas (T + 1,)`; `options` are `amplitude`, `draw_scale` and `tail`.
 
-    `kind` names an entry of `TRANSITIONS`; `noise_level` is η for `dance`, `cps` and `ddim`, and a for `flow`.
+    `kind` names an entry of `TRANSITIONS`; `noise_level` is η for `dance`, `cps`, `ddim`, and a for `flow`, `linear`.
     Raises `ValueError` on an unknown kind or a negative noise level.
     """
     sampler = TRANSITIONS.get(kind)
@@ -115,6 +117,14 @@ def ddim_transition(
     step_dist = partial(ddim_step, prediction_type=prediction_type)
     noise = torch.full((len(timesteps),), float(eta))
     return Transition(step_dist, timesteps, alpha_bars(timesteps, alphas_cumprod), noise)
+
+# %% ../nbs/04_transition.ipynb #1669863f
+def with_factors(process: Transition, factors: Mapping[int, float]) -> Transition:
+    "Return a process whose noise is multiplied by a factor at some steps, {step: factor}; the mean goes with the std."
+    noise = process.noise.clone()
+    for step, factor in factors.items():
+        noise[step] = noise[step] * factor
+    return replace(process, noise=noise) if factors else process
 
 # %% ../nbs/04_transition.ipynb #ae5e9a02
 def compress_tail(sigmas: Tensor, start: int, ratio: float) -> Tensor:

@@ -26,10 +26,20 @@ def plan_parents(
     if depth == 0:
         return torch.full((prompts, plan.roots), -1, device=device)
     step = depth - 1
+    if step in plan.side:
+        return _side_parents(plan, step, device).expand(prompts, -1)
     if survivors is None:
         width = plan.prune_at.get(step, plan.populations[step])
         survivors = torch.arange(width, device=device).expand(prompts, -1)
     return survivors.repeat_interleave(plan.splits.get(step, 1), dim=1)
+
+# %% ../nbs/08_tree.ipynb #252091bf
+def _side_parents(plan: RolloutPlan, step: int, device: torch.device | str) -> Tensor:  # (W,) int64
+    "Return the parents of the nodes that a side step leads to: those that go on, then the new branches'."
+    first, trunk, branches = plan.families(step)
+    width = plan.populations[step]
+    going_on = torch.arange(width - first, width, device=device)  # all nodes, or all but the trunk
+    return torch.cat([going_on, torch.arange(trunk, device=device).repeat_interleave(branches)])
 
 # %% ../nbs/08_tree.ipynb #3f408999
 class TreeViews:
@@ -68,7 +78,9 @@ class Tree(TreeViews):
     parents: list[Tensor]  # (P, W) int64: index into the depth above
     log_probs: list[Tensor]  # (P, W) float32: of the edge into each node, mean over elements; 0 if deterministic
     latents: list[Tensor]  # (P, W, …) as stored
-    lines: Tensor | None = None  # (P, W) int64, on the CPU: lines of noise of the nodes at the depth reached
+    lines: Tensor | None = (
+        None  # (P, W) int64, on the CPU: noise lines of the depth reached (of its trunk, if it has one)
+    )
     x0_hat: Tensor | None = None  # (P, leaves, …) of the last step, if that step drew noise
 
     @classmethod

@@ -90,6 +90,26 @@ EXPECTED = {
     "flow-dppo": Counts(160, 48, 48, again=48 // 2),
     # 64 chains, 16 of them trained at 9 steps; no reference.
     "pods": Counts(640, 16 * 9, 16 * 9),
+    # DenseGRPO: 24 chains of 10 steps, and 9 + 8 + … + 1 more for the previews of their first nine latents.
+    "dense-grpo": Counts(24 * (10 + 45), 216, 216, reference=True),
+    # Stepwise-Flow-GRPO: a star of 16, each latent completed in five steps, of which the first is its own.
+    # The first step's 16 edges share a call, unless they are in two optimiser steps.
+    "stepwise-flow-grpo": Counts(1 + 9 * 16 + 4 * (1 + 8 * 16), (129, 130), 9 * 16, reference=True),
+    # TP-GRPO: as DenseGRPO.
+    "tp-grpo": Counts(24 * (10 + 45), 216, 216, reference=True),
+    # G2RPO: 8 of the trunk; 12 branches at 8 steps, completed in 15…8 steps, and by every second and third of them,
+    # which is ⌈n/2⌉ and ⌈n/3⌉ calls with the first one shared. Siblings share their trained call.
+    "g2rpo": Counts(8 + 12 * (92 + (48 - 8) + (33 - 8)), 8, 96, 1),
+    # TempFlow-GRPO: a trunk of 9 steps for each of 4 seeds, and 6 branches at each: 4·9 + 4·6·(9 + 8 + … + 1).
+    "tempflow-grpo": Counts(1116, 36, 216, 2, reference=True),
+    # G²RPO with one granularity: 8 + 12·(15 + 14 + … + 8) calls; the branches of a step share one parent.
+    "g2rpo-one": Counts(1112, 8, 96, 1),
+    # Flash-GRPO: 8·20 calls, and one trained step of each chain.
+    "flash-grpo": Counts(160, 8, 8, 2),
+    # E-GRPO: 14 steps are left of 16; 7 of them have 12 branches: 7 + 12·(13 + 12 + … + 7).
+    "e-grpo": Counts(847, 7, 84, 1),
+    # A binary tree in a window at step 0: 1 + 2 + 4 + 8 + 16·16 calls, 15 parents of 30 edges.
+    "growing-noise-tree": Counts(271, 15, 30),
 }
 
 

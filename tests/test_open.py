@@ -2,12 +2,15 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
-from branchgrpo import ADVANTAGES, Callback, GaussianFlow, TrainConfig, Trainer
+from branchgrpo import ADVANTAGES, STEP_WEIGHTS, Callback, GaussianFlow, TrainConfig, Trainer
+from branchgrpo.planning import process_of
 from branchgrpo.reproduction.warm import run
+from branchgrpo.training.rolled import assign_credit
 
 SMALL = {"steps": 4, "splits": (0, 1), "iterations": 2, "prompts_per_iteration": 2, "evaluate_every": 0}
 PROMPTS = ["a red 3", "two blue 5s"]
@@ -69,6 +72,25 @@ def test_an_advantage_that_is_registered_later(tmp_path, monkeypatch):
     assert widths == [4, 4]  # two splits in two, two iterations
     assert result.info["settings"]["advantage"] == "flat"
     assert "advantage" in made.settings.sources  # another source is another run
+
+
+def test_weights_of_steps_that_are_registered_later(tmp_path, monkeypatch):
+    monkeypatch.setattr(STEP_WEIGHTS, "entries", dict(STEP_WEIGHTS.entries))
+
+    @STEP_WEIGHTS.register("first only")
+    def first_only(process, step):
+        return step == 0
+
+    made, result = trained(tmp_path / "run", step_weights="first only", steps_per_pass=1, learning_rate=0.1)
+    assert result.info["settings"]["step_weights"] == "first only"
+    assert "step_weights" in made.settings.sources  # another source is another run
+    collected, noise = made.collector(0), made.collector.noise(0)
+    rolled, _ = assign_credit(made.learner, collected, process_of(made.settings, made.policy), noise)
+    plain, _ = assign_credit(
+        replace(made.learner, settings=replace(made.settings, step_weights="equal")), collected, rolled.process, noise
+    )
+    for depth in range(1, 4):  # three trained steps, so the first one weighs 3
+        torch.testing.assert_close(rolled.advantages[depth], plain.advantages[depth] * (3.0 if depth == 1 else 0.0))
 
 
 def test_a_recipe_of_your_own_file(tmp_path):

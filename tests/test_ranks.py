@@ -73,11 +73,13 @@ PRUNED = {"prune": "extreme", "prune_keep": 2, "advantage": "leave-one-out", "mi
 FUNNEL = {"roots": 12, "splits": [], "prune_at": {"1": 7, "3": 5}, "group_selection": "ovf", "group_keep": 3}
 FUNNEL |= {"std": "global", "kl": 0.1, "ratio": "guard", "reward": "norm(tiny-clip+2*tiny-pickscore)"}
 ADAPTIVE = {"splits": [0, 1, 3], "adaptive": True}
+SEEN = {"splits": [0, 1, 3], "previews": "ode/2+x0", "advantage": "consistent-turns", "std": "pooled", "min_nodes": 3}
 TREES = {  # settings, and (processes, of them for each prompt)
     "81 leaves": (LEAVES81, [(2, 2), (4, 4)]),
     "pruned": (PRUNED, [(4, 2)]),
     "funnel": (FUNNEL, [(2, 2), (4, 4)]),
     "adaptive": (ADAPTIVE, [(4, 4)]),
+    "previews": (SEEN, [(4, 2)]),
 }
 
 

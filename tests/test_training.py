@@ -43,8 +43,13 @@ def prepared(trainer, iteration=0):
     return assign_credit(trainer.learner, trainer.collector(iteration), process, trainer.collector.noise(iteration))[0]
 
 
-def test_shared_siblings_give_the_edge_by_edge_gradient(tmp_path):
-    trainer = Trainer(config(tmp_path / "run"))
+SIDE = {"splits": [], "roots": 2, "side": [0, 2, 3], "branch_factor": 3, "advantage": "siblings", "lora_rank": 2}
+SIDE |= {"merged": {"3": 2}, "noise_factors": {"2": 1.5}, "step_weights": "std"}
+
+
+@pytest.mark.parametrize("changes", [{}, SIDE], ids=["tree", "side branches"])
+def test_shared_siblings_give_the_edge_by_edge_gradient(tmp_path, changes):
+    trainer = Trainer(config(tmp_path / "run", **changes))
     rolled = prepared(trainer)
     tree, cond, process = rolled.tree, rolled.conditioning, rolled.process
     stats = accumulate(trainer.learner, rolled)
@@ -54,7 +59,7 @@ def test_shared_siblings_give_the_edge_by_edge_gradient(tmp_path):
     edges = tree.prompts * tree.plan.trained_edges
     for i in sorted(tree.plan.trained):
         for p in range(tree.prompts):
-            for child, parent in enumerate(tree.parents[i + 1][p].tolist()):
+            for child, parent in list(enumerate(tree.parents[i + 1][p].tolist()))[tree.plan.families(i).first :]:
                 x, row = tree.latents[i][p, parent][None], {k: v[p : p + 1] for k, v in cond.items()}
                 dist = process.step(i, x, trainer.policy.predict(x, process.times[i], row))
                 log_prob = edge_log_probs(dist, tree.latents[i + 1][p, child][None, None])
@@ -112,7 +117,7 @@ MOVING = {
 }
 
 
-@pytest.mark.parametrize("changes", [{}, MOVING], ids=["tree", "moving window"])
+@pytest.mark.parametrize("changes", [{}, MOVING, SIDE], ids=["tree", "moving window", "side branches"])
 def test_a_killed_run_ends_as_one_that_was_not(tmp_path, changes):
     whole, killed = start(tmp_path / "whole", **changes), start(tmp_path / "killed", **changes)
     file, deadline = tmp_path / "killed/metrics.jsonl", time.time() + 120

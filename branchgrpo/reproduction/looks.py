@@ -45,6 +45,14 @@ COLOURS = {
     "flow-dppo": "#E15759",
     "gardo": "#59A14F",
     "pods": "#B07AA1",
+    "dense-grpo": "#2F4F4F",
+    "stepwise-flow-grpo": "#7FB800",
+    "tp-grpo": "#8C510A",
+    "tempflow-grpo": "#2AA198",
+    "g2rpo": "#4B8B3B",
+    "flash-grpo": "#6699CC",
+    "e-grpo": "#C71585",
+    "growing-noise-tree": "#661100",
 }
 
 # %% ../../nbs/reproduction/26_looks.ipynb #f1a0b572

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SIZES', 'SIZES_OF_BACKBONE', 'ITERATIONS', 'ETA_OF_TRANSITION', 'PILOT', 'PILOTED', 'distinct_steps', 'scale_splits',
            'scaled_step', 'scaled_place', 'scaled_window', 'scaled_source', 'scaled_pruning', 'scaled_average',
-           'at_testbed']
+           'scaled_steps', 'scaled_merging', 'scaled_factors', 'at_testbed']
 
 # %% ../../nbs/testbed/14_scaling.ipynb #4a06b051
 from collections.abc import Iterable
@@ -137,14 +137,41 @@ def scaled_average(recipe: Recipe) -> dict[str, Sourced]:
     source = f"{recipe.sources['ema_every']}; 60 iterations instead of 300"
     return {"ema_every": (max(1, round(recipe.values.ema_every / ITERATIONS)), source)}
 
+# %% ../../nbs/testbed/14_scaling.ipynb #b0398bae
+def scaled_steps(recipe: Recipe, old: int, new: int) -> dict[str, Sourced]:
+    "Return the splits and the side steps among `new` steps; a word stays a word."
+    given = {name: getattr(recipe.values, name) for name in ("splits", "side")}
+    tables = {name: scale_splits(steps, old, new) for name, steps in given.items() if not isinstance(steps, str)}
+    return {
+        name: (steps, scaled_source(recipe, name, new)) for name, steps in tables.items() if steps or given["splits"]
+    }
+
+# %% ../../nbs/testbed/14_scaling.ipynb #62f5a5ae
+def scaled_merging(recipe: Recipe, old: int, new: int) -> dict[str, Sourced]:
+    "Return the merged steps among `new` steps: as many of as many, one after the other; nothing if there are none."
+    merged, end = {}, 0
+    for first, count in sorted(recipe.values.merged.items()):
+        first = max(scaled_step(first, old, new), end)
+        merged[first], end = count, first + count
+    return {"merged": (merged, scaled_source(recipe, "merged", new))} if merged else {}
+
+# %% ../../nbs/testbed/14_scaling.ipynb #57bf38f8
+def scaled_factors(recipe: Recipe, old: int, new: int) -> dict[str, Sourced]:
+    "Return the factors of noise among `new` steps; those of a window's steps stay, nothing if there are none."
+    factors = recipe.values.noise_factors
+    if not factors or recipe.values.window != "none":
+        return {}
+    steps = scale_splits(factors, old, new)
+    return {"noise_factors": (dict(zip(steps, factors.values())), scaled_source(recipe, "noise_factors", new))}
+
 # %% ../../nbs/testbed/14_scaling.ipynb #10d7185e
 def at_testbed(recipe: Recipe, backbone: str = "tiny-flux") -> Recipe:
     "Return the recipe with the digits testbed's sizes, for one of its backbones."
-    old, new = recipe.values.steps, SIZES["steps"][0]
-    changes = scaled_window(recipe, old, new) | scaled_pruning(recipe, backbone, new) | scaled_average(recipe)
-    if not isinstance(recipe.values.splits, str):
-        splits = scale_splits(recipe.values.splits, old, new)
-        changes["splits"] = (splits, scaled_source(recipe, "splits", new))
+    changes = scaled_merging(recipe, recipe.values.steps, SIZES["steps"][0])
+    merged = sum(count - 1 for count in recipe.values.merged.values())  # all else counts the steps that are left
+    old, new = recipe.values.steps - merged, SIZES["steps"][0] - merged
+    changes |= scaled_window(recipe, old, new) | scaled_pruning(recipe, backbone, new) | scaled_average(recipe)
+    changes |= scaled_steps(recipe, old, new) | scaled_factors(recipe, old, new)
     changes |= SIZES | SIZES_OF_BACKBONE.get(backbone, {})
     if recipe.values.transition in ETA_OF_TRANSITION:
         changes["eta"] = ETA_OF_TRANSITION[recipe.values.transition]

@@ -111,11 +111,14 @@ def update_again(work: Work) -> None:
 @torch.no_grad()
 def rollout_floor(work: Work) -> None:
     "Make the denoiser calls of the rollout, in its batches, and nothing else."
-    policy, size = work.trainer.policy, work.trainer.settings.max_batch
-    for time_now, latents in zip(work.rolled.process.times, work.rolled.tree.latents[:-1]):
-        flat = latents.flatten(0, 1)
-        for start, end in chunks(len(flat), size):
-            policy.predict(flat[start:end], time_now, work.rows(end - start))
+    policy, size, tree = work.trainer.policy, work.trainer.settings.max_batch, work.rolled.tree
+    for i, time_now in enumerate(work.rolled.process.times):
+        again = sum(n - 1 for n in tree.plan.previews.get(i, ()))
+        completed = tree.latents[i][:, tree.plan.preview_nodes(i).start :]
+        for latents in (tree.latents[i], *[completed] * again):
+            flat = latents.flatten(0, 1)
+            for start, end in chunks(len(flat), size):
+                policy.predict(flat[start:end], time_now, work.rows(end - start))
 
 # %% ../../nbs/training/19_bench.ipynb #eb6c9346
 def update_floor(work: Work) -> None:
@@ -152,11 +155,11 @@ def node_by_node(work: Work) -> None:
         row = {name: values[p : p + 1] for name, values in work.rolled.conditioning.items()}
         nodes = [work.rolled.tree.latents[0][p, root : root + 1] for root in range(plan.roots)]
         for i in range(plan.steps):
-            children = []
-            for x in nodes:
-                dist = process.step(i, x, policy.predict(x, process.times[i], row))
-                children += [dist.sample(torch.randn_like(x)) for _ in range(plan.splits.get(i, 1))]
-            nodes = children
+            first, parents, children = plan.families(i)
+            steps = [process.step(i, x, policy.predict(x, process.times[i], row)) for x in nodes]
+            going_on = [dist.mean for dist in steps[len(steps) - first :]]
+            families = [dist for dist in steps[:parents] for _ in range(children)]
+            nodes = going_on + [dist.sample(torch.randn_like(dist.mean)) for dist in families]
 
 # %% ../../nbs/training/19_bench.ipynb #9de3b8ee
 def edge_gradient(work: Work, step: int, prompt: int, child: int) -> None:

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..adaptive import AdaptiveSplits
 from ..diversity import FEATURES
 from ..ovf import Seen, choose, looks_at_images
+from ..plan import RolloutPlan
 from ..planning import plan_of, process_of, sibling_s
 from ..prompts import PromptSet
 from ..rewards.base import Scorer
@@ -63,11 +65,18 @@ class RolloutHooks:
     select: Callable
     decide: AdaptiveSplits | None
     groups: int  # of processes that share prompts
+    preview: Callable[[int, int, Tensor], None]
     selected: int = 0
+    scores: dict[int, list[Tensor]] = field(default_factory=dict)  # {depth: (P, V) of each completion}
 
     @property
     def previews(self) -> int:
         return self.selected + (self.decide.previews * self.groups if self.decide else 0)
+
+    def completed(self, plan: RolloutPlan) -> dict[int, Tensor]:
+        "Return the scores (P, W_d, m) of the plan's previews, by depth; NaN for nodes that are not completed."
+        scores = {depth: torch.stack(found, 2) for depth, found in self.scores.items()}
+        return {d: pad(x, (0, 0, plan.preview_nodes(d).start, 0), value=torch.nan) for d, x in scores.items()}
 
 # %% ../../nbs/training/06_collection.ipynb #c52bd35a
 def seen_by(s: Settings, rule: str, rewards_of: RolloutRewards, prompts: int) -> Seen | None:
@@ -94,13 +103,19 @@ def rollout_hooks(s: Settings, rewards_of: RolloutRewards, noise: Noise, acceler
         generators = [noise.generator(p, preview_stream(step)) for p in noise.prompts]
         return choose(s.selection, rewards, k, generators, seen_by(s, s.selection, rewards_of, len(rewards)))
 
+    def preview(depth: int, number: int, ends: Tensor) -> None:
+        rewards_of.step, rewards_of.what = depth, f"a preview of depth {depth} or its image"
+        scores = rewards_of(ends)[0]
+        hooks.selected += s.prompts_per_iteration * scores.shape[1]
+        hooks.scores.setdefault(depth, []).append(scores)
+
     def total(value: Tensor) -> Tensor:
         return accelerator.reduce(value, "sum")
 
     decide = None
     if s.adaptive and not isinstance(s.splits, str):
         decide = AdaptiveSplits(known, len(s.splits), s.branch_factor, max(s.splits), reduce=total)
-    hooks = RolloutHooks(select, decide, accelerator.num_processes // s.ranks_per_prompt)
+    hooks = RolloutHooks(select, decide, accelerator.num_processes // s.ranks_per_prompt, preview)
     return hooks
 
 # %% ../../nbs/training/06_collection.ipynb #2979f41c
@@ -116,9 +131,10 @@ class Collected:
     weights: dict[str, float]  # of each reward of a sum
     unscored: Tensor  # (P,) bool
     unscored_prompts: int  # over all processes
-    previews: int  # x̂₀ predictions scored, over all processes
+    previews: int  # x̂₀ predictions and other previews scored, over all processes
     share: Whole  # which nodes are on this process
     seen: Seen | None = None  # of the leaves' images, if their selection looks at them
+    completed: dict[int, Tensor] = field(default_factory=dict)  # {depth: (P, W_d, m)} scores of the plan's previews
     graphs: Graphs | None = None  # of some of the rollout's calls
 
 # %% ../../nbs/training/06_collection.ipynb #9241690c
@@ -179,6 +195,7 @@ def roll(
         s.max_batch,
         select=hooks.select,
         decide=hooks.decide,
+        preview=hooks.preview,
         share=share,
         pad=s.pad_batches,
         watch=c.watch,
@@ -218,5 +235,6 @@ def collect(c: Collector, iteration: int) -> Collected:
         hooks.previews,
         share,
         seen_by(s, s.group_selection, rewards_of, len(rewards)),
+        hooks.completed(tree.plan),
         graphs,
     )

@@ -44,16 +44,17 @@ def fusion_beta(s: Settings, tree: Tree) -> float:
 def advantages_of(
     s: Settings,
     tree: Tree,
-    rewards: Tensor,
+    rewards: Tensor,  # (P, leaves)
     leaf_mask: Tensor | None,
     reduce: Callable[[Tensor], Tensor],
     parts: dict[str, tuple[float, Tensor]] | None = None,
+    previews: dict[int, Tensor] | None = None,  # {depth: (P, W_d, m)}
 ) -> list[Tensor]:
     """Return the advantage of every node, a list over depths of (P, W_d); `reduce` sums over processes.
 
     `parts` are a sum's rewards `{name: (weight, (P, leaves))}`; a single reward is always normalised as it is."""
     beta = fusion_beta(s, tree)
-    options = CreditOptions(beta, s.weights, leaf_mask, sibling_s(s), s.std, s.min_nodes, reduce)
+    options = CreditOptions(beta, s.weights, leaf_mask, sibling_s(s), s.std, s.min_nodes, reduce, previews=previews)
     if s.reward_sum == "together" or parts is None or len(parts) < 2:
         return estimate_advantages(tree, rewards, s.advantage, options, s.advantage_clip)
     batch = s.reward_sum == "decoupled+batch"

@@ -61,7 +61,7 @@ def reference_mean(learner: Learner, rolled: Rolled, batch: MicroBatch) -> Tenso
 # %% ../../nbs/training/08_gradient.ipynb #d0a8435a
 def of_batch(depths: list[Tensor], batch: MicroBatch) -> Tensor:
     "Return the values (N, K) of a micro-batch's edges, from those (P, W_d) of all depths."
-    of_step = depths[batch.step + 1].reshape(-1, batch.mask.shape[1])
+    of_step = depths[batch.step + 1][:, batch.first :].reshape(-1, batch.mask.shape[1])
     return of_step[batch.rows.to(of_step.device)].to(batch.mask.device)
 
 # %% ../../nbs/training/08_gradient.ipynb #6ce94d8d

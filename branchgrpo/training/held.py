@@ -70,7 +70,9 @@ def call_rows(s: Settings, share: Share) -> int:
 
 def update_rows(s: Settings, share: Share) -> int:
     "Return the latents of a micro-batch of the update."
-    return s.train_batch or s.max_batch or share.prompts * max(share.plan.widths) // s.ranks_per_prompt
+    plan = share.plan
+    parents = plan.roots if plan.side else max(plan.widths)  # only the trunk's nodes have trained children
+    return s.train_batch or s.max_batch or share.prompts * parents // s.ranks_per_prompt
 
 # %% ../../nbs/training/16_held.ipynb #ea5f9dd9
 def activation_bytes(c: Counted, s: Settings, name: str = "activation_bytes") -> float:
@@ -111,8 +113,10 @@ def decoded_at_once(s: Settings, one: float, images: int, video: bool) -> int:
 
 # %% ../../nbs/training/16_held.ipynb #ff02a001
 def images_of_rollout(share: Share) -> int:
-    "Return the images that one GPU decodes at once for its rewards: leaves, or previews at a pruning step."
-    nodes = [share.plan.leaves, *(share.plan.populations[step] for step in share.plan.prune_at)]
+    "Return the images that one GPU decodes at once for its rewards: leaves, or previews of one depth."
+    plan = share.plan
+    shown = [len(plan.preview_nodes(depth)) for depth in plan.previews]
+    nodes = [plan.leaves, *(plan.populations[step] for step in plan.prune_at), *shown]
     return share.prompts * max(nodes) // share.settings.ranks_per_prompt
 
 # %% ../../nbs/training/16_held.ipynb #b11e7fb7

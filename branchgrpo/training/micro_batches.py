@@ -26,6 +26,7 @@ class MicroBatch:
     mask: Tensor  # (N, K) bool
     is_empty: bool = False  # no edges: only a backward pass that the other processes wait for
     old: tuple[Tensor, Tensor | None] | None = None  # log π_old (N, K) and means (N, …) of the first pass
+    first: int = 0  # place of the first child that may be trained, among a tree's nodes of the next depth
     output: Tensor | None = None  # (N, …) of the denoiser in the rollout, with its graph; None: predict it once more
 
     def take(self) -> Tensor | None:
@@ -46,20 +47,22 @@ class MicroBatch:
 
 # %% ../../nbs/training/08_micro_batches.ipynb #5de709f5
 def edges_of(tree: Tree, edge_mask: list[Tensor], step: int) -> Tensor:
-    "Return the mask (P·W, K) of the edges of a step, one row per parent."
-    return edge_mask[step + 1].reshape(-1, tree.plan.splits.get(step, 1))
+    "Return the mask (P·W, K) of the edges of a step that may be trained, one row per parent."
+    first, _, factor = tree.plan.families(step)
+    return edge_mask[step + 1][:, first:].reshape(-1, factor)
 
 
 def no_edges(tree: Tree, edge_mask: list[Tensor]) -> MicroBatch:
     "Return one parent of the last trained step, without edges."
     last = max(tree.plan.trained)
     nobody = torch.zeros(1, dtype=torch.long, device=tree.device)
-    return MicroBatch(last, nobody, torch.zeros_like(edges_of(tree, edge_mask, last)[:1]), is_empty=True)
+    mask = torch.zeros_like(edges_of(tree, edge_mask, last)[:1])
+    return MicroBatch(last, nobody, mask, is_empty=True, first=tree.plan.families(last).first)
 
 # %% ../../nbs/training/08_micro_batches.ipynb #aa24d16c
-def batches_of(step: int, mask: Tensor, rows: Tensor, size: int | None) -> list[MicroBatch]:
+def batches_of(step: int, mask: Tensor, rows: Tensor, size: int | None, first: int = 0) -> list[MicroBatch]:
     "Return the micro-batches of some `rows` of a step's `mask (P·W, K)`, at most `size` parents each."
-    return [MicroBatch(step, rows[a:b], mask[rows[a:b]]) for a, b in chunks(len(rows), size)]
+    return [MicroBatch(step, rows[a:b], mask[rows[a:b]], first=first) for a, b in chunks(len(rows), size)]
 
 
 def micro_batches(tree: Tree, edge_mask: list[Tensor], size: int | None) -> list[MicroBatch]:
@@ -70,7 +73,8 @@ def micro_batches(tree: Tree, edge_mask: list[Tensor], size: int | None) -> list
     batches = []
     for step in sorted(tree.plan.trained):
         mask = edges_of(tree, edge_mask, step)
-        batches += batches_of(step, mask, mask.any(1).nonzero()[:, 0], size)
+        rows, first = mask.any(1).nonzero()[:, 0], tree.plan.families(step).first
+        batches += batches_of(step, mask, rows, size, first)
     return batches or [no_edges(tree, edge_mask)]
 
 # %% ../../nbs/training/08_micro_batches.ipynb #93d8e64b

@@ -64,8 +64,9 @@ def resolve(config: TrainConfig, policy=None, reward=None, prompts=None) -> Sett
     table = dataclasses.asdict(config)
     table |= {k: v for k, v in dataclasses.asdict(recipe.values).items() if table[k] is None}
     table |= names_of(config, policy, reward, prompts) | {"recipe": recipe.name}
-    if not isinstance(table["splits"], str):
-        table["splits"] = tuple(table["splits"])
+    for name in ("splits", "side", "preview_at"):
+        if not isinstance(table[name], str):
+            table[name] = tuple(table[name])
     settings = Settings(**table)
     check_all(settings, kind, policy, reward)
     return dataclasses.replace(settings, sources=digests(settings, reward, prompts))

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['MOST_LEAVES', 'WHOLE_FROM_ONE', 'WHOLE_FROM_ZERO', 'ABOVE_ZERO', 'FINITE_FROM_ZERO', 'OPTIONAL_FROM_ONE', 'LARGEST',
            'MOST', 'OPEN_CHOICES', 'CLOSED_CHOICES', 'require', 'is_finite', 'is_number', 'require_whole',
-           'check_filled', 'check_numbers', 'check_choices', 'check_looks', 'check_together', 'check_judges',
-           'check_rewards', 'listed', 'check_all']
+           'check_filled', 'check_numbers', 'check_choices', 'check_looks', 'check_previews', 'check_together',
+           'check_judges', 'check_rewards', 'listed', 'check_all']
 
 # %% ../../nbs/training/03_resolve_checks.ipynb #b266338c
 import math
@@ -32,6 +32,7 @@ from ..registry import shown, unknown, with_setting
 from ..rewards.base import check_name, terms
 from ..rewards.scorer import part_weights
 from ..settings import field_types
+from ..step_weights import STEP_WEIGHTS, check_step_weights
 from .config import Settings
 from .parts import LOSS_MEANS, STEP_UNITS
 from .speed import check_speed
@@ -129,6 +130,7 @@ OPEN_CHOICES = {
     "selection": SELECTIONS,
     "step_unit": STEP_UNITS,
     "features": FEATURES,
+    "step_weights": STEP_WEIGHTS,
 }
 CLOSED_CHOICES = {
     "mixed_precision": ("no", "bf16", "fp16"),
@@ -162,6 +164,16 @@ def check_looks(s: Settings) -> None:
                 f"{name}: {rule!r} compares images, and ranks_per_prompt {s.ranks_per_prompt} spreads them"
             )
 
+# %% ../../nbs/training/03_resolve_checks.ipynb #6cd9379a
+def check_previews(s: Settings) -> None:
+    "Raise `ValueError` if an advantage that learns from previews has none, or has them of a sum taken apart."
+    if not getattr(ADVANTAGES.get(s.advantage), "needs_previews", False):
+        return
+    if s.previews == "none":
+        raise ValueError(f"previews: 'none' gives the advantage {s.advantage!r} no scores; x0 costs no denoiser call")
+    if s.reward_sum != "together":
+        raise ValueError(f"reward_sum: {s.reward_sum!r} takes a sum apart, and previews have its total; use together")
+
 # %% ../../nbs/training/03_resolve_checks.ipynb #49c874df
 def check_together(s: Settings) -> None:
     "Raise `ValueError` if settings contradict each other."
@@ -169,8 +181,11 @@ def check_together(s: Settings) -> None:
         raise ValueError(f"base_dtype: {s.base_dtype!r} needs an adapter (lora_rank); trained weights stay float32")
     if s.sharding != "none" and s.mixed_precision == "fp16":
         raise ValueError(f"sharding: {s.sharding!r} needs mixed_precision no or bf16, not fp16")
+    if s.side and s.ranks_per_prompt > 1:
+        raise ValueError(f"ranks_per_prompt: {s.ranks_per_prompt} is not 1, as side branches (side) need")
     if s.mixed_precision == "fp16" and not torch.cuda.is_available():
         raise ValueError("mixed_precision: fp16 needs a GPU; use no or bf16")
+    check_previews(s)
     check_speed(s)
     check_looks(s)
     leaves = check_plans(s)
@@ -213,3 +228,4 @@ def check_all(s: Settings, kind: str, policy=None, reward=None) -> None:
     check_rewards(s, reward)
     check_process(s, kind)
     check_all_noise(s, kind, policy, s.mixed_precision)
+    check_step_weights(s, kind, policy)

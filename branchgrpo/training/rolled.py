@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..rollout import Noise
 from ..spread import held_values
+from ..step_weights import weighted_advantages
 from .collection import Collected, held_part
 from .credit_assignment import advantages_of, counted_leaves, kl_edges, trained_edges
 from .gradient import Rolled
@@ -28,7 +29,8 @@ def assign_credit(learner: Learner, collected: Collected, process: Transition, n
         return learner.accelerator.reduce(x, "sum") * share
 
     each = {name: (collected.weights[name], part) for name, part in collected.parts.items()}
-    advantages = advantages_of(s, tree, rewards, leaf_mask, total, each)
+    advantages = advantages_of(s, tree, rewards, leaf_mask, total, each, collected.completed)
+    advantages = weighted_advantages(s, learner.policy, process, tree.plan.trained, advantages)
     edge_mask = trained_edges(s, tree, rewards, leaf_mask, noise)
     kl_mask = kl_edges(s, tree, rewards, collected.unscored, each, learner.accelerator)
     parts = parts_of(tree, edge_mask, s.steps_per_pass, s.step_unit, noise)

@@ -27,6 +27,7 @@ from branchgrpo.rollout import rollout
 from branchgrpo.settings import field_types
 from branchgrpo.shares import spread_depth
 from branchgrpo.spread import Spread, held_tree, held_values, trained_here
+from branchgrpo.step_weights import STEP_WEIGHTS, weights_of
 from branchgrpo.training.credit_assignment import fusion_beta
 from branchgrpo.training.gradient import accumulate
 from branchgrpo.training.micro_batches import shared_micro_batches
@@ -159,6 +160,7 @@ NAMES = {
     "reward_sum": REWARD_SUMS,
     "loss_mean": ("step", "step*tree"),
     "step_unit": tuple(STEP_UNITS.names()),
+    "step_weights": tuple(STEP_WEIGHTS.names()),
     "transition": tuple(TRANSITIONS.names()),
 }
 
@@ -169,8 +171,17 @@ def shapes(draw) -> dict:
     n = draw(st.sampled_from([1, 2, 3, 4, 4, 5, 5, 6, 7]))
     early = st.integers(0, max(n - 2, 0))
     table = {"steps": n, "roots": draw(st.integers(1, 3)), "branch_factor": draw(st.sampled_from([2, 2, 2, 3, 1]))}
+    table |= {"side": (), "merged": {}, "noise_factors": {}}
     table |= {"splits": (), "prune_at": {}, "window": "none", "tail_ratio": 0.0, "adaptive": False, "stochastic": "all"}
-    kind = draw(st.sampled_from(["tree", "chains", "funnel", "window", "moving splits", "adaptive", "tree", "mixed"]))
+    kind = draw(
+        st.sampled_from(["tree", "chains", "funnel", "window", "moving splits", "adaptive", "tree", "mixed", "side"])
+    )
+    if kind == "side":
+        table["side"] = draw(st.one_of(st.just("all"), st.lists(early, min_size=1, max_size=3, unique=True).map(tuple)))
+    if some(draw, 0.15):
+        table["merged"] = draw(st.dictionaries(early, st.sampled_from([1, 2]), max_size=2))
+    if some(draw, 0.15):
+        table["noise_factors"] = draw(st.dictionaries(early, st.sampled_from([0.5, 1.0, 1.4]), max_size=2))
     if kind in ("tree", "mixed", "adaptive"):
         table["splits"] = tuple(draw(st.lists(early, min_size=n > 1, max_size=3, unique=draw(st.booleans()))))
     if kind in ("chains", "funnel", "window"):
@@ -238,6 +249,10 @@ def credit(draw) -> dict:
     chosen |= {name: draw(values) for name, values in numbers.items() if some(draw, 0.3)}
     if some(draw, 0.3):
         chosen |= {"group_selection": draw(st.sampled_from(SELECTIONS.names())), "group_keep": draw(st.integers(1, 3))}
+    if some(draw, 0.3) or getattr(ADVANTAGES.get(chosen.get("advantage", "depthwise")), "needs_previews", False):
+        chosen["previews"] = draw(st.sampled_from(["x0", "ode", "ode/2+x0", "2", "3"]))
+        chosen["preview_at"] = draw(st.sampled_from(["drawn", "drawn", "after", (0,)]))
+        chosen["preview_levels"] = draw(st.sampled_from(["grid", "grid", "even"]))
     if some(draw, 0.1):
         chosen |= {"split_noise": "scaled", "s": draw(st.sampled_from([0.5, 4.0]))}
         chosen["split_density"] = draw(st.sampled_from(["drawn", "plain"]))
@@ -296,12 +311,17 @@ def check_shapes(tree: Tree, plan: RolloutPlan, s, prompts: int) -> None:
         if d == 0:
             assert (tree.parents[0] == -1).all()
             continue
-        above, factor = plan.populations[d - 1], plan.splits.get(d - 1, 1)
-        parents = tree.parents[d].unflatten(1, (-1, factor))
+        above, (first, _, factor) = plan.populations[d - 1], plan.families(d - 1)
+        parents = tree.parents[d][:, first:].unflatten(1, (-1, factor))
         assert ((parents >= 0) & (parents < above)).all()
         assert (parents == parents[..., :1]).all(), "siblings share a parent"
         children = torch.zeros(prompts, above).scatter_add(1, tree.parents[d], torch.ones(prompts, width))
         taken = plan.prune_at.get(d - 1, above)
+        if d - 1 in plan.side:  # the trunk's nodes have branches, and one child more unless the trunk ends
+            more = d - 1 != max(plan.side)
+            assert (children[:, : plan.roots] == factor + more).all() and (children[:, plan.roots :] == 1).all()
+            assert (tree.log_probs[d][:, :first] == 0).all()
+            continue
         assert ((children == factor) | (children == 0)).all() and ((children > 0).sum(1) == taken).all()
     if plan.same_root:
         assert (tree.latents[0] == tree.latents[0][:, :1]).all()
@@ -327,15 +347,16 @@ def check_densities(t: Trainer, tree: Tree, process, words: Tensor) -> None:
         if d - 1 not in tree.plan.drawn:
             assert (tree.log_probs[d] == 0).all()
             continue
-        every = torch.arange(tree.parents[d].shape[1])
+        every = torch.arange(tree.plan.families(d - 1).first, tree.parents[d].shape[1])
         for p in range(tree.prompts):
             with torch.no_grad():
                 expected = edge_log_density(t.policy, process, words, tree, p, d, every)[0]
-            close(tree.log_probs[d][p], expected, atol=2e-3)
+            close(tree.log_probs[d][p, every], expected, atol=2e-3)
 
 
-def advantages(tree: Tree, rewards: Tensor, s, mask: Tensor, clip=None) -> list[Tensor]:
-    options = CreditOptions(fusion_beta(s, tree), s.weights, mask, sibling_s(s), s.std, s.min_nodes)
+def advantages(tree: Tree, rewards: Tensor, s, mask: Tensor, clip=None, previews=None) -> list[Tensor]:
+    beta = fusion_beta(s, tree)
+    options = CreditOptions(beta, s.weights, mask, sibling_s(s), s.std, s.min_nodes, previews=previews)
     return estimate_advantages(tree, rewards, s.advantage, options, clip)
 
 
@@ -384,13 +405,16 @@ def moved(tree: Tree, depth: int, seed: int) -> tuple[Tree, Tensor]:
     return dataclasses.replace(tree, parents=parents, log_probs=log_probs), order
 
 
-def check_symmetry(s, tree: Tree, rewards: Tensor, mask: Tensor, seed: int) -> None:
+def check_symmetry(s, tree: Tree, rewards: Tensor, mask: Tensor, seed: int, seen: dict) -> None:
     "The order of nodes changes nothing, and an unscored prompt nothing for the others."
-    found = advantages(tree, rewards, s, mask)
+    if tree.plan.side:  # a node's place says whether it is a branch
+        return
+    found = advantages(tree, rewards, s, mask, previews=seen)
     depth = seed % tree.steps + 1
     other, order = moved(tree, depth, seed)
     leaves = order if depth == tree.steps else torch.arange(rewards.shape[1])
-    again = advantages(other, rewards[:, leaves], s, mask[:, leaves])
+    ordered = {d: scores[:, order] if d == depth else scores for d, scores in seen.items()}
+    again = advantages(other, rewards[:, leaves], s, mask[:, leaves], previews=ordered)
     for d, (one, two) in enumerate(zip(found, again)):
         close(one[:, order] if d == depth else one, two, atol=5e-3)
     if tree.prompts > 1:
@@ -398,9 +422,10 @@ def check_symmetry(s, tree: Tree, rewards: Tensor, mask: Tensor, seed: int) -> N
         others = [p for p in range(tree.prompts) if p != gone]
         partial = mask.clone()
         partial[gone] = False
-        with_it = advantages(tree, rewards.masked_fill(~partial, 0.0), s, partial)
+        with_it = advantages(tree, rewards.masked_fill(~partial, 0.0), s, partial, previews=seen)
         alone = Tree(tree.plan, *([x[others] for x in part] for part in (tree.parents, tree.log_probs, tree.latents)))
-        for one, two in zip(with_it, advantages(alone, rewards[others], s, mask[others])):
+        kept = {d: scores[others] for d, scores in seen.items()}
+        for one, two in zip(with_it, advantages(alone, rewards[others], s, mask[others], previews=kept)):
             close(one[others], two)
             assert (one[gone] == 0).all()
 
@@ -494,7 +519,7 @@ def check_counts(t: Trainer, rolled, plan: RolloutPlan, prompts: int) -> None:
 def check_spread(t: Trainer, iteration: int, tree: Tree, edge_mask: list[Tensor], ranks: int) -> None:
     "Processes that share the trees, here threads, grow the same trees and train each edge once."
     s, plan = t.settings, plan_of(t.settings, iteration)
-    if s.adaptive or spread_depth(plan, ranks) is None or looks_at_images(s.selection):
+    if s.adaptive or plan.side or spread_depth(plan, ranks) is None or looks_at_images(s.selection):
         return
     barrier, slots = threading.Barrier(ranks, timeout=60), [None] * ranks
     found, errors = [None] * ranks, []
@@ -520,7 +545,7 @@ def check_spread(t: Trainer, iteration: int, tree: Tree, edge_mask: list[Tensor]
 
         process = process_of(s, t.policy, iteration)
         conditioning = t.conditioner(t.collector.draw(iteration))
-        options = dict(select=select if plan.prune_at else None, share=share, max_batch=1)
+        options = dict(select=select if plan.prune_at else None, share=share, max_batch=1, preview=lambda *_: None)
         try:
             args = (plan, t.policy, conditioning, process, noise, sibling_s(s), DTYPES[s.mixed_precision])
             found[rank] = share, rollout(*args, **options)
@@ -584,8 +609,14 @@ def check_plan(t: Trainer, iteration: int, ranks: int, seed: int) -> None:
     if s.adaptive:
         assert len(plan.splits) == len(s.splits) and max(plan.splits) <= max(s.splits)
         assert set(plan.splits.values()) == {s.branch_factor}
-    assert watched.quiet + watched.trained == sum(padded(prompts * width, s) for width in plan.widths)
-    assert plan.denoiser_calls == sum(plan.widths) == plan_cost(plan).calls
+    more = sum(padded(prompts * len(plan.preview_nodes(d)), s) * (n - 1) for d, ns in plan.previews.items() for n in ns)
+    assert watched.quiet + watched.trained == sum(padded(prompts * width, s) for width in plan.widths) + more
+    assert plan.denoiser_calls == sum(plan.widths) + plan.preview_calls == plan_cost(plan).calls
+    for d, scores in collected.completed.items():
+        assert scores.shape == (prompts, plan.populations[d], len(plan.previews[d]))
+        shown = [node in plan.preview_nodes(d) for node in range(plan.populations[d])]
+        assert torch.equal(scores.isfinite(), torch.tensor(shown)[None, :, None].expand_as(scores))
+    assert collected.completed.keys() == plan.previews.keys()
     if not s.adaptive:
         assert collected.previews == prompts * plan_cost(plan).previews
     check_shapes(tree, plan, s, prompts)
@@ -595,8 +626,13 @@ def check_plan(t: Trainer, iteration: int, ranks: int, seed: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(again.latents, tree.latents)), "the same seed, the same tree"
     rolled, mask = assign_credit(t.learner, collected, process, t.collector.noise(iteration))
     assert mask.sum(1).tolist() == [plan.leaves if s.group_selection == "all" else s.group_keep] * prompts
-    check_credit(s, tree, collected.rewards, mask, rolled.advantages)
-    check_symmetry(s, tree, collected.rewards, mask, seed)
+    seen = collected.completed
+    found = advantages(tree, collected.rewards, s, mask, s.advantage_clip, seen)
+    check_credit(s, tree, collected.rewards, mask, found)
+    weights = weights_of(s, t.policy, process, plan.trained) if s.step_weights != "equal" else {}
+    for d, of_depth in enumerate(found):
+        close(rolled.advantages[d], of_depth * weights.get(d - 1, 1.0))
+    check_symmetry(s, tree, collected.rewards, mask, seed, seen)
     check_graphs(t, iteration, rolled, check_gradient(t, rolled))
     check_counts(t, rolled, plan, prompts)
     if ranks > 1:
