@@ -60,9 +60,8 @@ def no_edges(tree: Tree, edge_mask: list[Tensor]) -> MicroBatch:
     return MicroBatch(last, nobody, mask, is_empty=True, first=tree.plan.families(last).first)
 
 # %% ../../nbs/training/08_micro_batches.ipynb #aa24d16c
-def batches_of(tree: Tree, step: int, mask: Tensor, rows: Tensor, size: int | None) -> list[MicroBatch]:
+def batches_of(step: int, mask: Tensor, rows: Tensor, size: int | None, first: int = 0) -> list[MicroBatch]:
     "Return the micro-batches of some `rows` of a step's `mask (P·W, K)`, at most `size` parents each."
-    first = tree.plan.families(step).first
     return [MicroBatch(step, rows[a:b], mask[rows[a:b]], first=first) for a, b in chunks(len(rows), size)]
 
 
@@ -74,7 +73,8 @@ def micro_batches(tree: Tree, edge_mask: list[Tensor], size: int | None) -> list
     batches = []
     for step in sorted(tree.plan.trained):
         mask = edges_of(tree, edge_mask, step)
-        batches += batches_of(tree, step, mask, mask.any(1).nonzero()[:, 0], size)
+        rows, first = mask.any(1).nonzero()[:, 0], tree.plan.families(step).first
+        batches += batches_of(step, mask, rows, size, first)
     return batches or [no_edges(tree, edge_mask)]
 
 # %% ../../nbs/training/08_micro_batches.ipynb #93d8e64b

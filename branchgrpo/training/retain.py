@@ -183,7 +183,7 @@ class Graphs:
 def may_keep(s: Settings, plan: RolloutPlan, step: int) -> bool:
     "Return whether graphs of a step can be kept: survivors of a pruning step may come from other processes."
     apart = s.ranks_per_prompt > 1 or s.sharding != "none"
-    return step in plan.trained and not (apart and step in plan.prune_at)
+    return step in plan.trained and not (apart and (step in plan.prune_at or step in plan.side))
 
 # %% ../../nbs/training/08_retain.ipynb #5e93bc7a
 def new_graphs(s: Settings, policy: Any, noise: Noise, share: Whole) -> Graphs | None:
@@ -218,13 +218,12 @@ def chosen_calls(learner: Learner, calls: Calls, counts: list[int]) -> list[int]
     return [there[c] for c in best]
 
 # %% ../../nbs/training/08_retain.ipynb #fc36fccf
-def of_chunk(step: int, chunk: Chunk, rows: Tensor, places: Tensor, mask: Tensor, first: int) -> MicroBatch:
+def of_chunk(step: int, chunk: Chunk, rows: Tensor, places: Tensor, mask: Tensor, first: int = 0) -> MicroBatch:
     "Return the micro-batch of the trained parents `rows` in a kept call; one parent without edges if there are none."
     assert chunk.output is not None, "the graph is there"
     if not len(rows):  # others train some of this call
         nobody = torch.tensor([chunk.start], device=rows.device)
-        none = torch.zeros_like(mask[nobody])
-        return MicroBatch(step, nobody, none, is_empty=True, first=first, output=chunk.output[:1])
+        return MicroBatch(step, nobody, torch.zeros_like(mask[nobody]), True, first=first, output=chunk.output[:1])
     return MicroBatch(step, rows, mask[rows], first=first, output=chunk.output[places - chunk.start])
 
 # %% ../../nbs/training/08_retain.ipynb #b68cadc1
@@ -232,16 +231,15 @@ def batches_of_step(
     learner: Learner, tree: Tree, step: int, mask: Tensor, calls: Calls | None
 ) -> tuple[list[MicroBatch], list[MicroBatch]]:
     "Return a step's micro-batches with a graph, and those that are predicted again; `mask (P·W, K)`."
-    s, rows = learner.settings, mask.any(1).nonzero()[:, 0]
+    s, rows, first = learner.settings, mask.any(1).nonzero()[:, 0], tree.plan.families(step).first
     if calls is None:
-        return [], batches_of(tree, step, mask, rows, s.train_batch or s.max_batch)
+        return [], batches_of(step, mask, rows, s.train_batch or s.max_batch, first)
     places = calls.places(tree, step, rows)
     call = places // (calls.chunks[0].end - calls.chunks[0].start)
     chosen = chosen_calls(learner, calls, torch.bincount(call, minlength=len(calls.chunks)).tolist())
-    first = tree.plan.families(step).first
     kept = [of_chunk(step, calls.chunks[c], rows[call == c], places[call == c], mask, first) for c in chosen]
     rest = rows[~torch.isin(call, torch.tensor(chosen, device=call.device, dtype=call.dtype))]
-    return kept, batches_of(tree, step, mask, rest, s.train_batch or s.max_batch)
+    return kept, batches_of(step, mask, rest, s.train_batch or s.max_batch, first)
 
 # %% ../../nbs/training/08_retain.ipynb #1cea091d
 def first_batches(learner: Learner, tree: Tree, edge_mask: list[Tensor], graphs: Graphs | None) -> list[MicroBatch]:
