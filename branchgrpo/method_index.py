@@ -6,7 +6,7 @@
 __all__ = ['PRUNED', 'QUESTIONS', 'steps_text', 'places_text', 'branches', 'draws', 'scores', 'trains', 'of_the_method',
            'differences', 'nearest', 'index_row', 'markdown_table', 'card']
 
-# %% ../nbs/24_method_index.ipynb #b40a8cd8
+# %% ../nbs/24_method_index.ipynb #c9ea3067
 import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,7 +17,7 @@ from .methods.recipe import Recipe
 from .planning import plan_of
 from .settings import MethodSettings, OptimiserSettings, SizeSettings
 
-# %% ../nbs/24_method_index.ipynb #f3e591df
+# %% ../nbs/24_method_index.ipynb #b3f1a2f2
 def steps_text(steps: Iterable[int]) -> str:
     "Return steps as a reader says them: `0, 3, 6` or `0…8`."
     steps = sorted(steps)
@@ -25,7 +25,7 @@ def steps_text(steps: Iterable[int]) -> str:
         return f"{steps[0]}…{steps[-1]}"
     return ", ".join(map(str, steps)) or "none"
 
-# %% ../nbs/24_method_index.ipynb #dc51c970
+# %% ../nbs/24_method_index.ipynb #1dc54981
 def places_text(s: MethodSettings, places: Any, steps: Iterable[int]) -> str:
     "Return where something happens: in the window, or at steps."
     if isinstance(places, str) and places.startswith("window"):
@@ -47,18 +47,17 @@ def branches(s: MethodSettings) -> str:
         return f"{kind}{s.branch_factor} children at {places_text(s, s.splits, plan.splits)}"
     return f"nowhere: {s.roots} chains{' from one noise' if s.same_root else ''}"
 
-# %% ../nbs/24_method_index.ipynb #a8e856a1
+# %% ../nbs/24_method_index.ipynb #e01757f6
 def draws(s: MethodSettings) -> str:
     "Return which steps draw noise."
     plan = plan_of(s)
     if s.side:
         return "the first step of each branch"
     if s.window != "none" and s.stochastic != "all":
-        inside = f"{'the splits and ' if 'splits' in s.stochastic else ''}a {s.window} window of {s.window_size}"
-        return inside
+        return f"{'the splits and ' if 'splits' in s.stochastic else ''}a {s.window} window of {s.window_size}"
     return f"steps {steps_text(plan.drawn)} of {plan.steps}"
 
-# %% ../nbs/24_method_index.ipynb #448bec0d
+# %% ../nbs/24_method_index.ipynb #d762933a
 def scores(s: MethodSettings) -> str:
     "Return what a method scores beside the images."
     parts = ["the images"]
@@ -70,7 +69,7 @@ def scores(s: MethodSettings) -> str:
         parts.append(f"completions ({s.previews}) of latents")
     return "; ".join(parts)
 
-# %% ../nbs/24_method_index.ipynb #c8fecac5
+# %% ../nbs/24_method_index.ipynb #8c720126
 PRUNED = {
     "parent-top1": "the best child of each last split",
     "extreme": "chains of the best and worst leaves",
@@ -92,7 +91,7 @@ def trains(s: MethodSettings) -> str:
     extra += [f"rewards {s.reward_sum}"] if s.reward_sum != "together" else []
     return f"{what}; advantage {s.advantage}" + "".join(f", {text}" for text in extra)
 
-# %% ../nbs/24_method_index.ipynb #f4c1548c
+# %% ../nbs/24_method_index.ipynb #bc60d7d3
 def of_the_method() -> list[str]:
     "Return the settings that make a method: all but its sizes, its optimiser and the seed."
     others = {field.name for cls in (SizeSettings, OptimiserSettings) for field in dataclasses.fields(cls)}
@@ -110,7 +109,7 @@ def nearest(recipe: Recipe) -> Recipe:
     others = [recipes.get(name) for name in recipes.names() if name != recipe.name]
     return min(others, key=lambda other: len(differences(recipe, other)))
 
-# %% ../nbs/24_method_index.ipynb #97abe9a9
+# %% ../nbs/24_method_index.ipynb #f103b426
 QUESTIONS: dict[str, Callable[[MethodSettings], str]] = {
     "branches": branches,
     "draws noise at": draws,
@@ -134,7 +133,7 @@ def markdown_table(rows: list[dict[str, Any]]) -> str:
     lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
     return "\n".join(lines + ["| " + " | ".join(str(row[t]).replace("|", "\\|") for t in titles) + " |" for row in rows])
 
-# %% ../nbs/24_method_index.ipynb #503f4274
+# %% ../nbs/24_method_index.ipynb #e390f735
 def card(recipe: Recipe) -> str:
     "Return what a method is, in Markdown: its line, its formula, and what it changes against the nearest method."
     other = nearest(recipe)
