@@ -2467,6 +2467,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                  'branchgrpo/training/files.py'),
                                            'branchgrpo.training.files.end_line': ( 'training/files.html#end_line',
                                                                                    'branchgrpo/training/files.py'),
+                                           'branchgrpo.training.files.is_temporary': ( 'training/files.html#is_temporary',
+                                                                                       'branchgrpo/training/files.py'),
                                            'branchgrpo.training.files.read_jsonl': ( 'training/files.html#read_jsonl',
                                                                                      'branchgrpo/training/files.py'),
                                            'branchgrpo.training.files.recover': ( 'training/files.html#recover',

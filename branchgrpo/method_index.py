@@ -62,7 +62,9 @@ def scores(s: MethodSettings) -> str:
     "Return what a method scores beside the images."
     parts = ["the images"]
     if s.prune_at:
-        parts.append(f"x̂₀ at steps {steps_text(s.prune_at)}, of which {s.selection} keeps {list(s.prune_at.values())[-1]}")
+        parts.append(
+            f"x̂₀ at steps {steps_text(s.prune_at)}, of which {s.selection} keeps {list(s.prune_at.values())[-1]}"
+        )
     if s.adaptive:
         parts.append("x̂₀ of every step, until the splits are placed")
     if s.previews != "none":
@@ -131,7 +133,9 @@ def markdown_table(rows: list[dict[str, Any]]) -> str:
     "Return rows of the same keys as a table in Markdown."
     titles = list(rows[0])
     lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
-    return "\n".join(lines + ["| " + " | ".join(str(row[t]).replace("|", "\\|") for t in titles) + " |" for row in rows])
+    return "\n".join(
+        lines + ["| " + " | ".join(str(row[t]).replace("|", "\\|") for t in titles) + " |" for row in rows]
+    )
 
 # %% ../nbs/24_method_index.ipynb #e390f735
 def card(recipe: Recipe) -> str:
@@ -140,5 +144,7 @@ def card(recipe: Recipe) -> str:
     lines = [f"**{recipe.name}** — {recipe.summary}. {recipe.paper or 'Ours'}.", ""]
     lines += [f"`{recipe.equation}`", ""] if recipe.equation else []
     lines += [f"Nearest: {other.name}. It changes:", ""]
-    lines += [f"- `{name}`: {own!r} (there {their!r}). {source}" for name, own, their, source in differences(recipe, other)]
+    lines += [
+        f"- `{name}`: {own!r} (there {their!r}). {source}" for name, own, their, source in differences(recipe, other)
+    ]
     return "\n".join(lines)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['to_disk', 'write_atomic', 'write_text', 'save_atomic', 'delete', 'remove_folder', 'replace_folder', 'recover',
-           'remove_temporaries', 'row_of', 'read_jsonl', 'write_jsonl', 'end_line', 'append_jsonl']
+           'is_temporary', 'remove_temporaries', 'row_of', 'read_jsonl', 'write_jsonl', 'end_line', 'append_jsonl']
 
 # %% ../../nbs/training/00_files.ipynb #8b50dba6
 import json
@@ -92,10 +92,15 @@ def recover(folder: Path) -> None:
         delete(folder.with_name(f"{folder.name}.{ending}"))
 
 # %% ../../nbs/training/00_files.ipynb #3c14b179
+def is_temporary(path: Path) -> bool:
+    "Return whether a file is what a killed call of `write_atomic` has left."
+    return re.search(r"\.[0-9a-f]{8}\.tmp$", path.name) is not None
+
+
 def remove_temporaries(parent: Path) -> None:
     "Delete the files that killed calls of `write_atomic` have left in a folder."
     for path in parent.glob("*.tmp"):
-        if re.search(r"\.[0-9a-f]{8}\.tmp$", path.name):
+        if is_temporary(path):
             delete(path)
 
 # %% ../../nbs/training/00_files.ipynb #c556d537

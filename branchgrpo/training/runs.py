@@ -17,7 +17,7 @@ from typing import Any
 
 from ..refusals import EVERYWHERE, naming
 from ..registry import first_of, reason, shown
-from .files import append_jsonl, read_jsonl, write_jsonl, write_text
+from .files import append_jsonl, is_temporary, read_jsonl, write_jsonl, write_text
 from .output_paths import check_output, check_path
 from .run_lock import LOCK
 from .versions import environment
@@ -93,8 +93,12 @@ def recorded(path: str | Path, setting: str) -> dict:
 
 # %% ../../nbs/training/01_runs.ipynb #87b30d01
 def is_empty(path: Path) -> bool:
-    "Return whether a folder holds nothing but the lock and the logs of attempts that did not begin."
-    return not any(file.name != LOCK and not file.name.startswith("log") for file in path.iterdir())
+    "Return whether a folder holds nothing but the lock, the logs and the leftovers of attempts that did not begin."
+
+    def counts(file: Path) -> bool:
+        return file.name != LOCK and not file.name.startswith("log") and not is_temporary(file)
+
+    return not any(counts(file) for file in path.iterdir())
 
 # %% ../../nbs/training/01_runs.ipynb #d2e254d1
 def check_folder(path: str | Path) -> None:

@@ -47,9 +47,9 @@ class Disk:
         "Leave `left` bytes."
         if self.kind != "tmpfs":
             return resource.setrlimit(resource.RLIMIT_FSIZE, (left, resource.RLIM_INFINITY))
-        free = os.statvfs(self.path).f_bavail * os.statvfs(self.path).f_frsize
-        with open(self.path / "filler", "wb", buffering=0) as file:
-            os.posix_fallocate(file.fileno(), 0, max(1, free - left))
+        with open(self.path / "filler", "ab", buffering=0) as file, contextlib.suppress(OSError):  # two fill
+            free = os.statvfs(self.path).f_bavail * os.statvfs(self.path).f_frsize
+            os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, max(1, free - left))
 
     def free(self):
         "Give the room back."

@@ -32,7 +32,7 @@ class Sampler(Callback):
         if self.calls % self.every:
             return
         sizes = {path: path.stat().st_size for path in self.folder.rglob("*") if path.is_file()}
-        steady = sum(size for path, size in sizes.items() if path.suffix in (".distcp", ".metadata", ".json"))
+        steady = sum(size for path, size in sizes.items() if path.suffix in (".safetensors", ".metadata", ".json"))
         row = at | {
             "memory_mb": self.process.memory_info().rss / 1e6,
             "files": self.process.num_fds(),
@@ -66,7 +66,7 @@ for seed in range(runs):
 def sampled(code, *words):
     "The rows that a process of its own prints while it works."
     done = subprocess.run(
-        [sys.executable, "-c", SAMPLER + code, *map(str, words)], capture_output=True, text=True, timeout=1500
+        [sys.executable, "-c", SAMPLER + code, *map(str, words)], capture_output=True, text=True, timeout=3600
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
