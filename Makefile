@@ -30,6 +30,7 @@ test: env  ## every notebook's tests and tests/
 	$(BIN)/python -m pytest
 
 faults: env  ## kill, starve and mislead it: the whole of tests/faults, and its tables (about 30 minutes)
+	@rm -rf .pytest_cache/faults
 	$(BIN)/python -m pytest tests/faults --faults
 
 benchmark: env  ## seconds against their floor, the published way, and the papers (branchgrpo bench)

@@ -24,18 +24,23 @@ KINDS = ("kills", "faults", "inputs", "properties", "load")
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "fast: a test of tests/faults that `make test` runs too")
-    if config.getoption("--faults") and not hasattr(config, "workerinput"):
-        for note in NOTES.glob("*/*.json"):
-            note.unlink()
 
 
 def pytest_collection_modifyitems(config, items):
-    "Leave out what is not fast, unless the whole suite is asked for."
+    "Leave out what is not fast, unless the whole suite is asked for; then old notes of the same tests go."
     if config.getoption("--faults"):
+        forget_notes({item.nodeid for item in items})
         return
     slow = [item for item in items if HERE in item.path.parents and item.get_closest_marker("fast") is None]
     items[:] = [item for item in items if item not in slow]
     config.hook.pytest_deselected(items=slow)
+
+
+def forget_notes(nodes):
+    "Delete the notes of some tests; those of others stay, so a part of the suite can be run again."
+    for path in NOTES.glob("*/*.json"):
+        if json.loads(path.read_text())["node"] in nodes:
+            path.unlink(missing_ok=True)  # another worker does the same
 
 
 @pytest.fixture
@@ -52,7 +57,8 @@ def noted(request):
         path = NOTES / kind / f"{name}-{digest}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         row = {"what": what, "happened": happened, "kept": kept} | more
-        path.write_text(json.dumps(row | {"test": request.node.nodeid.split("::")[0]}, ensure_ascii=False))
+        row |= {"test": request.node.nodeid.split("::")[0], "node": request.node.nodeid}
+        path.write_text(json.dumps(row, ensure_ascii=False))
 
     return note
 
@@ -73,6 +79,7 @@ def pytest_sessionfinish(session):
     }
     for kind in KINDS:
         rows = [json.loads(path.read_text()) for path in sorted((NOTES / kind).glob("*.json"))]
+        rows = [{key: value for key, value in row.items() if key != "node"} for row in rows]
         if rows:
             TABLES.mkdir(parents=True, exist_ok=True)
             text = json.dumps(head | {"rows": rows}, indent=1, ensure_ascii=False)
