@@ -6,9 +6,9 @@
 __all__ = ['PRUNED', 'QUESTIONS', 'steps_text', 'places_text', 'branches', 'draws', 'scores', 'trains', 'of_the_method',
            'differences', 'nearest', 'index_row', 'markdown_table', 'card']
 
-# %% ../nbs/24_method_index.ipynb #c9ea3067
+# %% ../nbs/24_method_index.ipynb #245cbd1a
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from . import recipes
@@ -17,7 +17,7 @@ from .methods.recipe import Recipe
 from .planning import plan_of
 from .settings import MethodSettings, OptimiserSettings, SizeSettings
 
-# %% ../nbs/24_method_index.ipynb #b3f1a2f2
+# %% ../nbs/24_method_index.ipynb #cb1204ff
 def steps_text(steps: Iterable[int]) -> str:
     "Return steps as a reader says them: `0, 3, 6` or `0…8`."
     steps = sorted(steps)
@@ -25,13 +25,13 @@ def steps_text(steps: Iterable[int]) -> str:
         return f"{steps[0]}…{steps[-1]}"
     return ", ".join(map(str, steps)) or "none"
 
-# %% ../nbs/24_method_index.ipynb #1dc54981
-def places_text(s: MethodSettings, places: Any, steps: Iterable[int]) -> str:
+# %% ../nbs/24_method_index.ipynb #34fed8b2
+def places_text(s: MethodSettings, places: Any, steps: Collection[int]) -> str:
     "Return where something happens: in the window, or at steps."
     if isinstance(places, str) and places.startswith("window"):
         first = "the first step of a" if places == "window-start" else "every step of a"
         return f"{first} {s.window} window of {s.window_size}"
-    return f"steps {steps_text(steps)}"
+    return f"step{'s' if len(set(steps)) > 1 else ''} {steps_text(steps)}"
 
 
 def branches(s: MethodSettings) -> str:
@@ -47,7 +47,7 @@ def branches(s: MethodSettings) -> str:
         return f"{kind}{s.branch_factor} children at {places_text(s, s.splits, plan.splits)}"
     return f"nowhere: {s.roots} chains{' from one noise' if s.same_root else ''}"
 
-# %% ../nbs/24_method_index.ipynb #e01757f6
+# %% ../nbs/24_method_index.ipynb #6b07d29a
 def draws(s: MethodSettings) -> str:
     "Return which steps draw noise."
     plan = plan_of(s)
@@ -57,7 +57,7 @@ def draws(s: MethodSettings) -> str:
         return f"{'the splits and ' if 'splits' in s.stochastic else ''}a {s.window} window of {s.window_size}"
     return f"steps {steps_text(plan.drawn)} of {plan.steps}"
 
-# %% ../nbs/24_method_index.ipynb #d762933a
+# %% ../nbs/24_method_index.ipynb #b3a41d6a
 def scores(s: MethodSettings) -> str:
     "Return what a method scores beside the images."
     parts = ["the images"]
@@ -71,7 +71,7 @@ def scores(s: MethodSettings) -> str:
         parts.append(f"completions ({s.previews}) of latents")
     return "; ".join(parts)
 
-# %% ../nbs/24_method_index.ipynb #8c720126
+# %% ../nbs/24_method_index.ipynb #aaa0a32f
 PRUNED = {
     "parent-top1": "the best child of each last split",
     "extreme": "chains of the best and worst leaves",
@@ -93,7 +93,7 @@ def trains(s: MethodSettings) -> str:
     extra += [f"rewards {s.reward_sum}"] if s.reward_sum != "together" else []
     return f"{what}; advantage {s.advantage}" + "".join(f", {text}" for text in extra)
 
-# %% ../nbs/24_method_index.ipynb #bc60d7d3
+# %% ../nbs/24_method_index.ipynb #48389c51
 def of_the_method() -> list[str]:
     "Return the settings that make a method: all but its sizes, its optimiser and the seed."
     others = {field.name for cls in (SizeSettings, OptimiserSettings) for field in dataclasses.fields(cls)}
@@ -111,7 +111,7 @@ def nearest(recipe: Recipe) -> Recipe:
     others = [recipes.get(name) for name in recipes.names() if name != recipe.name]
     return min(others, key=lambda other: len(differences(recipe, other)))
 
-# %% ../nbs/24_method_index.ipynb #f103b426
+# %% ../nbs/24_method_index.ipynb #b15c46de
 QUESTIONS: dict[str, Callable[[MethodSettings], str]] = {
     "branches": branches,
     "draws noise at": draws,
@@ -123,7 +123,7 @@ QUESTIONS: dict[str, Callable[[MethodSettings], str]] = {
 def index_row(recipe: Recipe) -> dict[str, Any]:
     "Return a method's answers to the four questions, and its cost per prompt at its own sizes."
     s = recipe.settings()
-    cost = plan_cost(plan_of(s))
+    cost = plan_cost(plan_of(dataclasses.replace(s, adaptive=False)))  # adaptive splits: at their latest places
     answers = {question: answer(s) for question, answer in QUESTIONS.items()}
     counts = {"images": cost.leaves, "calls": cost.calls, "trained calls": cost.trained_calls}
     return {"method": recipe.name, "paper": recipe.paper} | answers | counts
@@ -137,7 +137,7 @@ def markdown_table(rows: list[dict[str, Any]]) -> str:
         lines + ["| " + " | ".join(str(row[t]).replace("|", "\\|") for t in titles) + " |" for row in rows]
     )
 
-# %% ../nbs/24_method_index.ipynb #e390f735
+# %% ../nbs/24_method_index.ipynb #2e64486d
 def card(recipe: Recipe) -> str:
     "Return what a method is, in Markdown: its line, its formula, and what it changes against the nearest method."
     other = nearest(recipe)

@@ -56,7 +56,7 @@ BRANCHGRPO_RELEASED = BRANCHGRPO_STEPS.variant(
     "branchgrpo-released",
     "what the public script of BranchGRPO computes",
     paper="BranchGRPO's public script",
-    equation="A of a node = Σ_ℓ below clip(A_ℓ);  noise of split steps × s, density of the unscaled noise",
+    equation="r̄(n) = mean of the leaves below;  noise of split steps × s, with the density of noise × 1",
     roots=(1, f"{BRANCH_PY} l. 806-811: one noise"),
     splits=((0, 3, 6, 9), f"{BRANCH_SH} l. 28"),
     branch_factor=(2, f"{BRANCH_PY} l. 803-804: 16 leaves in 4 splits, {BRANCH_SH} l. 89"),
