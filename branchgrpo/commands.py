@@ -183,11 +183,15 @@ def show_recipes(given: dict[str, Any]) -> int:
             print(f"{name:20} {recipes.get(name).summary}")
         return 0
     recipe = recipes.get(given["name"])
-    print(f"{recipe.name}: {recipe.summary}")
+    print(*filter(None, (f"{recipe.name}: {recipe.summary}", recipe.paper, recipe.equation)), sep="\n")
     for setting, value, source in recipe.rows():
         if source != "off":
             print(f"  {setting:22} {value!s:14} {source}")
     print("off: " + ", ".join(f"{setting} {value}" for setting, value, source in recipe.rows() if source == "off"))
+    from branchgrpo.method_index import differences, nearest  # not above: the list needs no torch
+
+    other = nearest(recipe)
+    print(f"nearest: {other.name}; differs in {', '.join(row[0] for row in differences(recipe, other)) or 'nothing'}")
     return 0
 
 # %% ../nbs/26_commands.ipynb #a7d2659a
