@@ -6,7 +6,7 @@
 __all__ = ['PRUNED', 'QUESTIONS', 'steps_text', 'places_text', 'branches', 'draws', 'scores', 'trains', 'of_the_method',
            'differences', 'nearest', 'index_row', 'markdown_table', 'card']
 
-# %% ../nbs/24_method_index.ipynb #245cbd1a
+# %% ../nbs/24_method_index.ipynb #d5ce68e2
 import dataclasses
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -17,7 +17,7 @@ from .methods.recipe import Recipe
 from .planning import plan_of
 from .settings import MethodSettings, OptimiserSettings, SizeSettings
 
-# %% ../nbs/24_method_index.ipynb #cb1204ff
+# %% ../nbs/24_method_index.ipynb #769e4e3f
 def steps_text(steps: Iterable[int]) -> str:
     "Return steps as a reader says them: `0, 3, 6` or `0…8`."
     steps = sorted(steps)
@@ -25,7 +25,7 @@ def steps_text(steps: Iterable[int]) -> str:
         return f"{steps[0]}…{steps[-1]}"
     return ", ".join(map(str, steps)) or "none"
 
-# %% ../nbs/24_method_index.ipynb #34fed8b2
+# %% ../nbs/24_method_index.ipynb #204c26b7
 def places_text(s: MethodSettings, places: Any, steps: Collection[int]) -> str:
     "Return where something happens: in the window, or at steps."
     if isinstance(places, str) and places.startswith("window"):
@@ -47,7 +47,7 @@ def branches(s: MethodSettings) -> str:
         return f"{kind}{s.branch_factor} children at {places_text(s, s.splits, plan.splits)}"
     return f"nowhere: {s.roots} chains{' from one noise' if s.same_root else ''}"
 
-# %% ../nbs/24_method_index.ipynb #6b07d29a
+# %% ../nbs/24_method_index.ipynb #f938f67f
 def draws(s: MethodSettings) -> str:
     "Return which steps draw noise."
     plan = plan_of(s)
@@ -57,7 +57,7 @@ def draws(s: MethodSettings) -> str:
         return f"{'the splits and ' if 'splits' in s.stochastic else ''}a {s.window} window of {s.window_size}"
     return f"steps {steps_text(plan.drawn)} of {plan.steps}"
 
-# %% ../nbs/24_method_index.ipynb #b3a41d6a
+# %% ../nbs/24_method_index.ipynb #0b14d142
 def scores(s: MethodSettings) -> str:
     "Return what a method scores beside the images."
     parts = ["the images"]
@@ -71,7 +71,7 @@ def scores(s: MethodSettings) -> str:
         parts.append(f"completions ({s.previews}) of latents")
     return "; ".join(parts)
 
-# %% ../nbs/24_method_index.ipynb #aaa0a32f
+# %% ../nbs/24_method_index.ipynb #3f29aa5a
 PRUNED = {
     "parent-top1": "the best child of each last split",
     "extreme": "chains of the best and worst leaves",
@@ -93,7 +93,7 @@ def trains(s: MethodSettings) -> str:
     extra += [f"rewards {s.reward_sum}"] if s.reward_sum != "together" else []
     return f"{what}; advantage {s.advantage}" + "".join(f", {text}" for text in extra)
 
-# %% ../nbs/24_method_index.ipynb #48389c51
+# %% ../nbs/24_method_index.ipynb #a46632f2
 def of_the_method() -> list[str]:
     "Return the settings that make a method: all but its sizes, its optimiser and the seed."
     others = {field.name for cls in (SizeSettings, OptimiserSettings) for field in dataclasses.fields(cls)}
@@ -111,7 +111,7 @@ def nearest(recipe: Recipe) -> Recipe:
     others = [recipes.get(name) for name in recipes.names() if name != recipe.name]
     return min(others, key=lambda other: len(differences(recipe, other)))
 
-# %% ../nbs/24_method_index.ipynb #b15c46de
+# %% ../nbs/24_method_index.ipynb #87eaa538
 QUESTIONS: dict[str, Callable[[MethodSettings], str]] = {
     "branches": branches,
     "draws noise at": draws,
@@ -137,7 +137,7 @@ def markdown_table(rows: list[dict[str, Any]]) -> str:
         lines + ["| " + " | ".join(str(row[t]).replace("|", "\\|") for t in titles) + " |" for row in rows]
     )
 
-# %% ../nbs/24_method_index.ipynb #2e64486d
+# %% ../nbs/24_method_index.ipynb #90b7e9f8
 def card(recipe: Recipe) -> str:
     "Return what a method is, in Markdown: its line, its formula, and what it changes against the nearest method."
     other = nearest(recipe)
