@@ -765,7 +765,7 @@ def test_random_plans(noted):
     COUNTS.clear()
     profile(EXAMPLES)(PLANS(tried))()
     ran, refused = COUNTS["ran"], COUNTS["refused"]
-    assert ran > 0.4 * (ran + refused), "the property means something"
+    assert ran > 0.2 * (ran + refused), "the property means something"
     happened = f"{ran + refused} tried: {ran} ran, {refused} refused with one line, nothing written"
     noted(
         "properties",
