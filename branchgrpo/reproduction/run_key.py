@@ -52,10 +52,24 @@ NUMBER_FIELDS = frozenset(  # in which 1 and 1.0 are one value
     name for name, hint in field_types(TrainConfig).items() if float in (hint, *typing.get_args(hint))
 )
 
+# %% ../../nbs/reproduction/01_run_key.ipynb #0e3198ca
+LATER = {  # settings that came later, where they change nothing
+    "side": [],
+    "merged": {},
+    "noise_factors": {},
+    "step_weights": "equal",
+    "previews": "none",
+    "preview_at": "drawn",
+    "preview_levels": "grid",
+    "reward_sum": "together",
+    "diversity": 0.0,
+    "features": "pixels",
+    "loss": "clip",
+    "kl_limit": "inf",  # as a run records it
+    "kl_share": 1.0,
+}
 
-LATER = {"side": [], "merged": {}, "noise_factors": {}, "step_weights": "equal"}  # settings, where they change nothing
-
-
+# %% ../../nbs/reproduction/01_run_key.ipynb #11fdb941
 def hashed_settings(settings: dict) -> dict:
     """Return the settings that decide the numbers of a run, without those at the default of `TrainConfig`.
 
