@@ -23,13 +23,20 @@ def test_recipe_trains(name, tmp_path):
     )
     parameters = trainer.learner.parameters
     before = {n: p.detach().clone() for n, p in parameters.items()}
-    calls, predict = [0], trainer.policy.predict
+    calls, predict, collect = [0], trainer.policy.predict, trainer.collector
 
     def counted(latents, *args):
-        calls[0] += len(latents) * (not torch.is_grad_enabled())  # the update's calls have a gradient
+        calls[0] += len(latents)
         return predict(latents, *args)
 
-    trainer.policy.predict = counted
+    def collecting(iteration):
+        trainer.policy.predict = counted  # during the rollout: an update may predict old means without a gradient
+        collected = collect(iteration)
+        trainer.policy.predict = predict
+        return collected
+
+    collecting.noise = collect.noise
+    trainer.collector = collecting
     for iteration in range(3):
         spent = calls[0]
         row = trainer.step()
