@@ -80,9 +80,7 @@ class CreditSettings:
     beta: float = from_recipe()  # β of Eq. 3: how much a path's log-probability weighs in reward fusion
     beta_scale: str = from_recipe()  # log-densities in Eq. 3 over D elements: mean, sum, or sqrt (mean times √D)
     weights: str = from_recipe()  # log-probabilities in Eq. 3: of the path, or of the edge
-    std: str = (
-        from_recipe()
-    )  # divisor of advantages: std own (of each tree), pooled (within trees), global (of all), none
+    std: str = from_recipe()  # an advantage's divisor: std own (of each tree), pooled, global (of all), or none
     min_nodes: int = from_recipe()  # depths with fewer nodes take the pooled standard deviation
     advantage_clip: float = from_recipe()  # bound of an advantage's absolute value
 
@@ -105,9 +103,7 @@ class ObjectiveSettings:
     "The objective"
 
     ratio: str = from_recipe()  # ppo or guard
-    loss: str = (
-        from_recipe()
-    )  # bound of an update: clip (of ratios), kl-mask (drops edges that move on beyond kl_limit)
+    loss: str = from_recipe()  # bound of an update: clip (of ratios), or kl-mask (drops edges beyond kl_limit)
     clip_range: float = from_recipe()  # ε of Eq. 5
     kl_limit: float = from_recipe()  # of kl-mask: KL to the rollout's policy, mean over a latent's elements; inf: none
     kl: float = from_recipe()  # weight of the KL to the model before training; 0: no reference

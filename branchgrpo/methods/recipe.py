@@ -76,7 +76,6 @@ NEUTRAL = MethodSettings(
     tail_ratio=0.0,
     split_noise="correlated",
     split_density="drawn",
-    noise_factors={},
     merged={},
     adaptive=False,
     branch_factor=2,
@@ -84,7 +83,8 @@ NEUTRAL = MethodSettings(
 )
 
 # %% ../../nbs/methods/00_recipe.ipynb #07350559
-NEUTRAL_CREDIT = {
+NEUTRAL_CREDIT: dict[str, Any] = {
+    "noise_factors": {},
     "advantage": "depthwise",
     "reward_sum": "together",
     "beta": 0.0,

@@ -33,6 +33,10 @@ COLOURS = {
     "mixgrpo": "#E69F00",
     "mixgrpo-shared": "#B8860B",
     "mixgrpo-flash": "#A65628",
+}
+
+# %% ../../nbs/reproduction/26_looks.ipynb #60a43e79
+COLOURS |= {
     "flow-grpo": "#009E73",
     "flow-cps": "#228833",
     "grpo-guard": "#4477AA",

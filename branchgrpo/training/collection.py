@@ -27,6 +27,8 @@ from ..rewards.scorer import part_weights
 from ..rollout import Noise, preview_stream, rollout
 from ..shares import Whole
 from ..spread import held_tree, held_values, trained_here
+
+# %% ../../nbs/training/06_collection.ipynb #b53c999e
 from .conditioning import Conditioner, draw_prompts, positions
 from .config import Settings
 from .model import DTYPES
@@ -222,19 +224,6 @@ def collect(c: Collector, iteration: int) -> Collected:
     if unscored_prompts:
         conditioning = emptied(tree, conditioning, unscored)
         forget(graphs, unscored)
-    weights = part_weights(c.scorer.reward)
-    return Collected(
-        tree,
-        conditioning,
-        rewards,
-        images,
-        parts,
-        weights,
-        unscored,
-        unscored_prompts,
-        hooks.previews,
-        share,
-        seen_by(s, s.group_selection, rewards_of, len(rewards)),
-        hooks.completed(tree.plan),
-        graphs,
-    )
+    scored = (rewards, images, parts, part_weights(c.scorer.reward), unscored, unscored_prompts)
+    seen = seen_by(s, s.group_selection, rewards_of, len(rewards))
+    return Collected(tree, conditioning, *scored, hooks.previews, share, seen, hooks.completed(tree.plan), graphs)

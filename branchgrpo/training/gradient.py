@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MEANS', 'Rolled', 'revisited', 'reference_mean', 'of_batch', 'EdgeTerms', 'edge_terms', 'edge_sums', 'count_edges',
-           'until_told', 'agree', 'trained_policy', 'exchange', 'seen_by_all', 'accumulate']
+           'until_told', 'agree', 'trained_policy', 'exchange', 'seen_by_all', 'backward', 'accumulate']
 
 # %% ../../nbs/training/08_gradient.ipynb #b220797f
 from collections.abc import Iterator
@@ -150,6 +150,12 @@ def seen_by_all(accelerator: Any, batches: list[MicroBatch], worst: Tensor, loss
     calls = sum(len(batch.rows) for batch in batches if not batch.is_empty)
     return {"rollout_mismatch": seen[:, 0].max(), "losses": seen[:, 1], "calls": calls}
 
+# %% ../../nbs/training/08_gradient.ipynb #82117709
+def backward(learner: Learner, loss: Tensor, last: bool) -> None:
+    "Add the gradient of a micro-batch; with the `last` one of a step, processes exchange their gradients."
+    with exchange(learner) if last else nullcontext():
+        learner.accelerator.backward(loss)
+
 # %% ../../nbs/training/08_gradient.ipynb #83acf4f4
 def accumulate(
     learner: Learner,
@@ -159,22 +165,20 @@ def accumulate(
     first: bool = True,  # no step of the iteration was taken yet: a signal may end it here
 ) -> dict[str, Any]:
     "Add the gradient of one step; return means over its edges, their number here, and its mean over processes."
-    accelerator = learner.accelerator
     batches = batches or first_batches(learner, rolled.tree, rolled.edge_mask, rolled.graphs)
     retained = sum(len(batch.rows) for batch in batches if batch.output is not None and not batch.is_empty)
     edges, mean_edges = count_edges(learner, batches)
-    some_edges = mean_edges.clamp(min=1 / accelerator.num_processes)  # of a step without edges, the loss is 0
-    sums, worst = torch.zeros(4, device=accelerator.device), torch.zeros((), device=accelerator.device)
+    some_edges = mean_edges.clamp(min=1 / learner.accelerator.num_processes)  # of a step without edges, the loss is 0
+    sums, worst = torch.zeros(4, device=learner.accelerator.device), torch.zeros((), device=learner.accelerator.device)
     for batch in until_told(learner, batches) if first else batches:
         last = batch is batches[-1]
-        with nullcontext() if last or learner.is_sharded else accelerator.no_sync(learner.module):
+        with nullcontext() if last or learner.is_sharded else learner.accelerator.no_sync(learner.module):
             terms = edge_terms(learner, rolled, batch)
             if first and last:
                 agree(learner)  # DDP exchanges in the first forward and in the last backward, so all do it in between
-            with exchange(learner) if last else nullcontext():
-                accelerator.backward((terms.loss * batch.mask).sum() / (some_edges * divisor))
+            backward(learner, (terms.loss * batch.mask).sum() / (some_edges * divisor), last)
         more, largest = edge_sums(batch, terms)
         sums += more
         worst = torch.maximum(worst, largest)
-    seen = seen_by_all(accelerator, batches, worst, sums[MEANS.index("loss")]) | {"retained": retained}
+    seen = seen_by_all(learner.accelerator, batches, worst, sums[MEANS.index("loss")]) | {"retained": retained}
     return dict(zip(MEANS, sums / some_edges)) | seen | {"edges": edges, "mean_edges": mean_edges}

@@ -146,7 +146,7 @@ CLOSED_CHOICES = {
     "sharding": ("none", "full", "hybrid"),
 }
 
-
+# %% ../../nbs/training/03_resolve_checks.ipynb #578bdadd
 def check_choices(s: Settings) -> None:
     "Raise `ValueError` naming the first setting that names nothing."
     allowed = CLOSED_CHOICES | {setting: table.names() for setting, table in OPEN_CHOICES.items()}
