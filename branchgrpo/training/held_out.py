@@ -45,7 +45,8 @@ def sample(
     "Return the latents of one image per prompt, sampled without noise in the run's number of evaluation steps."
     steps = s.evaluation_steps or s.steps
     plan = RolloutPlan.chains(steps, 1, stochastic=())
-    process = process_of(dataclasses.replace(s, steps=steps, tail_ratio=0.0, window="none"), policy)
+    whole = {"tail_ratio": 0.0, "window": "none", "merged": {}, "noise_factors": {}, "splits": (), "side": ()}
+    process = process_of(dataclasses.replace(s, steps=steps, **whole), policy)
     noise = Noise(EVALUATION_SEED, 0, places)
     tree = rollout(plan, policy, conditioning, process, noise, max_batch=s.max_batch, pad=s.pad_batches, watch=watch)
     return tree.latents[-1][:, 0]
