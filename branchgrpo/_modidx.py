@@ -761,6 +761,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'branchgrpo.prompts.paper_set': ('prompts.html#paper_set', 'branchgrpo/prompts.py'),
                                     'branchgrpo.prompts.read_dataset': ('prompts.html#read_dataset', 'branchgrpo/prompts.py')},
             'branchgrpo.pruning': { 'branchgrpo.pruning.PruningOptions': ('pruning.html#pruningoptions', 'branchgrpo/pruning.py'),
+                                    'branchgrpo.pruning._check_inside': ('pruning.html#_check_inside', 'branchgrpo/pruning.py'),
                                     'branchgrpo.pruning._depth_window': ('pruning.html#_depth_window', 'branchgrpo/pruning.py'),
                                     'branchgrpo.pruning._extreme': ('pruning.html#_extreme', 'branchgrpo/pruning.py'),
                                     'branchgrpo.pruning._none': ('pruning.html#_none', 'branchgrpo/pruning.py'),

@@ -68,6 +68,13 @@ def extreme(tree: Tree, leaf_rewards: Tensor, b: int) -> list[Tensor]:
     return paths(tree, (rank < b) | (rank >= leaf_rewards.shape[1] - b))
 
 # %% ../nbs/13_pruning.ipynb #76115fa2
+def _check_inside(window: Window, steps: int) -> None:
+    "Raise `ValueError` if a window is longer than `steps`, or begins after them."
+    for name, most in {"size": steps, "start": steps - 1, "stop": steps - 1}.items():
+        if getattr(window, name) > most:
+            raise ValueError(f"window_{name}: {getattr(window, name)} is above {most}; the plan has {steps} steps")
+
+
 def depth_window(
     plan: RolloutPlan,
     iteration: int,
@@ -77,12 +84,16 @@ def depth_window(
     every: int = 30,  # iterations per move
     stride: int = 1,  # steps per move; negative: towards the noise
 ) -> list[Tensor]:  # (1, W_d) bool per depth
-    "Return a depth mask that drops a moving window of steps. Source: BranchGRPO Sec. 4.4, DepPru."
+    """Return a depth mask that drops a moving window of steps.
+
+    Raises `ValueError` if the window is not within the steps. Source: BranchGRPO Sec. 4.4, DepPru."""
     if start is None:
         start = max(plan.splits, default=0)
     if stop is None:
         stop = max(start, plan.steps - 1 - size) if stride > 0 else 0
-    dropped = Window(size, stop=stop, start=start, every=every, stride=stride).at(iteration)
+    window = Window(size, stop=stop, start=start, every=every, stride=stride)
+    _check_inside(window, plan.steps)
+    dropped = window.at(iteration)
     return [torch.full((1, width), d - 1 not in dropped) for d, width in enumerate(plan.populations)]
 
 # %% ../nbs/13_pruning.ipynb #67661bcb
