@@ -27,7 +27,7 @@ def node_values(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> lis
 
 # %% ../nbs/12_gains.ipynb #6608494c
 def gains_of(tree: Tree, values: list[Tensor]) -> list[Tensor]:
-    "Return the gain of each node over its parent, per depth `(P, W_d)`; 0 at the roots, and where a tree has but rounding."
+    "Return the gain of each node over its parent, per depth `(P, W_d)`; 0 at roots, and in a tree of rounding only."
     gains = [torch.zeros_like(values[0])]
     for parents, above, value in zip(tree.parents[1:], values, values[1:]):
         gains.append(value - above.gather(1, parents.to(value.device)))
