@@ -68,7 +68,7 @@ ADVANTAGES = Registry(
         "depthwise": "branchgrpo.credit:depthwise",
         "joint": "branchgrpo.estimators:joint",
         "siblings": "branchgrpo.estimators:siblings",
-        "leave-one-out": "branchgrpo.estimators:leave_one_out",
+        "leave-one-out": "branchgrpo.leave_one_out:leave_one_out",
         "leaf-backup": "branchgrpo.estimators:leaf_backup",
         "broadcast": "branchgrpo.estimators:broadcast",
         "gains": "branchgrpo.gains:gains",

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from .depth_windows import depth_window
 from .plan import RolloutPlan
 from .planning import check_process, make_window, plan_of, process_of, taken_steps
 from .policy import GaussianFlow
-from .pruning import depth_window
 from .settings import MethodSettings
 from .transition import Transition
 from .windows import window_places
