@@ -18,14 +18,8 @@ from .planning_previews import with_previews
 from .registry import unknown
 from .schedule import ddim_timesteps, flow_sigmas, merged_levels
 from .settings import MethodSettings
-from branchgrpo.transition import (
-    SolverTail,
-    Transition,
-    compress_tail,
-    ddim_transition,
-    flow_transition,
-    with_factors,
-)
+from .transition import Transition, ddim_transition, flow_transition, with_factors
+from .transition_tail import SolverTail, compress_tail
 from .windows import Window
 
 # %% ../nbs/23_planning.ipynb #9eee58b9
