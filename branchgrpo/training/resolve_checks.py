@@ -20,7 +20,7 @@ import torch
 # %% ../../nbs/training/03_resolve_checks.ipynb #932ad29d
 from ..beta import DENSITY_SCALES
 from ..beta import MOST as LARGEST_BETA
-from ..credit import ADVANTAGES, REWARD_SUMS
+from ..credit import ADVANTAGES
 from ..diversity import FEATURES
 from ..group_std import STDS
 from ..objective import LOSSES, RATIOS
@@ -29,6 +29,7 @@ from ..planning import check_process, plan_of
 from ..planning_checks import check_all_noise, check_plans
 from ..pruning import PRUNINGS
 from ..registry import shown, unknown, with_setting
+from ..reward_sums import REWARD_SUMS
 from ..rewards.base import check_name, terms
 from ..rewards.scorer import part_weights
 from ..settings import field_types
