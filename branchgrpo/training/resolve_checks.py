@@ -23,10 +23,11 @@ from ..beta import MOST as LARGEST_BETA
 from ..credit import ADVANTAGES
 from ..diversity import FEATURES
 from ..group_std import STDS
+from ..noise_checks import check_all_noise
 from ..objective import LOSSES, RATIOS
 from ..ovf import SELECTIONS, looks_at_images
 from ..planning import check_process, plan_of
-from ..planning_checks import check_all_noise, check_plans
+from ..planning_checks import check_plans
 from ..pruning import PRUNINGS
 from ..registry import shown, unknown, with_setting
 from ..reward_sums import REWARD_SUMS
