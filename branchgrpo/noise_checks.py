@@ -13,8 +13,9 @@ from collections.abc import Iterable
 import torch
 
 from .plan import RolloutPlan
-from .planning import plan_of, process_of, taken_steps
+from .planning import plan_of, process_of
 from .planning_checks import at_places, latest_split
+from .planning_steps import taken_steps
 from .policy import GaussianFlow
 from .settings import MethodSettings
 from .transition import Transition

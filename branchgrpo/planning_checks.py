@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 from .depth_windows import depth_window
 from .plan import RolloutPlan
-from .planning import make_window, plan_of
+from .planning import plan_of
+from .planning_steps import make_window
 from .settings import MethodSettings
 from .windows import window_places
 

@@ -20,7 +20,8 @@ from ..objective import LOSSES, RATIOS, LossOptions, gaussian_kl, needs_means
 from ..rollout import edge_log_probs, revisit
 from .micro_batches import MicroBatch
 from .model import Learner, autocast, reference_policy
-from .retain import Graphs, first_batches, unwrapped
+from .retain import Graphs, unwrapped
+from .retain_batches import first_batches
 from ..transition import Transition
 from ..tree import Tree
 

@@ -17,7 +17,7 @@ from .gradient import Rolled, accumulate, agree, of_batch, revisited, until_told
 from .micro_batches import MicroBatch, shared_micro_batches
 from .model import Learner, autocast
 from .parts import part_mask
-from .retain import first_batches
+from .retain_batches import first_batches
 from .steps import count_skipped, optimiser_step, where_skipped
 
 # %% ../../nbs/training/08_update.ipynb #642e1184

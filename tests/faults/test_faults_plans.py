@@ -34,7 +34,7 @@ from branchgrpo.training.gradient import accumulate
 from branchgrpo.training.micro_batches import shared_micro_batches
 from branchgrpo.training.model import DTYPES
 from branchgrpo.training.parts import STEP_UNITS, part_mask
-from branchgrpo.training.retain import first_batches
+from branchgrpo.training.retain_batches import first_batches
 from branchgrpo.training.rolled import assign_credit
 from branchgrpo.training.trainer import step
 from branchgrpo.transition import TRANSITIONS
