@@ -6,7 +6,6 @@
 __all__ = ['moves_on', 'masked_loss']
 
 # %% ../nbs/16_trust_region.ipynb #02b943b4
-import torch
 from torch import Tensor
 
 # %% ../nbs/16_trust_region.ipynb #6aa57023
