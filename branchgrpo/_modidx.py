@@ -521,6 +521,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                           'branchgrpo.granularities.within_families': ( 'granularities.html#within_families',
                                                                                         'branchgrpo/granularities.py')},
             'branchgrpo.group_std': { 'branchgrpo.group_std.centre': ('group_std.html#centre', 'branchgrpo/group_std.py'),
+                                      'branchgrpo.group_std.flat_groups': ('group_std.html#flat_groups', 'branchgrpo/group_std.py'),
                                       'branchgrpo.group_std.global_std': ('group_std.html#global_std', 'branchgrpo/group_std.py'),
                                       'branchgrpo.group_std.no_std': ('group_std.html#no_std', 'branchgrpo/group_std.py'),
                                       'branchgrpo.group_std.over_all': ('group_std.html#over_all', 'branchgrpo/group_std.py'),
