@@ -10,10 +10,10 @@ from torch.utils._pytree import tree_leaves
 
 from branchgrpo import TrainConfig, Trainer, process_of
 from branchgrpo.diversity import FEATURES
-from branchgrpo.objective import win_rate
 from branchgrpo.ovf import SELECTIONS, sees_images
 from branchgrpo.rewards.base import load
 from branchgrpo.rewards.sums import RewardSum
+from branchgrpo.suspects import win_rate
 from branchgrpo.training.checkpoint_folders import newest
 from branchgrpo.training.checkpoints import read_table
 from branchgrpo.training.trainer import assign_credit
