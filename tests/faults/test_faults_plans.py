@@ -732,6 +732,15 @@ FOUND = {
     "a window after all depths": ("window_start", STAR | {"prune": "depth-window", "window_start": 9}),
     "a thousand steps of a diffusion model": ("steps", STAR | {"steps": 1000}),
     "a tree without end": ("branch_factor", SMALL_TREE | {"splits": (0, 1, 2), "branch_factor": 10**6}),
+    "a factor of noise too large for a float": ("noise_factors", STAR | {"noise_factors": {0: 10**400}}),
+    "gains of splits to come": (
+        "preview_at",
+        ADAPTIVE | {"advantage": "gains", "previews": "x0", "stochastic": "splits+window", "window": "none"},
+    ),
+    "one leaf that counts, among all nodes of its tree": (
+        None,
+        STAR | {"advantage": "joint", "group_selection": "random", "group_keep": 1, "noisy_last": True},
+    ),
     "a group of the leaves of adaptive splits": (None, ADAPTIVE | {"group_selection": "ovf", "group_keep": 3}),
 }
 
