@@ -1086,6 +1086,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                  'branchgrpo/reproduction/launch_endings.py'),
                                                         'branchgrpo.reproduction.launch_endings.error_line': ( 'reproduction/launch_endings.html#error_line',
                                                                                                                'branchgrpo/reproduction/launch_endings.py'),
+                                                        'branchgrpo.reproduction.launch_endings.failed_rank': ( 'reproduction/launch_endings.html#failed_rank',
+                                                                                                                'branchgrpo/reproduction/launch_endings.py'),
                                                         'branchgrpo.reproduction.launch_endings.killed_rank': ( 'reproduction/launch_endings.html#killed_rank',
                                                                                                                 'branchgrpo/reproduction/launch_endings.py')},
             'branchgrpo.reproduction.looks': { 'branchgrpo.reproduction.looks.Look': ( 'reproduction/looks.html#look',
