@@ -46,12 +46,12 @@ MODES = {  # processes, and what differs
 class Attempt:
     "The processes of one start of a run; the fault is in one of them."
 
-    def __init__(self, folder, mode, fault=None):
+    def __init__(self, folder, mode, fault=None, run=None):
         self.n, changes = MODES[mode]
         self.folder, self.fault = folder, fault
         self.logs = [Path(f"{folder}.log{rank}") for rank in range(self.n)]
         settings = Path(f"{folder}.yaml")
-        settings.write_text(json.dumps(RUN | changes | {"output": str(folder)}))
+        settings.write_text(json.dumps((run or RUN | changes) | {"output": str(folder)}))
         shared = {"MASTER_PORT": free_port(), "MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "true"}
         shared |= {"WORLD_SIZE": self.n, "LOCAL_WORLD_SIZE": self.n} if self.n > 1 else {}
         shared |= {"BRANCHGRPO_FAULT": json.dumps(fault)} if fault else {}

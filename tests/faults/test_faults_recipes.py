@@ -1,0 +1,51 @@
+"""A run of every recipe that is killed twice, and started again, ends to the bit as one that was never killed."""
+
+import json
+
+import pytest
+from killing import KILLED, Attempt, outcome
+from test_faults_kills import ONE, PLACES, lost, step
+
+from branchgrpo import recipes
+
+ITERATIONS = 3
+FAST = {"g2rpo", "gardo"}  # previews of three strides; a gate that looks at the rewards seen so far
+# in the second iteration of the first start, and in the second one of the start after it
+FIRST = PLACES["after the optimiser step"] | {"inside": step(2)}
+SECOND = PLACES["rollout"] | {"inside": step(2)}
+
+
+def run_of(name, **changes):
+    "A run of a recipe as it is, with one prompt an iteration and a checkpoint after each."
+    run = {"recipe": name, "iterations": ITERATIONS, "prompts_per_iteration": 1, "checkpoint_every": 1}
+    run |= {"evaluate_every": 0, "tracker": "none", "ema_decay": 0.5, "learning_rate": 1e-4, "lora_rank": 2}
+    return run | {"backbone": "tiny-sd" if name.endswith("-sd") else "tiny-flux"} | changes
+
+
+def check_recipe(folder, run, noted, what):
+    "Kill a run in an update and in a rollout, start it again each time; compare it with one that was never killed."
+    never = folder / "never-killed"
+    Attempt(never, ONE, run=run).ends_well()
+    killed = folder / "killed"
+    for fault in (FIRST, SECOND):
+        code, _, _ = Attempt(killed, ONE, fault, run).ends_by_fault()
+        assert code == KILLED["KILL"]
+    Attempt(killed, ONE, run=run).ends_well()
+    found = outcome(never)
+    assert len(found["metrics"]) == ITERATIONS
+    assert not lost(outcome(killed), json.loads(json.dumps(found)))
+    place = "after an optimiser step, and in the rollout after the resume"
+    kept = "started again twice, it ends bit-equal"
+    noted("kills", f"SIGKILL: {place}; {what}", happened="exit code -9, twice", kept=kept, mode=ONE, signal="SIGKILL")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.fast] if name in FAST else []) for name in recipes.names()]
+)
+def test_a_recipe_that_is_killed(tmp_path, noted, name):
+    check_recipe(tmp_path, run_of(name), noted, f"recipe {name}")
+
+
+@pytest.mark.parametrize("name", ["branchgrpo", "tempflow-grpo", "dense-grpo"])
+def test_a_recipe_that_keeps_its_graphs_and_is_killed(tmp_path, noted, name):
+    check_recipe(tmp_path, run_of(name, retain=64), noted, f"recipe {name}, with graphs kept (retain)")
