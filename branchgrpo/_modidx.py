@@ -526,6 +526,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'branchgrpo.group_std.pooled_std': ('group_std.html#pooled_std', 'branchgrpo/group_std.py')},
             'branchgrpo.method_index': { 'branchgrpo.method_index.branches': ('method_index.html#branches', 'branchgrpo/method_index.py'),
                                          'branchgrpo.method_index.card': ('method_index.html#card', 'branchgrpo/method_index.py'),
+                                         'branchgrpo.method_index.counted': ('method_index.html#counted', 'branchgrpo/method_index.py'),
                                          'branchgrpo.method_index.differences': ( 'method_index.html#differences',
                                                                                   'branchgrpo/method_index.py'),
                                          'branchgrpo.method_index.draws': ('method_index.html#draws', 'branchgrpo/method_index.py'),

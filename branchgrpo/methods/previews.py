@@ -7,7 +7,7 @@ __all__ = ['DENSE', 'DENSE_GRPO_SIZES', 'DENSE_GRPO', 'STEPWISE', 'STEPWISE_FLOW
            'TP_SH', 'TP_GRPO_SIZES', 'TP_GRPO', 'G2RPO', 'METHODS']
 
 # %% ../../nbs/methods/06_previews.ipynb #bc3d30f8
-from .branch_once import G2RPO_ONE, G2RPO_PY, G2RPO_SH
+from .branch_once import G2RPO_ONE, G2RPO_PY
 from .pro_grpo import FLOW_GRPO
 
 # %% ../../nbs/methods/06_previews.ipynb #74f40c0a
@@ -29,7 +29,7 @@ DENSE_GRPO_SIZES = FLOW_GRPO.variant(
     lora_alpha=(64, f"{DENSE} App. A: 'LoRA with α = 64 and r = 32'"),
     prompts_per_iteration=(
         96,
-        f"derived: {DENSE} App. A: 'global batch size … 144, … accumulation step of 8'; two steps",
+        f"derived: 2 steps of 144 · 8 images / 24; {DENSE} App. A: 'global batch size … 144, … step of 8'",
     ),
 )
 
@@ -126,7 +126,7 @@ TP_GRPO = TP_GRPO_SIZES.variant(
         f"TP-GRPO: {TP_PY} l. 874-1003, flags of {TP_SH}: replacement, consistent, balanced",
     ),
     std=("own", f"TP-GRPO: {TP_PY} l. 1385-1440, a tracker per step, global_std = False"),
-    transition=("cps", f"TP-GRPO: {TP_SH}, sde_type 'cps'"),
+    transition=("cps", "TP-GRPO: my_grpo.py l. 326, sde_type = 'cps'"),
     eta=(0.7, f"TP-GRPO: {TP_SH}, noise_level=0.7"),
 )
 
@@ -139,7 +139,6 @@ G2RPO = G2RPO_ONE.variant(
     preview_at=("after", f"{G2RPO_PY}, each child of a noisy step"),
     preview_levels=("grid", f"{G2RPO_PY}, sigma_schedule[eta_step+2::g]"),
     advantage=("granularities", f"G²RPO Eq. 11: the sum over λ; {G2RPO_PY} clips the sum"),
-    lora_rank=(0, f"{G2RPO_SH} names no adapter"),
 )
 
 # %% ../../nbs/methods/06_previews.ipynb #76f783fc
