@@ -9,6 +9,7 @@ __all__ = ['sum_within_prompts', 'within_prompts', 'RewardSum']
 import torch
 from torch import Tensor
 
+from ..group_std import ROUNDING
 from .contract import Reward, as_scores, within_memory
 
 # %% ../../nbs/rewards/01_sums.ipynb #03732687
@@ -21,7 +22,7 @@ def sum_within_prompts(values: Tensor, group: Tensor, groups: int) -> Tensor:
 def within_prompts(scores: Tensor, prompts: list[str], eps: float = 1e-6) -> Tensor:
     """Return `scores (B,)` less the mean of their prompt, over its standard deviation.
 
-    A prompt with one image scores 0. NaN stay NaN and do not count.
+    A prompt with one image, or with equal scores, scores 0. NaN stay NaN and do not count.
     """
     number = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
     group = torch.tensor([number[prompt] for prompt in prompts], device=scores.device)
@@ -33,6 +34,9 @@ def within_prompts(scores: Tensor, prompts: list[str], eps: float = 1e-6) -> Ten
     n = total(torch.ones_like(scores)).clamp(min=1)
     # r − r̄
     centred = scores - total(scores) / n
+    # the mean of equal scores is rounded, and may differ from them by a bit
+    differs = total((centred.abs() > ROUNDING * scores.abs()).float()) > 0
+    centred = torch.where(differs | ~known, centred, 0.0)
     # σ² = Σ (r − r̄)² / n
     variance = total(centred.square()) / n
     return centred / (variance.sqrt() + eps)

@@ -415,8 +415,12 @@ OTHERS = {
 }
 CHANGED = st.sampled_from(sorted(OTHERS)).flatmap(lambda name: st.tuples(st.just(name), OTHERS[name]))
 ANY_RECIPE = st.fixed_dictionaries({"recipe": st.sampled_from(recipes.names())}, optional=OTHERS)
+ONE_CHANGED = st.tuples(ANY_RECIPE, st.one_of(CHANGED, CHANGED, CHANGED)).map(
+    lambda pair: (pair[0], pair[0] | dict([pair[1]]))
+)
 PAIRS = st.one_of(
-    st.tuples(ANY_RECIPE, st.one_of(CHANGED, CHANGED, CHANGED)).map(lambda pair: (pair[0], pair[0] | dict([pair[1]]))),
+    ONE_CHANGED,
+    ONE_CHANGED.map(lambda pair: pair[::-1]),
     st.tuples(tables(), CHANGED).map(lambda pair: (pair[0], pair[0] | dict([pair[1]]))),
     st.tuples(ANY_RECIPE, ANY_RECIPE),
 )
