@@ -9,7 +9,8 @@ __all__ = ['FEATURES', 'pixels', 'over_mean', 'pair_table', 'swapped', 'diverse'
 import torch
 from torch import Tensor
 
-from .ovf import Seen, choose, check_selection, ends_of_rows, sees_images  # noqa: F401
+from .max_variance import check_selection, ends_of_rows
+from .ovf import Seen, choose, sees_images  # noqa: F401
 from .registry import Registry
 
 # %% ../nbs/14_diversity.ipynb #b5496220

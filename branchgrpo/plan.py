@@ -6,11 +6,12 @@
 __all__ = ['PlanShapes', 'PlanParts', 'RolloutPlan']
 
 # %% ../nbs/06_plan.ipynb #2705a38e
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from .counts import Families, families
-from .previews import PreviewCounts, complete_table
+from .plan_checks import check_fields, check_side, complete_fields
+from .previews import PreviewCounts
 
 # %% ../nbs/06_plan.ipynb #5b4b2388
 class PlanShapes:
@@ -40,55 +41,6 @@ class PlanShapes:
         if len(group_sizes) != len(prune_at) + 1:
             raise ValueError(f"group_sizes: {len(group_sizes)} sizes for {len(prune_at)} pruning steps, not one more")
         return cls(steps, roots=group_sizes[0], prune_at=dict(zip(prune_at, group_sizes[1:])), **options)
-
-# %% ../nbs/06_plan.ipynb #3ede48b6
-def _step_set(name: str, given: Iterable[int], steps: int) -> frozenset[int]:
-    "Return the steps in `given`, each checked to be in 0…steps−1."
-    chosen = frozenset(int(i) for i in given)
-    for i in sorted(chosen):
-        if not 0 <= i < steps:
-            raise ValueError(f"{name}: step {i} is outside 0…{steps - 1}")
-    return chosen
-
-# %% ../nbs/06_plan.ipynb #7a55a383
-def _step_table(name: str, given: Mapping[int, int], steps: int, what: str) -> dict[int, int]:
-    "Return `given` sorted by step, each step checked to be in range and each count to be at least 1."
-    table = {int(k): int(v) for k, v in sorted(dict(given).items())}
-    _step_set(name, table, steps)
-    for step, count in table.items():
-        if count < 1:
-            raise ValueError(f"{name}: {what} {count} at step {step} is below 1")
-    return table
-
-# %% ../nbs/06_plan.ipynb #69f3b7ab
-def _check_fields(plan: "RolloutPlan") -> None:
-    "Raise `ValueError` where a plan's fields contradict each other."
-    last = plan.steps - 1
-    for i in sorted(plan.trained - plan.stochastic):
-        raise ValueError(f"trained: step {i} is not stochastic")
-    if last in plan.trained and not plan.noisy_last:
-        raise ValueError(f"trained: step {last} is the last, which draws no noise without noisy_last")
-    for i, factor in plan.splits.items():
-        if factor > 1 and i not in plan.stochastic:
-            raise ValueError(f"splits: step {i} is not stochastic, so siblings would be equal")
-        if factor > 1 and i == last:
-            raise ValueError(f"splits: step {i} is the last, whose siblings are one image; 0…{last - 1} are allowed")
-    populations = plan.populations
-    for i, k in plan.prune_at.items():
-        if k > populations[i]:
-            raise ValueError(f"prune_at: {k} survivors at step {i} are more than the {populations[i]} nodes there")
-
-# %% ../nbs/06_plan.ipynb #41391b05
-def _check_side(plan: "RolloutPlan") -> None:
-    "Raise `ValueError` where side branches cannot be, or together with what they exclude."
-    last, steps = plan.steps - 1, sorted(plan.side)
-    if last in plan.side:
-        raise ValueError(f"side: step {last} is the last, whose branches are one image; 0…{last - 1} are allowed")
-    for name in ("splits", "prune_at", "noisy_last"):
-        if getattr(plan, name):
-            raise ValueError(f"{name}: {getattr(plan, name)} is not possible with side branches, at steps {steps}")
-    if plan.stochastic != set(steps):
-        raise ValueError(f"stochastic: steps {sorted(plan.stochastic)} are not those of the side branches, {steps}")
 
 # %% ../nbs/06_plan.ipynb #e6b98218
 class PlanParts(PlanShapes, PreviewCounts):
@@ -128,33 +80,12 @@ class RolloutPlan(PlanParts):
     preview_levels: str = "grid"  # levels of the completions: of the rollout's grid, or even parts of what is left
 
     def __post_init__(self):
-        _complete(self)
+        complete_fields(self)
         if self.side:
-            _check_side(self)
-        _check_fields(self)
+            check_side(self)
+        check_fields(self)
 
     def __hash__(self):
         tables = tuple(tuple(table.items()) for table in (self.splits, self.prune_at, self.side, self.previews))
         flags = (self.noisy_last, self.same_root, self.preview_levels)
         return hash((self.steps, self.roots, tables, self.stochastic, self.trained, *flags))
-
-# %% ../nbs/06_plan.ipynb #471a29a5
-def _complete(plan: RolloutPlan) -> None:
-    "Check each field alone, and replace it by its complete, sorted form."
-    n = plan.steps
-    if n < 1:
-        raise ValueError(f"steps: {n} is below 1")
-    if plan.roots < 1:
-        raise ValueError(f"roots: {plan.roots} is below 1")
-    splits = _step_table("splits", plan.splits, n, "factor")
-    prune_at = _step_table("prune_at", plan.prune_at, n, "number of survivors")
-    side = _step_table("side", plan.side, n, "number of branches")
-    previews = complete_table(plan.previews, n, plan.preview_levels)
-    every = side or range(n)
-    stochastic = _step_set("stochastic", every if plan.stochastic is None else plan.stochastic, n)
-    complete = {"splits": splits, "prune_at": prune_at, "side": side, "previews": previews}
-    complete |= {"stochastic": stochastic}
-    for name, value in complete.items():
-        object.__setattr__(plan, name, value)  # the plan is frozen for everyone else
-    trained = plan.drawn if plan.trained is None else _step_set("trained", plan.trained, n)
-    object.__setattr__(plan, "trained", trained)

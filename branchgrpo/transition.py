@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TRANSITIONS', 'Transition', 'step_gaussian', 'scaled_noise', 'Sampler', 'flow_transition', 'ddim_transition',
-           'with_factors', 'compress_tail', 'dpm_solver', 'SolverTail']
+           'with_factors']
 
 # %% ../nbs/04_transition.ipynb #03e8b784
 from collections.abc import Callable, Mapping
@@ -14,18 +14,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from .ddim import ddim_step
 from .gaussian import Gaussian, log_density  # noqa: F401
 from .registry import Registry
 from branchgrpo.samplers import (  # noqa: F401
     cps_step,
     dance_noise,
-    ddim_step,
     flow_ddim_step,
     flow_grpo_noise,
     flow_step,
     linear_noise,
 )
 from .schedule import alpha_bars
+from .transition_tail import SolverTail
 
 # %% ../nbs/04_transition.ipynb #455db42c
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Transition:
     per_root_h: bool = False  # whether `noise` is a level g, so that std = g·√h
     amplitude: dict[int, float] = field(default_factory=dict)  # {step: factor of its std}
     draw_scale: dict[int, float] = field(default_factory=dict)  # {step: factor of its noise, not of its density}
-    tail: "SolverTail | None" = None  # takes the steps from `tail.start` on
+    tail: SolverTail | None = None  # takes the steps from `tail.start` on
 
     @property
     def steps(self) -> int:
@@ -125,46 +126,3 @@ def with_factors(process: Transition, factors: Mapping[int, float]) -> Transitio
     for step, factor in factors.items():
         noise[step] = noise[step] * factor
     return replace(process, noise=noise) if factors else process
-
-# %% ../nbs/04_transition.ipynb #ae5e9a02
-def compress_tail(sigmas: Tensor, start: int, ratio: float) -> Tensor:
-    """Return the grid `sigmas (T + 1,)` with the steps from `start` on thinned to `ratio` of their number.
-
-    At least one step remains. Raises `ValueError` unless 0 < ratio ≤ 1. Source: MixGRPO-Flash.
-    """
-    if not 0 < ratio <= 1:
-        raise ValueError(f"tail_ratio: {ratio} is not above 0 and at most 1")
-    steps_left = len(sigmas) - 1 - start
-    at = torch.linspace(start, len(sigmas) - 1, max(1, round(steps_left * ratio)) + 1)
-    # linear interpolation between the levels `low` and `low + 1`
-    low = at.floor().long().clamp(max=len(sigmas) - 2)
-    part = at - at.floor().clamp(max=len(sigmas) - 2)
-    return torch.cat([sigmas[:start], sigmas[low] * (1 - part) + sigmas[low + 1] * part])
-
-# %% ../nbs/04_transition.ipynb #6c1f3e3d
-def dpm_solver(sigmas: Tensor):
-    "Return diffusers' DPM-Solver++ (2M) for a flow on the grid `sigmas`, at its first step."
-    from diffusers import DPMSolverMultistepScheduler
-
-    solver = DPMSolverMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, solver_order=2, final_sigmas_type="zero"
-    )
-    solver.set_timesteps(len(sigmas) - 1)
-    solver.sigmas, solver.timesteps = sigmas, sigmas[:-1] * 1000
-    solver.set_begin_index(0)
-    return solver
-
-# %% ../nbs/04_transition.ipynb #5ccc6354
-class SolverTail:
-    "Deterministic second-order steps from step `start` of `sigmas (T + 1,)` to the end, to be taken in order."
-
-    def __init__(self, sigmas: Tensor, start: int):
-        self.sigmas = sigmas.float().cpu()
-        self.start = start
-
-    def step(self, i: int, x: Tensor, output: Tensor) -> Gaussian:
-        "Return step `i` as a Gaussian of std 0. The solver starts anew at step `start`."
-        if i == self.start:
-            self.solver = dpm_solver(self.sigmas[self.start :])
-        mean = self.solver.step(output.float(), self.solver.timesteps[i - self.start], x.float()).prev_sample
-        return Gaussian(mean, torch.zeros(()), x.float() - self.sigmas[i] * output.float())

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['DENSE', 'DENSE_GRPO_SIZES', 'DENSE_GRPO', 'STEPWISE', 'STEPWISE_FLOW_GRPO_SIZES', 'STEPWISE_FLOW_GRPO', 'TP_PY',
-           'TP_SH', 'TP_GRPO_SIZES', 'TP_GRPO', 'G2RPO', 'METHODS']
+           'TP_SH', 'TP_GRPO_SIZES', 'TP_GRPO', 'METHODS']
 
 # %% ../../nbs/methods/06_previews.ipynb #bc3d30f8
-from .branch_once import G2RPO_ONE, G2RPO_PY
+from .granularities import G2RPO
 from .pro_grpo import FLOW_GRPO
 
 # %% ../../nbs/methods/06_previews.ipynb #74f40c0a
@@ -128,17 +128,6 @@ TP_GRPO = TP_GRPO_SIZES.variant(
     std=("own", f"TP-GRPO: {TP_PY} l. 1385-1440, a tracker per step, global_std = False"),
     transition=("cps", "TP-GRPO: my_grpo.py l. 326, sde_type = 'cps'"),
     eta=(0.7, f"TP-GRPO: {TP_SH}, noise_level=0.7"),
-)
-
-# %% ../../nbs/methods/06_previews.ipynb #80f9ee4e
-G2RPO = G2RPO_ONE.variant(
-    "g2rpo",
-    "one noisy step at a time from a chain without noise, judged by completions of three strides",
-    equation="A_k = Σ_λ (R_λ(x_0←k) − mean) / std within the branches of step k;  Λ = {1, 2, 3}",
-    previews=("ode/2+ode/3", "G²RPO, notes on v3: Λ = {1, 2, 3}, the leaves being λ = 1 (the released code: {1, 2})"),
-    preview_at=("after", f"{G2RPO_PY}, each child of a noisy step"),
-    preview_levels=("grid", f"{G2RPO_PY}, sigma_schedule[eta_step+2::g]"),
-    advantage=("granularities", f"G²RPO Eq. 11: the sum over λ; {G2RPO_PY} clips the sum"),
 )
 
 # %% ../../nbs/methods/06_previews.ipynb #76f783fc

@@ -23,12 +23,14 @@ from ..objective import edge_loss
 from ..planning import process_of
 from ..batches import chunks
 from ..shares import WHOLE
-from .collection import RolloutRewards, roll, rollout_hooks
+from .collection import RolloutRewards, roll
 from .config import TrainConfig
+from .edge_terms import Rolled
+from .hooks import rollout_hooks
 from .micro_batches import micro_batches
 from .rolled import assign_credit
 from .trainer import Trainer
-from .update import Rolled, accumulate
+from .update import accumulate
 
 # %% ../../nbs/training/19_bench.ipynb #a539be80
 def wait_for(device: torch.device) -> None:

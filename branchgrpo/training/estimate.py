@@ -18,7 +18,7 @@ from .counting import Counted, counted_policy
 from .decoding import decoding
 from .share import Part, Share
 from .memory import GPU, by_phase, fits, memory_parts, peak
-from .retain import Kept, kept_by_plan
+from .retain_plan import Kept, kept_by_plan
 
 # %% ../../nbs/training/16_estimate.ipynb #880dd8a0
 def training_flops(c: Counted, s: Settings) -> float:

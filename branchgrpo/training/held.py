@@ -26,7 +26,7 @@ from .config import Settings
 from .counting import Countable, Counted, counted_policy
 from .decoding import decoding
 from .resolve_checks import listed
-from .retain import kept_by_plan
+from .retain_plan import kept_by_plan
 from .share import GB, PHASES, Part, Share, compute_bytes, weight_bytes
 
 # %% ../../nbs/training/16_held.ipynb #e8d99fb3

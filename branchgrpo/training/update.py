@@ -13,11 +13,12 @@ from torch import Tensor
 
 from ..objective import needs_means
 from ..rollout import edge_log_probs
-from .gradient import Rolled, accumulate, agree, of_batch, revisited, until_told
+from .edge_terms import Rolled, of_batch, revisited
+from .gradient import accumulate, agree, until_told
 from .micro_batches import MicroBatch, shared_micro_batches
 from .model import Learner, autocast
 from .parts import part_mask
-from .retain import first_batches
+from .retain_batches import first_batches
 from .steps import count_skipped, optimiser_step, where_skipped
 
 # %% ../../nbs/training/08_update.ipynb #642e1184

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from branchgrpo import GaussianFlow, TrainConfig, Trainer, recipes
 from branchgrpo.costs import plan_cost
-from branchgrpo.credit import ADVANTAGES, REWARD_SUMS, CreditOptions, estimate_advantages
+from branchgrpo.credit import ADVANTAGES, CreditOptions, estimate_advantages
 from branchgrpo.fusion import fuse_rewards
 from branchgrpo.group_std import STDS
 from branchgrpo.ovf import SELECTIONS, choose, looks_at_images
 from branchgrpo.plan import RolloutPlan
 from branchgrpo.planning import plan_of, process_of, sibling_s
 from branchgrpo.pruning import PRUNINGS
+from branchgrpo.reward_sums import REWARD_SUMS
 from branchgrpo.rollout import rollout
 from branchgrpo.settings import field_types
 from branchgrpo.shares import spread_depth
@@ -33,7 +34,7 @@ from branchgrpo.training.gradient import accumulate
 from branchgrpo.training.micro_batches import shared_micro_batches
 from branchgrpo.training.model import DTYPES
 from branchgrpo.training.parts import STEP_UNITS, part_mask
-from branchgrpo.training.retain import first_batches
+from branchgrpo.training.retain_batches import first_batches
 from branchgrpo.training.rolled import assign_credit
 from branchgrpo.training.trainer import step
 from branchgrpo.transition import TRANSITIONS
