@@ -15,7 +15,7 @@ GRPO_GUARD = FLOW_GRPO.variant(
     paper="GRPO-Guard, arXiv 2510.22319",
     equation="log ρ' = (log ρ + ‖Δμ‖²/(2 std²))·std;  loss −min(ρ'A, clip(ρ', 1 ± ε)A)",
     ratio=("guard", "GRPO-Guard Eq. 8, with log-densities as means over a latent's elements"),
-    clip_range=(2e-6, "verl-omni, examples/grpoguard_trainer: clip_ratio 2e-6 (the paper's own value was not found)"),
+    clip_range=(2e-6, "not given where we looked; verl-omni, examples/grpoguard_trainer: clip_ratio 2e-6"),
 )
 
 # %% ../../nbs/methods/09_one_value.ipynb #74bd92e9
@@ -25,7 +25,7 @@ FLOW_CPS = FLOW_GRPO.variant(
     paper="Flow-CPS, arXiv 2509.05952",
     equation="x' = (1 − σ')·x̂₀ + √(σ'² − std²)·x̂₁ + std·ξ,  std = σ'·sin(η·π/2)",
     transition=("cps", "Flow-CPS: coefficients-preserving sampling"),
-    eta=(0.7, "TurningPoint-GRPO: common_op3.sh, sde_type cps with noise_level 0.7 (Flow-CPS's own was not read)"),
+    eta=(0.7, "not given where we looked; TurningPoint-GRPO: my_grpo.py l. 326-329, sde_type cps with noise_level 0.7"),
 )
 
 # %% ../../nbs/methods/09_one_value.ipynb #d624bc31

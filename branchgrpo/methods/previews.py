@@ -29,7 +29,7 @@ DENSE_GRPO_SIZES = FLOW_GRPO.variant(
     lora_alpha=(64, f"{DENSE} App. A: 'LoRA with α = 64 and r = 32'"),
     prompts_per_iteration=(
         96,
-        f"derived: {DENSE} App. A: 'global batch size … 144, … accumulation step of 8'; two steps",
+        f"derived: 2 steps of 144 · 8 images / 24; {DENSE} App. A: 'global batch size … 144, … step of 8'",
     ),
 )
 
@@ -126,7 +126,7 @@ TP_GRPO = TP_GRPO_SIZES.variant(
         f"TP-GRPO: {TP_PY} l. 874-1003, flags of {TP_SH}: replacement, consistent, balanced",
     ),
     std=("own", f"TP-GRPO: {TP_PY} l. 1385-1440, a tracker per step, global_std = False"),
-    transition=("cps", f"TP-GRPO: {TP_SH}, sde_type 'cps'"),
+    transition=("cps", "TP-GRPO: my_grpo.py l. 326, sde_type = 'cps'"),
     eta=(0.7, f"TP-GRPO: {TP_SH}, noise_level=0.7"),
 )
 

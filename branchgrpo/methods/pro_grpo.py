@@ -166,7 +166,7 @@ PRO_GRPO_SD = SD.variant(
 BRANCH_PRO = BRANCHGRPO.variant(
     "branch-pro",
     "a tree of four children per split, its nodes cut by OVF before the next",
-    paper="ours, of both papers",
+    paper="ours, after BranchGRPO and Pro-GRPO",
     branch_factor=(4, "ours"),
     prune_at=({3: 2, 6: 2, 9: 4}, "ours: 4 → 2, 8 → 2, 8 → 4 before each split; 16 leaves"),
     selection=("ovf", "Pro-GRPO Eq. 17, on a tree"),
