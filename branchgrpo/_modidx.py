@@ -583,6 +583,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                   'branchgrpo.noise.preview_stream': ('noise.html#preview_stream', 'branchgrpo/noise.py')},
             'branchgrpo.noise_checks': { 'branchgrpo.noise_checks.check_all_noise': ( 'noise_checks.html#check_all_noise',
                                                                                       'branchgrpo/noise_checks.py'),
+                                         'branchgrpo.noise_checks.check_eta': ('noise_checks.html#check_eta', 'branchgrpo/noise_checks.py'),
                                          'branchgrpo.noise_checks.check_factors': ( 'noise_checks.html#check_factors',
                                                                                     'branchgrpo/noise_checks.py'),
                                          'branchgrpo.noise_checks.check_noise': ( 'noise_checks.html#check_noise',

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LOST', 'LARGEST_LATENT', 'UP_TO_ONE', 'drawn_steps', 'check_noise', 'noise_setting', 'no_noise', 'check_scaled',
-           'check_factors', 'check_all_noise']
+           'check_factors', 'check_eta', 'check_all_noise']
 
 # %% ../nbs/23_noise_checks.ipynb #8ad75a78
 import dataclasses
@@ -79,15 +79,12 @@ def check_factors(s: MethodSettings) -> None:
             if not factors[step]:
                 raise no_noise(at, step, 0.0)
 
-# %% ../nbs/23_noise_checks.ipynb #66191e52
+# %% ../nbs/23_noise_checks.ipynb #67f5b798
 UP_TO_ONE = ("cps", "ddim")  # transitions whose η is a share of the noise
 
 
-def check_all_noise(s: MethodSettings, kind: str, policy=None, precision: str = "no") -> None:
-    """Raise `ValueError` if a model of `kind` (flow or diffusion) gets no noise or too much, at any iteration.
-
-    The levels of a diffusion model are its own: without the `policy`, only η and its factors are checked."""
-    check_factors(s)
+def check_eta(s: MethodSettings) -> None:
+    "Raise `ValueError` if η draws no noise, or more than its transition takes."
     if s.transition in UP_TO_ONE and s.eta > 1:
         raise ValueError(f"eta: {s.eta} is above 1, the most that the transition {s.transition!r} takes")
     if s.transition in UP_TO_ONE and s.eta * max(s.noise_factors.values(), default=0) > 1:
@@ -95,6 +92,14 @@ def check_all_noise(s: MethodSettings, kind: str, policy=None, precision: str = 
         raise ValueError(f"noise_factors: {s.noise_factors} make an eta of {s.eta} {most}")
     if not s.eta:
         raise ValueError(f"eta: {s.eta} draws no noise, and only steps with noise are trained")
+
+# %% ../nbs/23_noise_checks.ipynb #66191e52
+def check_all_noise(s: MethodSettings, kind: str, policy=None, precision: str = "no") -> None:
+    """Raise `ValueError` if a model of `kind` (flow or diffusion) gets no noise or too much, at any iteration.
+
+    The levels of a diffusion model are its own: without the `policy`, only η and its factors are checked."""
+    check_factors(s)
+    check_eta(s)
     check_scaled(s)
     policy = GaussianFlow() if kind == "flow" else policy
     if policy is None:
