@@ -6,6 +6,7 @@
 __all__ = ['TreeCounts', 'NodeCounts', 'next_width', 'Families', 'families', 'CallCounts']
 
 # %% ../nbs/05_counts.ipynb #636d0310
+from functools import cached_property
 from typing import NamedTuple
 
 # %% ../nbs/05_counts.ipynb #7b6d9a7a
@@ -18,7 +19,7 @@ class TreeCounts:
     prune_at: dict[int, int]
     side: dict[int, int]
 
-    @property
+    @cached_property
     def populations(self) -> list[int]:
         "Return W_d, the number of nodes at each depth 0…T."
         widths = [self.roots]
@@ -86,7 +87,7 @@ class CallCounts(NodeCounts):
 
     trained: frozenset[int]
 
-    @property
+    @cached_property
     def lineage(self) -> list[int]:
         "Return W_d, or the survivors of a later pruning step if those are fewer, at each depth."
         later = [[k for i, k in self.prune_at.items() if i >= d] for d in range(self.steps + 1)]

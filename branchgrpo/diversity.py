@@ -33,10 +33,12 @@ def over_mean(table: Tensor) -> Tensor:
 # %% ../nbs/14_diversity.ipynb #dc647e46
 def pair_table(rewards: Tensor, features: Tensor, diversity: float) -> Tensor:
     "Return M `(P, G, G)`: how much two images differ in reward and in looks."
-    rewards, features = rewards.double(), features.double().nan_to_num()
+    rewards, features = rewards.double(), features.double().nan_to_num().clamp(-1e100, 1e100)
     gaps = (rewards[:, :, None] - rewards[:, None]).square()
+    # by differences: a product of matrices leaves rounding between equal images, and over its mean that is much
+    apart = torch.cdist(features, features, compute_mode="donot_use_mm_for_euclid_dist")
     # M = (1 − w) (r − r′)² / mean + w d / mean
-    return (1 - diversity) * over_mean(gaps) + diversity * over_mean(torch.cdist(features, features))
+    return (1 - diversity) * over_mean(gaps) + diversity * over_mean(apart)
 
 # %% ../nbs/14_diversity.ipynb #1d896dc1
 def swapped(table: Tensor, kept: Tensor) -> Tensor:

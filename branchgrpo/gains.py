@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .credit import CreditOptions, depthwise_advantages, needs_previews
 from .fusion import fuse_rewards
+from .group_std import ROUNDING
 from .tree import Tree
 
 # %% ../nbs/12_gains.ipynb #9bbc91c8
@@ -26,11 +27,12 @@ def node_values(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> lis
 
 # %% ../nbs/12_gains.ipynb #6608494c
 def gains_of(tree: Tree, values: list[Tensor]) -> list[Tensor]:
-    "Return the gain of each node over its parent, per depth `(P, W_d)`; 0 at the roots."
+    "Return the gain of each node over its parent, per depth `(P, W_d)`; 0 at roots, and in a tree of rounding only."
     gains = [torch.zeros_like(values[0])]
     for parents, above, value in zip(tree.parents[1:], values, values[1:]):
         gains.append(value - above.gather(1, parents.to(value.device)))
-    return gains
+    largest, size = (torch.cat(x, 1).nan_to_num().abs().amax(1, keepdim=True) for x in (gains, values))
+    return [torch.where(largest > ROUNDING * size, gain, 0.0 * gain) for gain in gains]
 
 # %% ../nbs/12_gains.ipynb #282f9123
 def within_depths(tree: Tree, found: list[Tensor], o: CreditOptions) -> list[Tensor]:

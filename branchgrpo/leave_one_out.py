@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .credit import CreditOptions
 from .fusion import fuse_rewards
+from .group_std import flat_groups
 from .tree import Tree
 
 # %% ../nbs/12_leave_one_out.ipynb #8452a74a
@@ -40,6 +41,7 @@ def leave_one_out(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> l
     # 1 − ρ, the share of a reward's variance that siblings do not have in common
     private = 1 - 1 / (1 + options.s**2)
     std = (leaf - leaf.nanmean(1, keepdim=True)).square().nanmean(1, keepdim=True).sqrt() + 1e-8
+    flat = flat_groups(leaf, leaf.isfinite())
     advantages = [torch.zeros_like(r_bar[0])]
     for d in range(1, tree.steps + 1):
         value, parents = r_bar[d], tree.parents[d].to(leaf.device)
@@ -47,5 +49,5 @@ def leave_one_out(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> l
         depth, n_depth = others_mean(value, torch.zeros_like(parents), 1)
         against_depth = torch.where(n_depth > 0, value - depth, 0.0)
         advantage = torch.where(n_siblings > 0, (value - siblings) / max(private, 1e-6), against_depth)
-        advantages.append(advantage / std)
+        advantages.append((advantage / std).masked_fill(flat, 0.0))
     return advantages

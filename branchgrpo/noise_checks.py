@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LOST', 'LARGEST_LATENT', 'UP_TO_ONE', 'drawn_steps', 'check_noise', 'noise_setting', 'no_noise', 'check_scaled',
-           'check_all_noise']
+           'check_factors', 'check_eta', 'check_all_noise']
 
 # %% ../nbs/23_noise_checks.ipynb #8ad75a78
 import dataclasses
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 
 from .plan import RolloutPlan
-from .planning import plan_of, process_of
+from .planning import noise_factors, plan_of, process_of
 from .planning_checks import at_places, latest_split
 from .planning_steps import taken_steps
 from .policy import GaussianFlow
@@ -70,14 +70,21 @@ def check_scaled(s: MethodSettings) -> None:
     if not 0 < s.s <= 1000:
         raise ValueError(f"s: {s.s} is not above 0 and at most 1000, as split_noise 'scaled' needs")
 
-# %% ../nbs/23_noise_checks.ipynb #66191e52
+# %% ../nbs/23_noise_checks.ipynb #a18eef1c
+def check_factors(s: MethodSettings) -> None:
+    "Raise `ValueError` if a factor of noise is none, or takes all noise from a step that shall draw some."
+    for at in at_places(s) if s.noise_factors else ():
+        factors = noise_factors(at)
+        for step in sorted(drawn_steps(at, plan_of(at)) & factors.keys()):
+            if not factors[step]:
+                raise no_noise(at, step, 0.0)
+
+# %% ../nbs/23_noise_checks.ipynb #67f5b798
 UP_TO_ONE = ("cps", "ddim")  # transitions whose η is a share of the noise
 
 
-def check_all_noise(s: MethodSettings, kind: str, policy=None, precision: str = "no") -> None:
-    """Raise `ValueError` if a model of `kind` (flow or diffusion) gets no noise or too much, at any iteration.
-
-    The levels of a diffusion model are its own: without the `policy`, only η is checked."""
+def check_eta(s: MethodSettings) -> None:
+    "Raise `ValueError` if η draws no noise, or more than its transition takes."
     if s.transition in UP_TO_ONE and s.eta > 1:
         raise ValueError(f"eta: {s.eta} is above 1, the most that the transition {s.transition!r} takes")
     if s.transition in UP_TO_ONE and s.eta * max(s.noise_factors.values(), default=0) > 1:
@@ -85,6 +92,14 @@ def check_all_noise(s: MethodSettings, kind: str, policy=None, precision: str = 
         raise ValueError(f"noise_factors: {s.noise_factors} make an eta of {s.eta} {most}")
     if not s.eta:
         raise ValueError(f"eta: {s.eta} draws no noise, and only steps with noise are trained")
+
+# %% ../nbs/23_noise_checks.ipynb #66191e52
+def check_all_noise(s: MethodSettings, kind: str, policy=None, precision: str = "no") -> None:
+    """Raise `ValueError` if a model of `kind` (flow or diffusion) gets no noise or too much, at any iteration.
+
+    The levels of a diffusion model are its own: without the `policy`, only η and its factors are checked."""
+    check_factors(s)
+    check_eta(s)
     check_scaled(s)
     policy = GaussianFlow() if kind == "flow" else policy
     if policy is None:

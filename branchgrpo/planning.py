@@ -8,6 +8,7 @@ __all__ = ['PROCESSES', 'plan_of', 'split_scales', 'sibling_s', 'noise_factors',
 
 # %% ../nbs/23_planning.ipynb #76bf6d88
 import dataclasses
+import sys
 from typing import Any
 
 from .plan import RolloutPlan
@@ -22,6 +23,7 @@ from branchgrpo.planning_steps import (
     taken_steps,
     window_steps,
 )
+from .registry import shown
 from .schedule import ddim_timesteps
 from .settings import MethodSettings
 from .transition import Transition, ddim_transition, flow_transition, with_factors
@@ -72,8 +74,8 @@ def noise_factors(s: MethodSettings, iteration: int = 0) -> dict[int, float]:
         if not 0 <= step < len(steps):
             within = "the window's steps, " if inside else ""
             raise ValueError(f"noise_factors: step {step} is outside {within}0…{len(steps) - 1}")
-        if not 0 <= factor < float("inf"):
-            raise ValueError(f"noise_factors: {factor} at step {step} is not a finite number of at least 0")
+        if not 0 <= factor <= sys.float_info.max:
+            raise ValueError(f"noise_factors: {shown(factor)} at step {step} is not a finite number of at least 0")
     return {steps[step]: factor for step, factor in s.noise_factors.items()}
 
 # %% ../nbs/23_planning.ipynb #78080e6d

@@ -12,7 +12,8 @@ from torch import Tensor
 # %% ../nbs/16_suspects.ipynb #d402ebf2
 def win_rate(scores: Tensor) -> Tensor:
     "Return for each of `scores (B,)` the share of all that it beats."
-    return (scores[:, None] > scores).float().mean(1)
+    below = torch.searchsorted(scores.sort().values, scores.contiguous())
+    return below.float() / len(scores)
 
 # %% ../nbs/16_suspects.ipynb #4eb3203d
 def suspects(

@@ -11,7 +11,7 @@ import math
 import random
 from dataclasses import dataclass
 
-from .registry import Registry
+from .registry import Registry, shown
 
 # %% ../nbs/07_windows.ipynb #584bd85a
 WINDOWS = Registry("window", "windows")
@@ -53,6 +53,8 @@ def _check_window(window: Window) -> None:
         value = getattr(window, name)
         if value < low:
             raise ValueError(f"window_{name}: {value} is below {low}")
+    if window.every > 10**9:
+        raise ValueError(f"window_every: {shown(window.every)} is above {10**9}, the most iterations of a run")
     if not window.stride or (window.stop - window.start) * window.stride < 0:
         raise ValueError(f"window_stride: {window.stride} does not lead from {window.start} to {window.stop}")
     if not 0 < window.ratio < 1:

@@ -11,10 +11,14 @@ import torch
 
 from branchgrpo import recipes
 from branchgrpo.costs import paper_nfe
+from branchgrpo.credit import ADVANTAGES, CreditOptions, estimate_advantages
+from branchgrpo.group_std import STDS
+from branchgrpo.plan import RolloutPlan
 from branchgrpo.planning import plan_of
 from branchgrpo.policy import GaussianFlow
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.trainer import Trainer
+from branchgrpo.tree import Tree
 
 PROMPTS = 2  # per iteration: those of one GPU in the released scripts
 
@@ -193,3 +197,17 @@ def test_released_steps_are_eighteen_times_the_baseline():
 def test_paper_counts_nodes(name, printed):
     "Table 1 and 3 print 13.68, 11.56 and 9.44: nodes per leaf, not calls."
     assert paper_nfe(plan_of(recipes.get(name).values))[0] == printed
+
+
+@pytest.mark.parametrize("estimator", ADVANTAGES.names())
+@pytest.mark.parametrize("std", STDS)
+def test_equal_rewards_teach_nothing(estimator, std):
+    "The mean of equal numbers is rounded, and over a standard deviation of rounding that would be an advantage of one."
+    plan = RolloutPlan(4, roots=2, splits={0: 3, 1: 7}, previews={1: (1,), 2: (1,)})
+    tree = Tree.from_plan(plan, prompts=200)
+    rewards = torch.randn(200, 1, generator=torch.Generator().manual_seed(0)).expand(200, plan.leaves).clone()
+    seen = {d: rewards[:, : plan.populations[d], None] for d in plan.previews}
+    found = estimate_advantages(tree, rewards, estimator, CreditOptions(std=std, previews=seen))
+    one = rewards[:1].expand_as(rewards)  # of all prompts, so that none differs from the mean of all
+    for advantages in (found, estimate_advantages(tree, one, estimator, CreditOptions(std=std, previews=None))):
+        assert max(float(a.abs().max()) for a in advantages) < 1e-4

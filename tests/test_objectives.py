@@ -1,15 +1,19 @@
 """Losses, sums of rewards and selections: their limits hold in training, and a run that was stopped goes on equally."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from branchgrpo import TrainConfig, Trainer, process_of
 from branchgrpo.diversity import FEATURES
 from branchgrpo.ovf import SELECTIONS, sees_images
 from branchgrpo.rewards.base import load
 from branchgrpo.rewards.sums import RewardSum
+from branchgrpo.suspects import win_rate
 from branchgrpo.training.checkpoint_folders import newest
 from branchgrpo.training.checkpoints import read_table
 from branchgrpo.training.trainer import assign_credit
@@ -74,6 +78,41 @@ def test_decoupled_rewards_do_not_depend_on_their_units(tmp_path):
             found[scale, reward_sum] = assign_credit(t.learner, collected, process, noise)[0].advantages[-1]
     torch.testing.assert_close(found[1, "decoupled"], found[1000, "decoupled"], rtol=1e-3, atol=1e-3)
     assert (found[1, "together"] - found[1000, "together"]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("advantage", ["gains", "granularities"])
+def test_previews_of_a_sum_are_not_taken_apart(tmp_path, advantage):
+    "A preview has one score, that of the sum: taken apart it would count once for each reward."
+    with pytest.raises(ValueError, match="^reward_sum: 'decoupled' takes a sum apart, and previews have its total"):
+        trainer(tmp_path, reward=TWO_REWARDS, reward_sum="decoupled", advantage=advantage, previews="x0")
+
+
+NO_DEPTH = [dict(preview_at=()), dict(adaptive=True, stochastic="splits+window")]  # nothing is drawn before it splits
+
+
+@pytest.mark.parametrize("changes", NO_DEPTH, ids=["none named", "splits to come"])
+def test_gains_need_a_latent_that_is_completed(tmp_path, changes):
+    with pytest.raises(ValueError, match=r"^preview_at: (\(\)|'drawn') leaves no latent to complete"):
+        trainer(tmp_path, advantage="gains", previews="x0", **changes)
+
+
+class Largest(TorchDispatchMode):
+    "Notes the most numbers that one operation returns."
+
+    most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        self.most = max([self.most, *(x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor))])
+        return out
+
+
+def test_win_rates_of_many_samples_need_no_table_of_pairs():
+    scores = torch.randn(500, generator=torch.Generator().manual_seed(0)).mul(20).round()  # many are equal
+    with Largest() as seen:
+        rates = win_rate(scores[::2])
+    assert seen.most <= 2 * 250
+    assert torch.equal(rates, (scores[::2, None] > scores[::2]).float().mean(1))
 
 
 JUDGED = dict(reward="tiny-clip+0*tiny-aesthetic", kl=1.0, **LATER)
@@ -153,7 +192,32 @@ def test_a_rule_of_your_own_may_see_or_not(tmp_path):
         del SELECTIONS.entries["first"], SELECTIONS.entries["seeing"], FEATURES.entries["colour"]
 
 
+FACTORS = {  # of a diffusion model of six steps, whose levels are its own
+    "{99: 1.0}": "step 99 is outside 0…5",
+    "{1: -1.0}": "-1.0 at step 1 is not a finite number of at least 0",
+    "{1: 0.0}": "{1: 0.0} gives noise of std 0 at step 1, too little to train on",
+    "{1: 10**400}": "1000000000000000000000000000000000000",
+}
+
+
+@pytest.mark.parametrize("factors", FACTORS)
+@pytest.mark.parametrize("kind", [dict(backbone="tiny-sd", recipe="dancegrpo-sd"), dict(splits=(0, 2))], ids=str)
+def test_factors_of_noise_are_looked_at_before_a_model_is(tmp_path, kind, factors):
+    table = SMALL | {"splits": ()} | kind | {"steps": 6, "roots": 2, "noise_factors": eval(factors)}
+    with pytest.raises(ValueError, match="^noise_factors: " + re.escape(FACTORS[factors])):
+        TrainConfig.from_dict(table | {"output": str(tmp_path / "run")}).settings()
+
+
+def test_the_most_images_of_a_prompt_are_compared_whatever_splits_come(tmp_path):
+    rules = dict(group_selection="diverse", group_keep=4, adaptive=True, branch_factor=4)
+    with pytest.raises(ValueError, match="^group_selection: 'diverse' compares all pairs of at most 2048 images, not"):
+        trainer(tmp_path, **rules, steps=8, splits=tuple(range(6)))
+
+
+ALL_TOGETHER = dict(splits=(), roots=2, side=(0, 2), branch_factor=3, merged={3: 2}, noise_factors={0: 1.5})
+ALL_TOGETHER |= dict(previews="ode/2+x0", preview_at="after", advantage="granularities", step_weights="std")
 RESUMED = {
+    "side, previews, merged, guard, graphs": ALL_TOGETHER | dict(ratio="guard", kl=0.1, retain=7, max_batch=3),
     "gated kl": JUDGED | dict(kl_share=0.3, std="none"),
     "diverse": CUT | dict(selection="diverse", group_selection="diverse", diversity=0.5),
     "kl-mask": dict(loss="kl-mask", kl_limit=1e-6, passes=2, **LATER),

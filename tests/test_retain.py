@@ -24,6 +24,8 @@ CHAIN = {"splits": (), "roots": 4, "group_selection": "all", "prune": "none"}
 WINDOW = {"recipe": "mixgrpo-shared", "splits": "window-start", "branch_factor": 4, "window": "random"}
 WINDOW |= {"window_size": 2, "window_stop": 3, "tail_ratio": 0.5}
 TREE = {"splits": (0, 2)}
+SIDE = {"splits": (), "roots": 2, "side": (0, 2), "branch_factor": 3, "merged": {"3": 2}, "noise_factors": {"0": 1.5}}
+SIDE |= {"previews": "ode/2+x0", "preview_at": "after", "advantage": "granularities", "step_weights": "std"}
 
 
 def both(folder, **changes):
@@ -60,6 +62,9 @@ EXACT = {
     "adaptive": TREE | {"adaptive": True},
     "noisy last": TREE | {"noisy_last": True},
     "tree's mean": TREE | {"loss_mean": "step*tree"},
+    "previews": TREE | {"previews": "ode/2+x0", "advantage": "consistent-turns", "merged": {"4": 2}},
+    "trust region": TREE | {"loss": "kl-mask", "kl_limit": 1e-6, "reward_sum": "decoupled"},
+    "side branches": SIDE | {"ratio": "guard", "kl": 0.1, "retain": ALL},  # the trunk is a small part of later calls
 }
 
 
@@ -121,6 +126,8 @@ MANY = {
     "some graphs": (2, {"max_batch": 2, "retain": 7}, True),
     "uneven": (2, UNEVEN, False),
     "one tree on two": (2, SPREAD, False),
+    "one tree on two, previews": (2, SPREAD | {"previews": "ode/2+x0", "advantage": "gains"}, False),
+    "side branches": (2, SIDE | {"max_batch": 3}, False),
     "sharded and uneven": (2, UNEVEN | {"sharding": "full"}, False),
     "sharded and checkpointed": (
         2,

@@ -93,11 +93,14 @@ def kl_edges(
     scores = [rewards, *(part for weight, part in parts.values() if not weight)]
     if not s.kl or s.kl_share == 1 or len(scores) == 1:
         return None
-    unscored = unscored.to(rewards.device)
-    everyone = accelerator.gather(torch.stack(scores, -1))  # (all prompts, leaves, 1 + judges)
-    known = ~accelerator.gather(unscored.byte()).bool()
+
+    def gathered(x: Tensor) -> Tensor:  # each prompt once, though several processes may have it
+        return accelerator.gather(x).unflatten(0, (-1, s.ranks_per_prompt, len(x)))[:, 0].flatten(0, 1)
+
+    everyone = gathered(torch.stack(scores, -1))  # (all prompts, leaves, 1 + judges)
+    known = ~gathered(unscored.to(rewards.device).byte()).bool()
     reward, *judges = everyone[known].flatten(0, 1).T
     high = torch.zeros(everyone.shape[:2], dtype=torch.bool, device=rewards.device)
     high[known] = suspects(reward, torch.stack(judges), s.kl_share).unflatten(0, (-1, rewards.shape[1]))
-    first = accelerator.process_index * len(rewards)
+    first = accelerator.process_index // s.ranks_per_prompt * len(rewards)
     return paths(tree, high[first : first + len(rewards)])

@@ -13,6 +13,7 @@ from itertools import combinations
 from typing import Any
 
 from ..costs import plan_cost
+from ..objective import needs_means
 from .config import Settings
 from .counting import Counted, counted_policy
 from .decoding import decoding
@@ -22,13 +23,14 @@ from .retain_plan import Kept, kept_by_plan
 
 # %% ../../nbs/training/16_estimate.ipynb #880dd8a0
 def training_flops(c: Counted, s: Settings) -> float:
-    "Return the FLOPs of a trained call, with those of the reference for KL."
+    "Return the FLOPs of a trained call, with those of the reference for KL and of old densities of later steps."
     training = float(c.training)
     if s.gradient_checkpointing and s.checkpoint_blocks > 1:
         once = counted_policy(s, checkpointing=False)[1].training
         training = once + (training - once) / s.checkpoint_blocks
     reference = c.forward if s.kl > 0 else 0
-    return (training + reference) * s.passes + (c.forward if s.recompute_old else 0)
+    again = s.recompute_old or needs_means(s.ratio, s.loss)
+    return (training + reference) * s.passes + again * c.forward * (1 - 1 / s.steps_per_pass)
 
 # %% ../../nbs/training/16_estimate.ipynb #00e85cbe
 def iteration_flops(c: Counted, s: Settings, share: Share, image: float) -> float:

@@ -22,7 +22,7 @@ from ..noise_checks import check_all_noise
 from ..objective import LOSSES, RATIOS
 from ..ovf import SELECTIONS, looks_at_images
 from ..planning import check_process, plan_of
-from ..planning_checks import check_plans
+from ..planning_checks import at_places, check_plans, leaves_of
 from ..pruning import PRUNINGS
 from ..registry import unknown, with_setting
 from ..reward_sums import REWARD_SUMS
@@ -87,7 +87,8 @@ def check_looks(s: Settings) -> None:
             raise ValueError(
                 f"{name}: {rule!r} compares images, and ranks_per_prompt {s.ranks_per_prompt} spreads them"
             )
-        group = max(plan_of(s).populations)
+        plan = plan_of(s)
+        group = max(*plan.populations, leaves_of(s, plan))
         if looks_at_images(rule) and group > MOST_COMPARED and (name != "selection" or s.prune_at):
             raise ValueError(f"{name}: {rule!r} compares all pairs of at most {MOST_COMPARED} images, not of {group}")
 
@@ -100,6 +101,9 @@ def check_previews(s: Settings) -> None:
         raise ValueError(f"previews: 'none' gives the advantage {s.advantage!r} no scores; x0 costs no denoiser call")
     if s.reward_sum != "together":
         raise ValueError(f"reward_sum: {s.reward_sum!r} takes a sum apart, and previews have its total; use together")
+    if not all(plan_of(at).previews for at in at_places(s)):
+        what = f"no latent to complete, and the advantage {s.advantage!r} learns from previews"
+        raise ValueError(f"preview_at: {s.preview_at!r} leaves {what}")
 
 # %% ../../nbs/training/03_resolve_checks.ipynb #49c874df
 def check_together(s: Settings) -> None:
