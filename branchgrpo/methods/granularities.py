@@ -6,7 +6,7 @@
 __all__ = ['G2RPO']
 
 # %% ../../nbs/methods/06_granularities.ipynb #b1363769
-from .branch_once import G2RPO_ONE, G2RPO_PY, G2RPO_SH
+from .branch_once import G2RPO_ONE, G2RPO_PY
 
 # %% ../../nbs/methods/06_granularities.ipynb #80f9ee4e
 G2RPO = G2RPO_ONE.variant(
@@ -17,5 +17,4 @@ G2RPO = G2RPO_ONE.variant(
     preview_at=("after", f"{G2RPO_PY}, each child of a noisy step"),
     preview_levels=("grid", f"{G2RPO_PY}, sigma_schedule[eta_step+2::g]"),
     advantage=("granularities", f"G²RPO Eq. 11: the sum over λ; {G2RPO_PY} clips the sum"),
-    lora_rank=(0, f"{G2RPO_SH} names no adapter"),
 )

@@ -31,6 +31,7 @@ E_GRPO_SIZES = G2RPO_ONE.variant(
     adam_beta1=(0.9, f"{E_PY}, train.py l. 168"),
     adam_beta2=(0.999, f"{E_PY}, train.py l. 168"),
     adam_eps=(1e-8, f"{E_PY}, train.py l. 170"),
+    lora_rank=(0, f"{E_PY}, train.py l. 160-166: the transformer's own weights"),
     ema_decay=(0.0, f"{E_PY}, train.py: no average is kept"),
     ema_every=(1, f"{E_PY}, train.py: no average is kept"),
     ema_ramp=(False, f"{E_PY}, train.py: no average is kept"),
