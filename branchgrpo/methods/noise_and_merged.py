@@ -9,9 +9,10 @@ __all__ = ['E_PY', 'E_GRPO_SIZES', 'E_GRPO', 'GROWING', 'METHODS']
 from .branch_once import G2RPO_ONE
 from .branchgrpo import MIXGRPO
 
-# %% ../../nbs/methods/05_noise_and_merged.ipynb #fca2b2b2
+# %% ../../nbs/methods/05_noise_and_merged.ipynb #549a770a
 E_PY = "E-GRPO: VisualGRPO ae619bf"
 
+# %% ../../nbs/methods/05_noise_and_merged.ipynb #fca2b2b2
 E_GRPO_SIZES = G2RPO_ONE.variant(
     "e-grpo-sizes",
     "E-GRPO's sizes and optimiser",
