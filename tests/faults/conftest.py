@@ -27,6 +27,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "fast: a test of tests/faults that `make test` runs too")
 
 
+@pytest.hookimpl(trylast=True)  # after `-k` and `-m` have chosen
 def pytest_collection_modifyitems(config, items):
     "Leave out what is not fast, unless the whole suite is asked for; then old notes of the same tests go."
     if config.getoption("--faults"):
