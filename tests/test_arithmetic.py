@@ -201,9 +201,10 @@ def test_paper_counts_nodes(name, printed):
 
 @pytest.mark.parametrize("estimator", ADVANTAGES.names())
 @pytest.mark.parametrize("std", STDS)
-def test_equal_rewards_teach_nothing(estimator, std):
+@pytest.mark.parametrize("shape", [{"roots": 2, "splits": {0: 3, 1: 7}}, {"roots": 12}], ids=["tree", "chains"])
+def test_equal_rewards_teach_nothing(estimator, std, shape):
     "The mean of equal numbers is rounded, and over a standard deviation of rounding that would be an advantage of one."
-    plan = RolloutPlan(4, roots=2, splits={0: 3, 1: 7}, previews={1: (1,), 2: (1,)})
+    plan = RolloutPlan(4, **shape, previews={1: (1,), 2: (1,)})
     tree = Tree.from_plan(plan, prompts=200)
     rewards = torch.randn(200, 1, generator=torch.Generator().manual_seed(0)).expand(200, plan.leaves).clone()
     seen = {d: rewards[:, : plan.populations[d], None] for d in plan.previews}
