@@ -40,9 +40,7 @@ class Difference:
 
     def above(self, value: float) -> float:
         "Return the one-sided p value of the statement that the true difference is above `value`."
-        if self.error == 0:
-            return float(self.estimate <= value)
-        return float(student.sf((self.estimate - value) / self.error, self.freedom))
+        return Difference(self.other, self.label, -self.estimate, self.error, self.freedom).below(-value)
 
     @property
     def p(self) -> float:
