@@ -64,7 +64,9 @@ def crossing(curve: Curve, target: float, key: str, axis: str) -> tuple[float, i
         return float(curve[-1][axis]), -1
     if first <= 1:
         return float(curve[min(1, len(curve) - 1)][axis]), 1
-    return float(np.interp(target, values[first - 1 : first + 1], [row[axis] for row in curve[first - 1 : first + 1]])), 0
+    return float(
+        np.interp(target, values[first - 1 : first + 1], [row[axis] for row in curve[first - 1 : first + 1]])
+    ), 0
 
 
 def speed(curve: Curve, target: float, key: str = "eval_reward", axis: str = "cost") -> Measured:
@@ -130,7 +132,7 @@ def _all_have(curves: Curves, name: str) -> bool:
 
 # %% ../../nbs/reproduction/32_speed_endpoints.ipynb #65d7e7f3
 def side(ours: dict[int, Measured], theirs: dict[int, Measured]) -> int | None:
-    "Return 0 if a difference is measured, -1 if it is at most, 1 if it is at least as counted; None if nothing is known."
+    "Return 0 if a difference is measured, -1 if it is at most, 1 if at least as counted; None if nothing is known."
     signs = {found.bound for found in ours.values()} | {-found.bound for found in theirs.values()}
     signs.discard(0)
     return None if len(signs) > 1 else next(iter(signs), 0)
