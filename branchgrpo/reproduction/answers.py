@@ -33,7 +33,7 @@ def kept(p_values: dict[str, float], kind: str, bound: int | None, estimate: flo
     "Return the p values, with 1 for each answer that runs which are only bounds may have made."
     if bound == 0:
         return p_values
-    right = {1: HOLDS, -1: FAILS}.get(bound) if kind != "same" else FAILS if (bound or 0) * estimate > 0 else None
+    right = {1: HOLDS, -1: FAILS}.get(bound or 0) if kind != "same" else FAILS if (bound or 0) * estimate > 0 else None
     return {answer: p if answer == right else 1.0 for answer, p in p_values.items()}
 
 # %% ../../nbs/reproduction/36_answers.ipynb #7c5f94fe

@@ -19,13 +19,13 @@ def all_within(bound: float, correlation: np.ndarray, freedom: int) -> float:
     "Return the probability that all |T| are at most `bound`. Shape of `correlation`: (methods, methods)."
     count = len(correlation)
     ends = np.full(count, float(bound))
-    law = multivariate_t(shape=correlation, df=freedom, allow_singular=True)
-    return float(law.cdf(ends, lower_limit=-ends, maxpts=5_000 * count, random_state=0))
+    options = {"maxpts": 5_000 * count, "random_state": 0, "allow_singular": True}
+    return float(multivariate_t.cdf(ends, shape=correlation, df=freedom, lower_limit=-ends, **options))
 
 
 def quantile(correlation: np.ndarray, freedom: int, level: float = 0.95) -> float:
     "Return the bound that all |T| keep with probability `level`."
-    return float(brentq(lambda c: all_within(c, correlation, freedom) - level, 0.5, 100.0, xtol=1e-4))
+    return np.asarray(brentq(lambda c: all_within(c, correlation, freedom) - level, 0.5, 100.0, xtol=1e-4)).item()
 
 # %% ../../nbs/reproduction/29_dunnett.ipynb #252a0182
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ __all__ = ['HOLDS', 'FAILS', 'SAME', 'OPEN', 'KINDS', 'MOST_SEEDS', 'equivalence
 # %% ../../nbs/reproduction/31_equivalence.ipynb #64ceb0ba
 from math import ceil, isfinite, sqrt
 
+import numpy as np
 from scipy.optimize import brentq
 from scipy.stats import nct
 from scipy.stats import t as student
@@ -45,13 +46,13 @@ def decide(p_values: dict[str, float], alpha: float = 0.05) -> str:
 # %% ../../nbs/reproduction/31_equivalence.ipynb #a82a3dcf
 def power(effect: float, error: float, freedom: int, alpha: float = 0.05) -> float:
     "Return the probability that a true difference `effect` is seen by the two-sided test."
-    bound = student.ppf(1 - alpha / 2, freedom)
+    bound = float(student.ppf(1 - alpha / 2, freedom))
     return _beyond(bound, freedom, effect / error) + _beyond(bound, freedom, -effect / error)
 
 
 def power_of_same(margin: float, error: float, freedom: int, alpha: float = 0.05) -> float:
     "Return (at least) the probability that two equal methods are shown to be the same within the margin."
-    bound = student.ppf(1 - alpha, freedom)
+    bound = float(student.ppf(1 - alpha, freedom))
     return max(0.0, 2 * _beyond(bound, freedom, margin / error) - 1)
 
 
@@ -65,7 +66,7 @@ def smallest_effect(error: float, freedom: int, wanted: float = 0.8, alpha: floa
     "Return the difference that is seen with probability `wanted`; 0 without noise."
     if error == 0:
         return 0.0
-    return error * float(brentq(lambda ratio: power(ratio, 1.0, freedom, alpha) - wanted, 0.0, 1000.0))
+    return error * np.asarray(brentq(lambda ratio: power(ratio, 1.0, freedom, alpha) - wanted, 0.0, 1000.0)).item()
 
 # %% ../../nbs/reproduction/31_equivalence.ipynb #717d2f9e
 MOST_SEEDS = 10_000

@@ -108,7 +108,7 @@ def measured(endpoint: Endpoint, curve: Curve, gain: Gain, budget: float) -> Mea
         return speed(curve, gain.at(SHARES[endpoint.name]), key, axis)
     if endpoint.name == "speed of an iteration":
         return Measured(-float(np.log(curve[-1][axis] / curve[-1]["iteration"])))
-    value = curve[-1][key] if endpoint.name == "value at the end" else interpolate(curve, key, axis, budget)
+    value = curve[-1][key] if endpoint.name == "value at the end" else interpolate(list(curve), key, axis, budget)
     return Measured((value - gain.start) / gain.gain)
 
 
