@@ -5,27 +5,27 @@
 # %% auto #0
 __all__ = ['Measured', 'signed_square', 'resampled', 'interval', 'ratio_row', 'alignment_rows']
 
-# %% ../../nbs/mechanism/05_alignment.ipynb #0cf734d6
+# %% ../../nbs/mechanism/05_alignment.ipynb #c412e09f
 from dataclasses import dataclass
 
 import numpy as np
 
-# %% ../../nbs/mechanism/05_alignment.ipynb #22cdbca6
+# %% ../../nbs/mechanism/05_alignment.ipynb #412415c6
 @dataclass(frozen=True)
 class Measured:
     "Projections and lengths of a method's gradients, each of one prompt."
 
     projections: np.ndarray  # (I, P): ⟨g, û⟩ of I iterations of P prompts, the same for all methods
-    squares: np.ndarray  # (J, Q): |g|² of Q prompts of the first J iterations
+    squares: np.ndarray  # (J, Q): |g|² of Q prompts of J of the iterations
     cost: float  # of one gradient, in denoiser calls as the papers count them
 
-# %% ../../nbs/mechanism/05_alignment.ipynb #d99a413e
+# %% ../../nbs/mechanism/05_alignment.ipynb #eacbd225
 def signed_square(projections: np.ndarray, squares: np.ndarray) -> np.ndarray:
     "Return cos² with the sign of the mean projection; means are over the last axis."
     mean = projections.mean(-1)
     return np.sign(mean) * mean**2 / squares.mean(-1)
 
-# %% ../../nbs/mechanism/05_alignment.ipynb #25c90a0a
+# %% ../../nbs/mechanism/05_alignment.ipynb #54b20905
 def resampled(measured: dict[str, Measured], draws: int = 4000, seed: int = 0) -> dict[str, np.ndarray]:  # (draws,)
     "Return cos² of each method in every draw of the bootstrap. The methods have the same iterations."
     rng = np.random.default_rng(seed)
@@ -38,20 +38,20 @@ def resampled(measured: dict[str, Measured], draws: int = 4000, seed: int = 0) -
         found[label] = signed_square(m.projections.mean(1)[iterations], m.squares.mean(1)[lengths])
     return found
 
-# %% ../../nbs/mechanism/05_alignment.ipynb #81e76e7c
+# %% ../../nbs/mechanism/05_alignment.ipynb #10a4fb73
 def interval(values: np.ndarray, level: float = 0.95) -> tuple[float, float]:
     "Return the two ends of the percentile interval."
     low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
 
-# %% ../../nbs/mechanism/05_alignment.ipynb #1e5e3f9e
+# %% ../../nbs/mechanism/05_alignment.ipynb #e07883f0
 def ratio_row(ours: np.ndarray, theirs: np.ndarray, value: float, factor: float) -> dict[str, float]:
     "Return a ratio of two methods with its interval; `factor`: of their costs."
     with np.errstate(divide="ignore", invalid="ignore"):
         low, high = interval(np.nan_to_num(ours / theirs, nan=0.0) * factor)
     return {"value": value * factor, "low": low, "high": high}
 
-# %% ../../nbs/mechanism/05_alignment.ipynb #cf0bbd3a
+# %% ../../nbs/mechanism/05_alignment.ipynb #3ecf2746
 def alignment_rows(measured: dict[str, Measured], baseline: str, draws: int = 4000, seed: int = 0) -> list[dict]:
     "Return cos² of each method per gradient and per 10⁶ of cost, and both as ratios to the `baseline`, with intervals."
     found, rows = resampled(measured, draws, seed), []
@@ -60,7 +60,7 @@ def alignment_rows(measured: dict[str, Measured], baseline: str, draws: int = 40
         low, high = interval(found[label])
         per, cost = values[label] / values[baseline], measured[baseline].cost / m.cost
         row = {"label": label, "cost": m.cost, "value": values[label], "low": low, "high": high}
-        row["per_cost"] = {"value": values[label] * 1e6 / m.cost, "low": low * 1e6 / m.cost, "high": high * 1e6 / m.cost}
+        row["per_cost"] = {name: row[name] * 1e6 / m.cost for name in ("value", "low", "high")}
         row["ratio"] = ratio_row(found[label], found[baseline], per, 1.0)
         row["ratio_per_cost"] = ratio_row(found[label], found[baseline], per, cost)
         rows.append(row | {"gradients": int(m.projections.size), "lengths": int(m.squares.size)})

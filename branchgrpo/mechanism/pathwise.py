@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['path_end', 'decoded', 'scored', 'pathwise_gradient', 'evaluation_process']
 
-# %% ../../nbs/mechanism/02_pathwise.ipynb #ef1c7fcb
+# %% ../../nbs/mechanism/02_pathwise.ipynb #af76f00c
 import inspect
 from collections.abc import Collection
 from typing import Any
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from ..planning import sampling_process
 from ..rewards.clip import ClipReward, embed_images
-from ..rewards.contract import label
+from ..rewards.contract import Checked, label
 from ..training.config import Settings
 from ..training.model import Learner, frozen_copy
 from ..transition import Transition
 from .vectors import laid_out
 
-# %% ../../nbs/mechanism/02_pathwise.ipynb #ac505b01
+# %% ../../nbs/mechanism/02_pathwise.ipynb #0c5c4614
 def path_end(
     policy: Any,
     process: Transition,
@@ -39,7 +39,7 @@ def path_end(
         x = dist.sample(noise[i]) if i in noise else dist.mean
     return x
 
-# %% ../../nbs/mechanism/02_pathwise.ipynb #afb4405d
+# %% ../../nbs/mechanism/02_pathwise.ipynb #a94b3cbd
 def decoded(policy: Any, latents: Tensor) -> Tensor:
     "Return the images of noise-free latents, as `policy.decode` does, with gradient."
     return inspect.unwrap(type(policy).decode)(policy, latents)
@@ -50,12 +50,12 @@ def scored(reward: Any, images: Tensor, prompts: list[str]) -> Tensor:
     if getattr(type(reward), "__call__", None) is ClipReward.__call__:
         features = inspect.unwrap(embed_images)(reward.model, reward.pixels(images), reward.max_batch)
         return reward.scale * F.cosine_similarity(features, reward.text(prompts))
-    scores = reward(images, prompts)
+    scores = (reward.reward if isinstance(reward, Checked) else reward)(images, prompts)
     if not scores.requires_grad:
-        raise ValueError(f"reward: {label(reward)!r} has no gradient; tiny-clip, or a function of torch operations, has")
+        raise ValueError(f"reward: {label(reward)!r} has no gradient; a function of torch operations has")
     return scores
 
-# %% ../../nbs/mechanism/02_pathwise.ipynb #024f4fc1
+# %% ../../nbs/mechanism/02_pathwise.ipynb #7aa5d44f
 def pathwise_gradient(
     learner: Learner,
     reward: Any,
@@ -73,7 +73,7 @@ def pathwise_gradient(
     gradients = torch.autograd.grad(scores.mean(), parameters, allow_unused=True)
     return laid_out(gradients, parameters), scores.detach()
 
-# %% ../../nbs/mechanism/02_pathwise.ipynb #7083cafa
+# %% ../../nbs/mechanism/02_pathwise.ipynb #846b07bf
 def evaluation_process(s: Settings, policy: Any) -> Transition:
     "Return the reverse process without noise by which a run's evaluations sample."
     return sampling_process(policy, s.evaluation_steps or s.steps, s.shift)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['rule_slope', 'step_derivatives', 'edge_derivatives', 'projections', 'prompt_gradient', 'trained_parents']
 
-# %% ../../nbs/mechanism/04_projection.ipynb #cd3901af
+# %% ../../nbs/mechanism/04_projection.ipynb #72efb1bd
 from dataclasses import replace
 from typing import Any
 
@@ -21,13 +21,13 @@ from ..training.micro_batches import micro_batches
 from ..training.model import Learner
 from .vectors import take_gradient
 
-# %% ../../nbs/mechanism/04_projection.ipynb #9a42df58
+# %% ../../nbs/mechanism/04_projection.ipynb #6c4d75e1
 def rule_slope(ratio: str, dist: Gaussian, edges: Tensor) -> Tensor:
     "Return the derivative of a ratio rule by the log-ratio of `edges (N, K)`, at the policy of the rollout."
     rule = RATIOS.get(ratio).function
     return rule(torch.ones_like(edges), dist, dist.mean) - rule(torch.zeros_like(edges), dist, dist.mean)
 
-# %% ../../nbs/mechanism/04_projection.ipynb #4ebc0393
+# %% ../../nbs/mechanism/04_projection.ipynb #6dffea1e
 @torch.no_grad()
 def step_derivatives(learner: Learner, rolled: Rolled, moved: Any, step: int, delta: float) -> Tensor:  # (P·W', K)
     "Return the derivatives of a step's log-ratios towards `moved`, a policy at the distance `delta`."
@@ -39,7 +39,7 @@ def step_derivatives(learner: Learner, rolled: Rolled, moved: Any, step: int, de
     edges = ((children - dist.mean[:, None]) * change).flatten(2).mean(2) / dist.std**2
     return edges * rule_slope(learner.settings.ratio, dist, edges)
 
-# %% ../../nbs/mechanism/04_projection.ipynb #88d92bc4
+# %% ../../nbs/mechanism/04_projection.ipynb #645627f7
 def edge_derivatives(learner: Learner, rolled: Rolled, moved: Any, delta: float) -> list[Tensor]:
     "Return d of every edge, per depth `(P, W_d)`; 0 where no step is trained."
     tree = rolled.tree
@@ -49,7 +49,7 @@ def edge_derivatives(learner: Learner, rolled: Rolled, moved: Any, delta: float)
         found[step + 1][:, first:] = step_derivatives(learner, rolled, moved, step, delta).view(tree.prompts, -1)
     return found
 
-# %% ../../nbs/mechanism/04_projection.ipynb #1bfc91bb
+# %% ../../nbs/mechanism/04_projection.ipynb #db0900dc
 def projections(rolled: Rolled, derivatives: list[Tensor]) -> Tensor:  # (P, T)
     "Return what the edges of each step add to ⟨g, û⟩ of each prompt's gradient; the sum over steps is ⟨g, û⟩."
     masks = [mask.float() for mask in rolled.edge_mask[1:]]
@@ -57,14 +57,14 @@ def projections(rolled: Rolled, derivatives: list[Tensor]) -> Tensor:  # (P, T)
     table = zip(rolled.advantages[1:], masks, derivatives[1:])
     return torch.stack([(a * mask * d).sum(1) for a, mask, d in table], 1) / edges[:, None]
 
-# %% ../../nbs/mechanism/04_projection.ipynb #bd0cb706
+# %% ../../nbs/mechanism/04_projection.ipynb #1cc8d06f
 def prompt_gradient(learner: Learner, rolled: Rolled, prompt: int) -> Tensor:  # (n,)
     "Return the gradient of one prompt's edges, as an update would compute it before its first optimiser step."
     chosen = torch.arange(rolled.tree.prompts, device=rolled.tree.device)[:, None] == prompt
     accumulate(learner, replace(rolled, edge_mask=[mask & chosen for mask in rolled.edge_mask], parts=None))
     return -take_gradient(learner)
 
-# %% ../../nbs/mechanism/04_projection.ipynb #b3a64cc4
+# %% ../../nbs/mechanism/04_projection.ipynb #31741822
 def trained_parents(rolled: Rolled) -> float:
     "Return the denoiser calls of the update, per prompt."
     batches = micro_batches(rolled.tree, rolled.edge_mask, None)

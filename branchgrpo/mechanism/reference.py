@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['signal_and_noise', 'Reference', 'reference_of']
 
-# %% ../../nbs/mechanism/03_reference.ipynb #164206a9
+# %% ../../nbs/mechanism/03_reference.ipynb #db6730ff
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-# %% ../../nbs/mechanism/03_reference.ipynb #9aad5f4d
+# %% ../../nbs/mechanism/03_reference.ipynb #d5081eff
 def signal_and_noise(gradients: Tensor) -> tuple[float, float]:  # (N, n)
     "Return the estimates of |μ|² and tr Σ from N ≥ 2 independent gradients; the first may be below 0."
     products = gradients.double() @ gradients.double().T
@@ -20,7 +20,7 @@ def signal_and_noise(gradients: Tensor) -> tuple[float, float]:  # (N, n)
     others = (products.sum() - products.diagonal().sum()) / (count * (count - 1))
     return others.item(), (own - others).item()
 
-# %% ../../nbs/mechanism/03_reference.ipynb #cc9f320f
+# %% ../../nbs/mechanism/03_reference.ipynb #9c4711bd
 @dataclass(frozen=True)
 class Reference:
     "A direction in the space of all weights, and how precise it is."
@@ -31,7 +31,7 @@ class Reference:
     cosine: float  # of the direction with its limit, estimated
     batches: int  # N
 
-# %% ../../nbs/mechanism/03_reference.ipynb #526c0965
+# %% ../../nbs/mechanism/03_reference.ipynb #f5bb6c64
 def reference_of(gradients: Tensor) -> Reference:  # (N, n)
     "Return the mean direction of N gradients. Raises `ValueError` for fewer than two."
     if len(gradients) < 2:

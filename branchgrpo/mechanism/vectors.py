@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['laid_out', 'take_gradient', 'moved_policy']
 
-# %% ../../nbs/mechanism/01_vectors.ipynb #c4628d88
+# %% ../../nbs/mechanism/01_vectors.ipynb #1d6440ab
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,13 +15,13 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from ..training.model import Learner, frozen_copy
 
-# %% ../../nbs/mechanism/01_vectors.ipynb #cc07dfb1
+# %% ../../nbs/mechanism/01_vectors.ipynb #e944bb64
 def laid_out(gradients: Iterable[Tensor | None], parameters: Iterable[Tensor]) -> Tensor:
     "Return the gradients of `parameters` as one vector `(n,)`, float32; zeros where there is none."
     found = [torch.zeros_like(p) if g is None else g for g, p in zip(gradients, parameters)]
     return parameters_to_vector(found).float()
 
-# %% ../../nbs/mechanism/01_vectors.ipynb #69b6be77
+# %% ../../nbs/mechanism/01_vectors.ipynb #7d6b9b37
 def take_gradient(learner: Learner) -> Tensor:
     "Return the accumulated gradient `(n,)` of a learner's parameters, and clear it."
     parameters = list(learner.parameters.values())
@@ -29,7 +29,7 @@ def take_gradient(learner: Learner) -> Tensor:
     learner.optimizer.zero_grad()
     return gradient
 
-# %% ../../nbs/mechanism/01_vectors.ipynb #3ecf0f0d
+# %% ../../nbs/mechanism/01_vectors.ipynb #f80c28bb
 @torch.no_grad()
 def moved_policy(learner: Learner, direction: Tensor, delta: float) -> Any:
     "Return a frozen copy of a learner's policy, its weights moved by `delta` × `direction (n,)`."
