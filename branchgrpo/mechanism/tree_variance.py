@@ -25,7 +25,7 @@ def below(tree: Tree, depth: int) -> Tensor:  # (W_d, leaves)
 
 
 def noise_to_reward(plan: RolloutPlan, steps: LinearSteps) -> Tensor:  # (V, leaves)
-    "Return what each noise adds to each leaf's reward, per unit. Raises `ValueError` if rewards choose the tree's shape."
+    "Return what each noise adds to each leaf's reward. Raises `ValueError` if rewards choose the tree's shape."
     if plan.prune_at or plan.side:
         raise ValueError("plan: with pruning steps or side branches, rewards are not linear in the noises")
     tree, reach = Tree.from_plan(plan), steps.std * steps.to_end
@@ -39,11 +39,10 @@ def credit_matrix(plan: RolloutPlan, steps: LinearSteps, advantage: str = "depth
     options = CreditOptions(std="none")
     found = estimate_advantages(Tree.from_plan(plan, len(rewards)), rewards, advantage, options, clip=None)
     score = torch.where(steps.std > 0, steps.shift / steps.std.clamp(min=1e-300), 0.0)
-    rows = [torch.zeros(plan.roots, len(rewards), dtype=torch.float64)]
-    for i in sorted(plan.drawn):
-        rows.append(found[i + 1].T.double() * (score[i] if i in plan.trained else 0.0))
+    roots = torch.zeros(plan.roots, len(rewards), dtype=torch.float64)
+    rows = [found[i + 1].T.double() * (score[i] if i in plan.trained else 0.0) for i in sorted(plan.drawn)]
     edges = sum(found[i + 1].shape[1] for i in plan.trained)
-    return torch.cat(rows) / edges
+    return torch.cat([roots, *rows]) / edges
 
 # %% ../../nbs/mechanism/07_tree_variance.ipynb #2c5a119f
 def noise_factor(plan: RolloutPlan, s: float = math.inf) -> Tensor:  # (V, V)
