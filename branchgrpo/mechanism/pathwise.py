@@ -47,7 +47,7 @@ def decoded(policy: Any, latents: Tensor) -> Tensor:
 
 def scored(reward: Any, images: Tensor, prompts: list[str]) -> Tensor:
     "Return the scores `(B,)` of images with gradient. Raises `ValueError` if the reward has none."
-    if getattr(type(reward), "__call__", None) is ClipReward.__call__:
+    if isinstance(reward, ClipReward) and type(reward).__call__ is ClipReward.__call__:
         features = inspect.unwrap(embed_images)(reward.model, reward.pixels(images), reward.max_batch)
         return reward.scale * F.cosine_similarity(features, reward.text(prompts))
     scores = (reward.reward if isinstance(reward, Checked) else reward)(images, prompts)
