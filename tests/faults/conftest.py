@@ -4,6 +4,7 @@ A test notes what it tried with the fixture `noted`; with `--faults` the notes o
 `figures/faults/`, which `nbs/faults.ipynb` shows.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -39,8 +40,9 @@ def pytest_collection_modifyitems(config, items):
 def forget_notes(nodes):
     "Delete the notes of some tests; those of others stay, so a part of the suite can be run again."
     for path in NOTES.glob("*/*.json"):
-        if json.loads(path.read_text()).get("node") in nodes:
-            path.unlink(missing_ok=True)  # another worker does the same
+        with contextlib.suppress(FileNotFoundError):  # another worker does the same
+            if json.loads(path.read_text()).get("node") in nodes:
+                path.unlink()
 
 
 @pytest.fixture
