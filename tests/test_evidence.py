@@ -88,7 +88,7 @@ def test_a_claim_before_its_first_look_is_open():
 def test_more_registered_claims_make_each_harder():
     curves = page(0.02, seeds=5, ours=0.735, theirs=0.7)
     alone = answered(curves)[0]
-    others = [claim(name=f"other {n}", page="elsewhere") for n in range(30)]
+    others = [claim(name=f"other {n}", world="elsewhere") for n in range(30)]
     assert (alone.answer, answered(curves, claim(), *others)[0].answer) in {(HOLDS, OPEN), (HOLDS, HOLDS), (OPEN, OPEN)}
     strong = answered(page(ours=0.9, theirs=0.7), claim(), *others)[0]
     assert strong.answer == HOLDS, "a clear one still holds"

@@ -75,8 +75,8 @@ class Answer:
 
 
 def answers(registered: Registration, runs: dict[str, Curves]) -> list[Answer]:
-    "Return the answer to every registered claim. `runs {page: curves of its methods and seeds}`."
-    found = {claim.name: seeds_of(claim, runs.get(claim.page, {})) for claim in registered.claims}
+    "Return the answer to every registered claim. `runs {world: curves of its methods and seeds}`."
+    found = {claim.name: seeds_of(claim, runs.get(claim.world, {})) for claim in registered.claims}
     made = [seeds for seeds in registered.looks if any(len(some) >= seeds for some in found.values())]
     at_looks = [{c.name: _p_values(c, runs, found[c.name], seeds) for c in registered.claims} for seeds in made]
     decided = sequence(at_looks, registered.looks, registered.alpha)
@@ -87,14 +87,14 @@ def _p_values(claim: Claim, runs: dict[str, Curves], found: list[int], seeds: in
     "Return the p values at a look; 1 for a claim that has not as many seeds."
     if len(found) < seeds:
         return {HOLDS: 1.0}
-    return tested_on(claim, runs[claim.page], found[:seeds]).p_values
+    return tested_on(claim, runs[claim.world], found[:seeds]).p_values
 
 
 def _answer(claim: Claim, runs: dict[str, Curves], found: list[int], answer: str, decided_at: int) -> Answer:
     "Return an answer with its numbers on all seeds."
     if len(found) < 2:
         return Answer(claim, NOT_RUN, 0, len(found))
-    tested = tested_on(claim, runs[claim.page], found)
+    tested = tested_on(claim, runs[claim.world], found)
     d, margin = tested.difference, tested.margin
     smallest = smallest_effect(d.error, d.freedom)
     needed = seeds_needed(tested.noise, tested.methods, margin, margin) if tested.noise else 2
