@@ -12,12 +12,13 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .answers import NOT_RUN, Answer
+from .answers import NOT_LEARNED, NOT_MEASURED, NOT_RUN, Answer
 from .equivalence import FAILS, HOLDS, OPEN, SAME
 from .looks import colour_of
 
 # %% ../../nbs/reproduction/39_answer_texts.ipynb #c87720ae
-WORDS = {HOLDS: "Holds", FAILS: "Does not hold", SAME: "The same", OPEN: "Open", NOT_RUN: "Not run"}
+WORDS = {HOLDS: "Holds", FAILS: "Does not hold", SAME: "The same", OPEN: "Open"}
+WORDS |= {NOT_RUN: "Not run", NOT_MEASURED: "Not measured", NOT_LEARNED: "No comparison: the baseline did not learn"}
 
 
 def is_speed(answer: Answer) -> bool:

@@ -84,9 +84,12 @@ def study_runs(arms: StudyArms, record: str | Path, rounds: int = 0) -> Runs:
 # %% ../../nbs/reproduction/38_study.ipynb #04bba7bc
 def curve(run: TableRun) -> list[dict]:
     "Return a run's evaluations with their cost, and with seconds that compare, if they were measured."
-    each = run.seconds_per_iteration
-    seconds = [{} if each is None else {"seconds": row["iteration"] * each} for row in run.evaluations]
-    return [row | more for row, more in zip(with_cost(run), seconds)]
+    each, rows = run.seconds_per_iteration, [dict(row) for row in with_cost(run)]
+    for row in rows:
+        row.pop("seconds", None)
+        if each is not None:
+            row["seconds"] = row["iteration"] * each
+    return rows
 
 
 def curves_by_world(runs: Runs) -> dict[str, Curves]:
