@@ -59,9 +59,12 @@ def alignment_rows(measured: dict[str, Measured], baseline: str, draws: int = 40
     for label, m in measured.items():
         low, high = interval(found[label])
         per, cost = values[label] / values[baseline], measured[baseline].cost / m.cost
-        row = {"label": label, "cost": m.cost, "value": values[label], "low": low, "high": high}
-        row["per_cost"] = {name: row[name] * 1e6 / m.cost for name in ("value", "low", "high")}
-        row["ratio"] = ratio_row(found[label], found[baseline], per, 1.0)
-        row["ratio_per_cost"] = ratio_row(found[label], found[baseline], per, cost)
-        rows.append(row | {"gradients": int(m.projections.size), "lengths": int(m.squares.size)})
+        own = {"value": values[label], "low": low, "high": high}
+        ratios = {
+            "per_cost": {name: value * 1e6 / m.cost for name, value in own.items()},
+            "ratio": ratio_row(found[label], found[baseline], per, 1.0),
+            "ratio_per_cost": ratio_row(found[label], found[baseline], per, cost),
+        }
+        counts = {"gradients": int(m.projections.size), "lengths": int(m.squares.size)}
+        rows.append({"label": label, "cost": m.cost} | own | ratios | counts)
     return rows

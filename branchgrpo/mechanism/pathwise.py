@@ -32,7 +32,8 @@ def path_end(
     trained: Collection[int] | None = None,  # steps whose denoiser call gives a gradient; None: all
 ) -> Tensor:  # (B, …)
     "Return the last latents of B paths, with gradient."
-    noise, frozen = noise or {}, None if trained is None else frozen_copy(policy)
+    noise = noise or {}
+    frozen = policy if trained is None else frozen_copy(policy)
     for i in range(process.steps):
         caller = policy if trained is None or i in trained else frozen
         dist = process.step(i, x, caller.predict(x, process.times[i], conditioning), i in noise)
