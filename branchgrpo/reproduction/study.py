@@ -29,7 +29,7 @@ def recipes_of(registered: Registration) -> dict[str, list[str]]:
         known += [recipe for recipe in claim.recipes if recipe not in known]
     return found
 
-
+# %% ../../nbs/reproduction/38_study.ipynb #671b4a7f
 @dataclass(frozen=True)
 class StudyArms:
     "The runs of a registration: each world's recipes, on its first seeds."
