@@ -18,7 +18,8 @@ from ..registry import unknown
 from .two_way import Difference
 
 # %% ../../nbs/reproduction/31_equivalence.ipynb #f3758555
-HOLDS, FAILS, SAME, OPEN = "holds", "does not hold", "the same within the margin", "open"
+HOLDS, FAILS = "holds", "does not hold"
+SAME, OPEN = "the same within the margin", "open"
 KINDS = ("above", "not below", "same")
 
 
