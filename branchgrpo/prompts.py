@@ -23,6 +23,8 @@ PROMPT_SETS = Registry(
         "digits": "branchgrpo.testbed.prompt_sets:digits",
         "digit-pairs": "branchgrpo.testbed.prompt_sets:digit_pairs",
         "clips": "branchgrpo.testbed.prompt_sets:clips",
+        "digit-pairs-tuning": "branchgrpo.testbed.prompt_sets:digit_pairs_tuning",
+        "clips-tuning": "branchgrpo.testbed.prompt_sets:clips_tuning",
     },
 )
 

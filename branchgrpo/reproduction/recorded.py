@@ -15,6 +15,7 @@ from pathlib import Path
 import nbformat
 
 from .pages import Job
+from .run_table import table_of
 
 # %% ../../nbs/reproduction/25_recorded.ipynb #384e9532
 REDRAW = "BRANCHGRPO_REDRAW"  # the variable that names the record to draw
@@ -87,6 +88,7 @@ def record_of(job: Job) -> Path:
     "Return the record that a job redraws. Raise `ValueError` if there is none with runs."
     cells = [cell.source for cell in nbformat.read(job.template, 4).cells if cell.cell_type == "code"]
     for path in record_paths("".join(cells), job.parameters.get("output", "figures/testbed")):
-        recorded_runs(json.loads(path.read_text(encoding="utf-8")))
+        if not table_of(path).exists():
+            recorded_runs(json.loads(path.read_text(encoding="utf-8")))
         return path
     raise ValueError(f"redraw: {job.name} has no record")

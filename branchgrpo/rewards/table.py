@@ -69,6 +69,11 @@ _SMALL = {
         "branchgrpo.rewards.pickscore:PickScoreReward", f"{TESTBED}/tiny-pickscore", "PickScore, testbed: 100 × cosine"
     ),
     "tiny-hps": Entry("branchgrpo.rewards.hps:HPSReward", f"{TESTBED}/tiny-hps", "HPS, testbed: cosine"),
+    "tiny-geneval": Entry(
+        "branchgrpo.testbed.geneval:VerifiableReward",
+        f"{TESTBED}/tiny-geneval",
+        "share of a caption found right: 0 to 1",
+    ),
     "tiny-aesthetic": Entry(
         "branchgrpo.rewards.aesthetic:AestheticReward", f"{TESTBED}/tiny-aesthetic", "aesthetic, testbed: 1 to 10"
     ),

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MARGIN', 'NOTHING', 'ASPECTS', 'cut_cells', 'labels', 'conv_block', 'CellNet', 'load_net', 'read_cells', 'swapped',
-           'check']
+           'aspect_scores', 'check']
 
 # %% ../../nbs/testbed/03_checker.ipynb #3252c924
 from functools import cache
@@ -101,12 +101,11 @@ def swapped(wanted: Tensor, seen: Tensor, filled: Tensor) -> Tensor:
 ASPECTS = ("digit", "colour", "texture", "count", "position", "all")
 
 
-def check(images: Tensor, captions: list[str]) -> dict[str, Tensor]:
-    "Score images `(B, 3, 32, 32)` in [0, 1] against captions: `(B,)` per name of `ASPECTS`, in [0, 1]."
-    if len(images) != len(captions):
-        raise ValueError(f"captions: {len(captions)} for {len(images)} images")
-    wanted = labels([parse(caption) for caption in captions])
-    seen = read_cells(images)
+def aspect_scores(seen: Tensor, captions: list[str]) -> dict[str, Tensor]:
+    "Compare cells that were read, `(B, 9, 3)`, with captions: `(B,)` per name of `ASPECTS`, in [0, 1]."
+    if len(seen) != len(captions):
+        raise ValueError(f"captions: {len(captions)} for {len(seen)} images")
+    wanted = labels([parse(caption) for caption in captions]).to(seen.device)
     filled = wanted[..., 0] != NOTHING  # cells that the caption fills
     found = seen[..., 0] != NOTHING  # cells that the image fills
     right = seen == wanted
@@ -118,3 +117,8 @@ def check(images: Tensor, captions: list[str]) -> dict[str, Tensor]:
     out["position"] = (same_cells & ~swapped(wanted, seen, filled)).float()
     out["all"] = (same_cells & (right.all(-1) | ~filled).all(1)).float()
     return out
+
+
+def check(images: Tensor, captions: list[str]) -> dict[str, Tensor]:
+    "Score images `(B, 3, 32, 32)` in [0, 1] against captions: `(B,)` per name of `ASPECTS`, in [0, 1]."
+    return aspect_scores(read_cells(images), captions)

@@ -1,0 +1,131 @@
+"""Registered claims and the statistics that answer them."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from branchgrpo.recipes import RECIPES
+from branchgrpo.reproduction.answers import NOT_RUN, answer_line, answers
+from branchgrpo.reproduction.equivalence import FAILS, HOLDS, OPEN, SAME, decide, possible
+from branchgrpo.reproduction.registration import Claim, Registration, read_registration
+from branchgrpo.reproduction.two_way import Fit, difference
+
+ROOT = Path(__file__).parents[1]
+LOOKS = [5, 10, 20]
+
+
+def curve(ends, cost=10.0):
+    "Return a run's evaluations: it starts at 0.5, and rises evenly to `ends` over six evaluations."
+    values = np.linspace(0.5, ends, 7)
+    return [{"iteration": 5 * n, "cost": cost * n, "eval_reward": float(v)} for n, v in enumerate(values)]
+
+
+def page(spread=0.01, seeds=20, **ends):
+    "Return curves of methods that end at these values, up to noise."
+    draws = np.random.default_rng(0)
+    return {label: {seed: curve(end + spread * draws.normal()) for seed in range(seeds)} for label, end in ends.items()}
+
+
+def claim(**changes):
+    "Return a claim that `ours` ends above `theirs`."
+    first = Claim("higher", "own", "…", "–", "ours", "theirs", "value at the end", 0.1, "flux")
+    return dataclasses.replace(first, **changes)
+
+
+def answered(curves, *claims):
+    "Return the answers to the claims on one page."
+    return answers(Registration(list(claims or (claim(),)), LOOKS), {"flux": curves})
+
+
+def test_the_registered_file_is_valid():
+    registered = read_registration(ROOT / "reproduce" / "registered.yaml")
+    papers = [found.paper for found in registered.claims]
+    assert 12 <= len(papers) <= 16
+    assert papers.count("own") == 2
+    assert {"branchgrpo", "pro-grpo"} < set(papers)
+    assert max(found.seeds for found in registered.claims) == registered.looks[-1] == 20
+
+
+def test_registered_claims_compare_recipes():
+    for found in read_registration(ROOT / "reproduce" / "registered.yaml").claims:
+        for label in {found.label, found.other, found.baseline or found.other}:
+            assert RECIPES.get(label), f"{found.name}: {label}"
+
+
+def test_without_runs_no_claim_is_answered():
+    registered = read_registration(ROOT / "reproduce" / "registered.yaml")
+    found = answers(registered, {})
+    assert {answer.answer for answer in found} == {NOT_RUN}
+    assert [answer.claim.name for answer in found] == [each.name for each in registered.claims]
+    assert all(answer_line(answer) for answer in found)
+
+
+@pytest.mark.parametrize(
+    ("ours", "spread", "expected"),
+    [(0.80, 0.01, HOLDS), (0.60, 0.01, FAILS), (0.70, 0.005, SAME), (0.71, 0.08, OPEN)],
+)
+def test_each_answer_is_reached(ours, spread, expected):
+    assert answered(page(spread, ours=ours, theirs=0.7))[0].answer == expected
+
+
+def test_an_answer_stays_though_later_seeds_differ():
+    curves = page(ours=0.8, theirs=0.7)
+    first = answered({label: dict(list(runs.items())[:5]) for label, runs in curves.items()})[0]
+    for seed in range(10, 20):
+        curves["ours"][seed] = curve(0.6)
+    later = answered(curves)[0]
+    assert (first.answer, later.answer) == (HOLDS, HOLDS)
+    assert (first.decided_at, later.decided_at) == (5, 5)
+    assert later.difference < first.difference
+
+
+def test_a_claim_before_its_first_look_is_open():
+    assert (answered(page(seeds=4, ours=0.8, theirs=0.7))[0].answer) == OPEN
+
+
+def test_more_registered_claims_make_each_harder():
+    curves = page(0.02, seeds=5, ours=0.735, theirs=0.7)
+    alone = answered(curves)[0]
+    others = [claim(name=f"other {n}", world="elsewhere") for n in range(30)]
+    assert (alone.answer, answered(curves, claim(), *others)[0].answer) in {(HOLDS, OPEN), (HOLDS, HOLDS), (OPEN, OPEN)}
+    strong = answered(page(ours=0.9, theirs=0.7), claim(), *others)[0]
+    assert strong.answer == HOLDS, "a clear one still holds"
+
+
+def test_runs_that_never_arrive_prove_no_speed():
+    curves = page(ours=0.9, theirs=0.7)
+    curves["ours"] = {seed: curve(0.55, cost=1.0) for seed in range(20)}  # cheap, but below the target
+    quicker = claim(endpoint="speed to half")
+    assert answered(curves, quicker)[0].answer == OPEN
+    assert answered(curves, quicker)[0].side == -1
+    curves["ours"] = {seed: curve(0.55, cost=100.0) for seed in range(20)}
+    assert answered(curves, quicker)[0].answer == FAILS, "even the bound is slower"
+
+
+def test_a_missing_run_is_left_out_in_pairs():
+    curves = page(ours=0.8, theirs=0.7, third=0.75)
+    del curves["theirs"][3]
+    found = answered(curves)[0]
+    assert (found.answer, found.seeds) == (HOLDS, 19)
+
+
+def test_the_difference_does_not_depend_on_the_seeds_level():
+    draws = np.random.default_rng(1)
+    scores = {method: {seed: draws.normal() for seed in range(6)} for method in "abc"}
+    moved = {method: {seed: score + 10.0 * seed for seed, score in found.items()} for method, found in scores.items()}
+    before, after = (difference(Fit(found), "a", "b") for found in (scores, moved))
+    np.testing.assert_allclose([before.estimate, before.error], [after.estimate, after.error], rtol=1e-6)
+
+
+def test_wrong_answers_are_rare_for_every_true_difference():
+    draws = np.random.default_rng(2)
+    for truth, right in [(0.0, {SAME, OPEN}), (0.1, {HOLDS, OPEN}), (0.05, {HOLDS, SAME, OPEN})]:
+        wrong = 0
+        for _ in range(300):
+            y = draws.normal(scale=0.08, size=(2, 6))
+            y[0] += truth
+            d = difference(Fit({m: dict(enumerate(row)) for m, row in zip("ab", y)}), "a", "b")
+            wrong += decide(possible(d, "above", 0.1)) not in right
+        assert wrong / 300 < 0.08, truth

@@ -1,0 +1,96 @@
+"The mechanism, measured: the exact gradient, projections without a backward, and variances by formula."
+
+import math
+
+import pytest
+import torch
+
+from branchgrpo import TrainConfig, Trainer
+from branchgrpo.mechanism.identity import pathwise_side, score_side
+from branchgrpo.mechanism.linear_flow import linear_steps
+from branchgrpo.mechanism.pathwise import scored
+from branchgrpo.mechanism.projection import edge_derivatives, projections, prompt_gradient
+from branchgrpo.mechanism.reference import reference_of
+from branchgrpo.mechanism.split_search import all_schedules, judged
+from branchgrpo.mechanism.tree_variance import gradient_moments
+from branchgrpo.mechanism.vectors import moved_policy
+from branchgrpo.plan import RolloutPlan
+from branchgrpo.planning import plan_of, process_of
+from branchgrpo.policy import GaussianFlow
+from branchgrpo.training.rolled import assign_credit
+
+
+def mean_of_image(images, prompts, metadata=None):
+    return images.flatten(1).mean(1)
+
+
+def near_one(images, prompts, metadata=None):
+    "Best where the image is 1: not linear, so that both sides of the identity have noise."
+    return -(images.flatten(1) - 1).square().mean(1)
+
+
+def trainer(folder, reward=mean_of_image, elements=3, **fields):
+    config = TrainConfig(lora_rank=0, tracker="none", output=str(folder), kl=0.0, **fields)
+    return Trainer(config, policy=GaussianFlow(0.2, 0.7, (elements,)), reward=reward, prompts=["a", "b", "c"])
+
+
+@pytest.mark.parametrize("reward", [mean_of_image, near_one])
+@pytest.mark.parametrize("recipe", ["dancegrpo", "flow-grpo"])
+def test_the_score_function_gradient_is_the_pathwise_one(tmp_path, recipe, reward):
+    "Rollout, log-densities and credit together: a wrong factor in any of them is seen."
+    t = trainer(tmp_path, reward, recipe=recipe, std="none", steps=6, prompts_per_iteration=800)
+    along = torch.ones(3) / math.sqrt(3)
+    found = score_side(t, 0, along, 0.1)
+    exact = pathwise_side(t, 0, along, copies=10)
+    error = float(found.std()) / math.sqrt(len(found))
+    assert error < 0.1 * abs(exact)
+    assert abs(float(found.mean()) - exact) < 4 * error
+
+
+RECIPES = ["branchgrpo", "branchgrpo-widpru", "branchgrpo-released", "grpo-guard", "mixgrpo", "g2rpo-one", "flash-grpo"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_projection_is_that_of_the_whole_gradient(tmp_path, recipe):
+    "Of every prompt, for splits, side branches, windows, prunings, ratio rules and step weights."
+    t = trainer(tmp_path, recipe=recipe, prompts_per_iteration=2)
+    collected, process = t.collector(0), process_of(t.settings, t.policy, 0)
+    rolled, _ = assign_credit(t.learner, collected, process, t.collector.noise(0))
+    along = torch.tensor([0.6, 0.8, 0.0])
+    edges = edge_derivatives(t.learner, rolled, moved_policy(t.learner, along, 0.1), 0.1)
+    whole = torch.stack([prompt_gradient(t.learner, rolled, p) for p in range(2)])
+    assert whole.abs().max() > 0
+    torch.testing.assert_close(projections(rolled, edges).sum(1), whole @ along, rtol=1e-3, atol=1e-5)
+
+
+def test_the_formula_is_the_policy_gradient_theorem():
+    "Of a star, and of a tree whose splits are all at step 0: they are the same group."
+    s = TrainConfig(recipe="dancegrpo", steps=8).settings()
+    process = process_of(s, GaussianFlow())
+    plan = plan_of(s)
+    steps = linear_steps(process, plan.drawn)
+    leaves = plan.leaves
+    expected = (1 - 1 / leaves) * steps.gradient(plan.trained) / len(plan.trained)
+    assert gradient_moments(plan, steps).mean == pytest.approx(expected, rel=1e-5)
+    assert gradient_moments(plan, steps, "broadcast").mean == pytest.approx(expected, rel=1e-5)
+
+
+def test_more_chains_point_better_and_a_best_schedule_is_the_best():
+    s = TrainConfig(recipe="branchgrpo", steps=6, splits=(0, 2)).settings()
+    process = process_of(s, GaussianFlow())
+    found = [judged(process, (0,), factor=n)["cosine_squared"] for n in (4, 8, 16)]
+    assert found == sorted(found)
+    rows = all_schedules(process, 2)
+    assert len(rows) == math.comb(5, 2)
+    assert rows[0]["per_cost"] == max(row["per_cost"] for row in rows) >= judged(process, (0, 2))["per_cost"]
+
+
+def test_what_cannot_be_measured_is_said():
+    with pytest.raises(ValueError, match="reference_batches: 1 is below 2"):
+        reference_of(torch.ones(1, 3))
+    with pytest.raises(ValueError, match="reward: .*has no gradient"):
+        scored(lambda images, prompts: torch.zeros(len(images)), torch.ones(1, 3, 2, 2), ["a"])
+    plan = RolloutPlan.funnel(6, (8, 4), (3,))
+    process = process_of(TrainConfig(recipe="dancegrpo", steps=6).settings(), GaussianFlow())
+    with pytest.raises(ValueError, match="plan: with pruning steps"):
+        gradient_moments(plan, linear_steps(process, plan.drawn))
