@@ -1,6 +1,5 @@
 """The report and README.md say which figures show runs of earlier recipes; each curve has the colour of its recipe."""
 
-import json
 import re
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from branchgrpo.reproduction.looks import colour_of
 from branchgrpo.reproduction.page_runs import planned_runs
 from branchgrpo.reproduction.pages import jobs, templates
 from branchgrpo.reproduction.run_cache import cache_key
+from branchgrpo.reproduction.run_table import read_record
 
 ROOT = Path(__file__).parents[1]
 MARK = "**Runs of earlier recipes**"
@@ -73,7 +73,7 @@ def test_a_recipe_has_the_same_colour_in_every_committed_figure():
     from branchgrpo.reproduction.tables import draw_curves, own_recipes
 
     for path in sorted((ROOT / "figures/testbed").glob("*.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_record(path)
         if not isinstance(record.get("runs"), dict):
             continue
         found = recorded(path)
