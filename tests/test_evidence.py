@@ -4,12 +4,16 @@ import dataclasses
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from branchgrpo.recipes import RECIPES
 from branchgrpo.reproduction.answers import NOT_RUN, answer_line, answers
+from branchgrpo.reproduction.comparisons import recorded
 from branchgrpo.reproduction.equivalence import FAILS, HOLDS, OPEN, SAME, decide, possible
 from branchgrpo.reproduction.registration import Claim, Registration, read_registration
+from branchgrpo.reproduction.speed_endpoints import Endpoint, curves_of, endpoints_of
+from branchgrpo.reproduction.study import recipes_of
 from branchgrpo.reproduction.two_way import Fit, difference
 
 ROOT = Path(__file__).parents[1]
@@ -129,3 +133,43 @@ def test_wrong_answers_are_rare_for_every_true_difference():
             d = difference(Fit({m: dict(enumerate(row)) for m, row in zip("ab", y)}), "a", "b")
             wrong += decide(possible(d, "above", 0.1)) not in right
         assert wrong / 300 < 0.08, truth
+
+
+def test_every_world_is_valid_and_compares_like_with_like():
+    "The recipes of a world have the same model, reward, captions and iterations, whatever else differs."
+    registered = read_registration(ROOT / "reproduce" / "registered.yaml")
+    for name, recipes in recipes_of(registered).items():
+        settings = [registered.worlds[name].config(recipe, 0).settings() for recipe in recipes]
+        for field in ("backbone", "reward", "prompts", "iterations", "evaluation_prompts", "prompts_per_iteration"):
+            assert len({getattr(found, field) for found in settings}) == 1, (name, field)
+        assert {found.seed for found in settings} == {0}
+
+
+def test_speeds_of_the_committed_runs_are_those_of_an_independent_audit():
+    "Cost to half of DanceGRPO's gain, three seeds, pooled noise; the numbers were computed elsewhere, by other code."
+    found = endpoints_of(
+        curves_of(recorded(ROOT / "figures/testbed/beyond_methods.json")), Endpoint("speed to half"), "dancegrpo"
+    )
+    fit = Fit({label: {seed: run.value for seed, run in runs.items()} for label, runs in found.items()})
+    audit = {
+        "branchgrpo": (2.4, 1.5, 3.7),
+        "branchgrpo-deppru": (2.8, 1.8, 4.4),
+        "branchgrpo-widpru": (2.7, 1.7, 4.2),
+        "branchgrpo-mix": (2.3, 1.5, 3.6),
+        "branch-pro": (1.6, 1.0, 2.5),
+        "dancegrpo-tf0.6": (1.3, 0.8, 2.0),
+        "treegrpo": (4.5, 2.9, 7.1),
+    }
+    for label, numbers in audit.items():
+        d = difference(fit, label, "dancegrpo")
+        np.testing.assert_allclose(np.exp([d.estimate, *d.interval()]), numbers, rtol=0.06, err_msg=label)
+
+
+def test_the_committed_runs_are_one_table():
+    "Every record's runs, with settings, as one Parquet data set that other tools read."
+    table = pq.read_table(ROOT / "figures/testbed/runs")
+    assert set(table.column("kind").unique().to_pylist()) <= {"evaluations", "metrics", "settings", "run"}
+    pages = table.column("page").unique().to_pylist()
+    assert {f"{page}.parquet" for page in pages} == {path.name for path in (ROOT / "figures/testbed/runs").iterdir()}
+    size = sum(path.stat().st_size for path in (ROOT / "figures/testbed/runs").iterdir())
+    assert size < 15e6
