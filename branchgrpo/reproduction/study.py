@@ -55,7 +55,7 @@ class StudyArms:
         "Return `{(label, seed): config}`, seed by seed. Raise `ValueError` on a wrong setting."
         places = {}
         for label, (world, recipe) in self.labels().items():
-            for seed in range(self.seeds[world]):
+            for seed in self.registered.seeds(self.seeds[world]):
                 places[label, seed] = self.registered.worlds[world].config(recipe, seed)
         for config in places.values():
             config.settings()  # raises on a wrong setting
