@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import branchgrpo
 from ..registry import shown, unknown
 from .equivalence import KINDS
 from .speed_endpoints import Endpoint
 from ..training.config import TrainConfig
 from ..yaml_files import read_table
 
-REGISTERED = Path("reproduce/registered.yaml")
+REGISTERED = Path(branchgrpo.__file__).parents[1] / "reproduce/registered.yaml"
 
 # %% ../../nbs/reproduction/33_registration.ipynb #446b5646
 @dataclass(frozen=True)

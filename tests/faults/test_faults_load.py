@@ -16,7 +16,7 @@ from branchgrpo.training.runs import Run
 
 TINY = dict(steps=2, splits=[0], prompts_per_iteration=1, lora_rank=1, evaluation_prompts=1)
 SAMPLER = """
-import json, sys
+import ctypes, gc, json, sys
 from pathlib import Path
 import psutil
 from branchgrpo.training.callbacks import Callback
@@ -31,12 +31,15 @@ class Sampler(Callback):
         self.calls += 1
         if self.calls % self.every:
             return
+        gc.collect()
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # memory that is free, and that the allocator keeps, is no leak
         sizes = {path: path.stat().st_size for path in self.folder.rglob("*") if path.is_file()}
         steady = sum(size for path, size in sizes.items() if path.suffix in (".safetensors", ".metadata", ".json"))
         row = at | {
             "memory_mb": self.process.memory_info().rss / 1e6,
             "files": self.process.num_fds(),
             "threads": self.process.num_threads(),
+            "objects": len(gc.get_objects()),
             "disk_mb": sum(sizes.values()) / 1e6,
             "checkpoints_mb": steady / 1e6,
         }

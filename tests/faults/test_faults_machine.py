@@ -365,7 +365,7 @@ PLACES = """
 import shutil
 shutil.copytree(MODEL, ROOT / "model")
 (ROOT / "own.py").write_text("def red(images, prompts):\\n    return images[:, 0].mean((1, 2))\\n")
-words = ("--backbone", ROOT / "model", "--reward", "own:red")
+words = ("--backbone", ROOT / "model", "--reward", "own:red", "--height", 32, "--width", 32)
 os.chdir(ROOT)
 found["begun"] = train(ROOT / "run", *words, iterations=1)
 (ROOT / "model").rename(ROOT / "away")
