@@ -60,7 +60,7 @@ def tested_on(claim: Claim, curves: Curves, seeds: list[int]) -> Tested:
     d, margin = pair_difference(fit, *two), endpoint.width(claim.margin)
     bound = side(found[claim.label], found[claim.other])
     p_values = kept(possible(d, claim.kind, margin), claim.kind, bound, d.estimate)
-    return Tested(d, pair_noise(fit, *two), len(whole), margin, p_values, bound)
+    return Tested(d, pair_noise(fit, *two)[0], len(whole), margin, p_values, bound)
 
 # %% ../../nbs/reproduction/36_answers.ipynb #a16a8a65
 def has_learned(curves: Curves, baseline: str, key: str, seeds: list[int]) -> bool:

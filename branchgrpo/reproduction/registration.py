@@ -125,6 +125,11 @@ class Registration:
     looks: list[int]  # numbers of seeds at which the claims are tested
     alpha: float = 0.05  # the chance of any wrong answer
     worlds: dict[str, World] = field(default_factory=dict)
+    first_seed: int = 0  # seeds that no earlier run has had
+
+    def seeds(self, count: int) -> list[int]:
+        "Return the first seeds that are registered."
+        return list(range(self.first_seed, self.first_seed + count))
 
 # %% ../../nbs/reproduction/33_registration.ipynb #bcfb0198
 def tables(table: dict, name: str) -> dict[str, Any]:
@@ -135,7 +140,7 @@ def tables(table: dict, name: str) -> dict[str, Any]:
     return found
 
 # %% ../../nbs/reproduction/33_registration.ipynb #82e4601d
-PARTS = ("alpha", "looks", "first_seed", "worlds", "claims")
+PARTS = ("alpha", "looks", "first_seed", "deviations", "worlds", "claims")
 
 
 def read_registration(path: str | Path = REGISTERED) -> Registration:
