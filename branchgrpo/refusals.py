@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['REFUSED', 'EVERYWHERE', 'REASONS', 'CUT_SHORT', 'AS_IT_IS', 'Refused', 'behind', 'number_in', 'refusal', 'naming',
-           'setting_of', 'limit_of_files', 'in_words', 'refusals_in_words']
+           'setting_of', 'limit_of_files', 'in_words', 'without_handles', 'refusals_in_words']
 
 # %% ../nbs/25_refusals.ipynb #c3fa2e67
 import errno
@@ -113,6 +113,13 @@ def in_words(error: OSError, settings: dict[str, Any], place: str | Path = "") -
     reason = REASONS[error.errno or 0].format(path=repr(path) if path else "a file", limit=limit_of_files())
     return f"{setting_of(path, settings) or fallback}: {reason}"
 
+# %% ../nbs/25_refusals.ipynb #09df6712
+def without_handles(error: BaseException | None) -> OSError | None:
+    "Return the refused file handle behind an error, even where that one names a setting; None if there is none."
+    while error and not (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)):
+        error = error.__cause__ or error.__context__
+    return error
+
 # %% ../nbs/25_refusals.ipynb #23187120
 AS_IT_IS = (ValueError, Refused, KeyboardInterrupt, SystemExit, GeneratorExit)  # these say what they mean
 
@@ -126,10 +133,8 @@ def refusals_in_words(
     "Raise `Refused`, with one line, for what the operating system refuses; other errors pass as they are."
     try:
         yield
-    except AS_IT_IS:
-        raise
     except BaseException as error:  # torch's CheckpointException is no Exception
-        refused = refusal(error)
+        refused = without_handles(error) if isinstance(error, AS_IT_IS) else refusal(error)
         if refused is None:
             raise
         raise Refused("; ".join(filter(None, [in_words(refused, settings, place), kept()]))) from error
