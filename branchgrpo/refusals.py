@@ -116,9 +116,11 @@ def in_words(error: OSError, settings: dict[str, Any], place: str | Path = "") -
 # %% ../nbs/25_refusals.ipynb #09df6712
 def without_handles(error: BaseException | None) -> OSError | None:
     "Return the refused file handle behind an error, even where that one names a setting; None if there is none."
-    while error and not (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)):
-        error = error.__cause__ or error.__context__
-    return error
+    if error is None:
+        return None
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return error
+    return without_handles(error.__cause__ or error.__context__)
 
 # %% ../nbs/25_refusals.ipynb #23187120
 AS_IT_IS = (ValueError, Refused, KeyboardInterrupt, SystemExit, GeneratorExit)  # these say what they mean
