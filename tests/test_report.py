@@ -1,5 +1,6 @@
 """The report and README.md say which figures show runs of earlier recipes; each curve has the colour of its recipe."""
 
+import json
 import re
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def names_recorded(page: str) -> set[str] | None:
     "Return the names of the runs in a page's record; None if the page has written nothing."
     source = "".join(cell.source for cell in nbformat.read(PAGES[page], 4).cells if cell.cell_type == "code")
     paths = [ROOT / f"figures/testbed/{name}.json" for name in re.findall(r"\{output\}/(\w+)\.json", source)]
-    records = [path.read_text(encoding="utf-8") for path in paths if path.exists()]
+    records = [json.dumps(read_record(path)) for path in paths if path.exists()]
     if not records:
         return None
     return {Path(name).name for record in records for name in re.findall(r'"run": "([^"]+)"', record)}
