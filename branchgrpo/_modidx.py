@@ -1553,6 +1553,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                      'branchgrpo/reproduction/sequential.py'),
                                                     'branchgrpo.reproduction.sequential.spent': ( 'reproduction/sequential.html#spent',
                                                                                                   'branchgrpo/reproduction/sequential.py')},
+            'branchgrpo.reproduction.shared_runs': { 'branchgrpo.reproduction.shared_runs.in_world': ( 'reproduction/shared_runs.html#in_world',
+                                                                                                       'branchgrpo/reproduction/shared_runs.py')},
             'branchgrpo.reproduction.slurm': { 'branchgrpo.reproduction.slurm.executor_class': ( 'reproduction/slurm.html#executor_class',
                                                                                                  'branchgrpo/reproduction/slurm.py'),
                                                'branchgrpo.reproduction.slurm.job_arrays': ( 'reproduction/slurm.html#job_arrays',
