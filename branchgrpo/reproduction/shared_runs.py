@@ -27,6 +27,7 @@ def in_world(
     found = registered.worlds[world]
     base = dataclasses.replace(arms.base, **found.settings)
     changes = {
-        label: found.recipes.get(change.get("recipe", base.recipe), {}) | change for label, change in arms.changes.items()
+        label: found.recipes.get(change.get("recipe", base.recipe), {}) | change
+        for label, change in arms.changes.items()
     }
     return dataclasses.replace(arms, base=base, changes=changes, seeds=registered.seeds(len(arms.seeds)))
