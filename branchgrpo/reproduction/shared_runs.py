@@ -18,7 +18,7 @@ def in_world(
     world: str,  # a name of the registered worlds; empty: the arms as they are
     registered: Registration | None = None,  # none: the project's
 ) -> Arms:
-    "Return a page's arms with the settings of a world and the study's first seeds. Raise `ValueError` if it is unknown."
+    "Return arms with the settings of a world and the study's first seeds. Raise `ValueError` if it is unknown."
     if not world:
         return arms
     registered = registered or read_registration(REGISTERED)
