@@ -2280,6 +2280,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                       'branchgrpo/testbed/digits.py'),
                                            'branchgrpo.testbed.digits.is_test': ( 'testbed/digits.html#is_test',
                                                                                   'branchgrpo/testbed/digits.py'),
+                                           'branchgrpo.testbed.digits.one_of': ( 'testbed/digits.html#one_of',
+                                                                                 'branchgrpo/testbed/digits.py'),
                                            'branchgrpo.testbed.digits.parse': ('testbed/digits.html#parse', 'branchgrpo/testbed/digits.py'),
                                            'branchgrpo.testbed.digits.parse_glyph': ( 'testbed/digits.html#parse_glyph',
                                                                                       'branchgrpo/testbed/digits.py'),
