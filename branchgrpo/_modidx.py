@@ -141,6 +141,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'branchgrpo/backbones/names.py'),
                                             'branchgrpo.backbones.names.pipeline_class': ( 'backbones/names.html#pipeline_class',
                                                                                            'branchgrpo/backbones/names.py'),
+                                            'branchgrpo.backbones.names.read_index': ( 'backbones/names.html#read_index',
+                                                                                       'branchgrpo/backbones/names.py'),
                                             'branchgrpo.backbones.names.resolve': ( 'backbones/names.html#resolve',
                                                                                     'branchgrpo/backbones/names.py'),
                                             'branchgrpo.backbones.names.tiny_backbone': ( 'backbones/names.html#tiny_backbone',
