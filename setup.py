@@ -16,7 +16,7 @@ setup(
     description=cfg["description"],
     keywords=cfg["keywords"],
     author=cfg["author"],
-    license="Apache-2.0",
+    license_expression="Apache-2.0",
     long_description=(here / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     packages=find_packages(include=[f"{cfg['lib_name']}*"]),
