@@ -287,6 +287,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'branchgrpo.branching.sibling_noise': ('branching.html#sibling_noise', 'branchgrpo/branching.py')},
             'branchgrpo.cli': { 'branchgrpo.cli.Command': ('cli.html#command', 'branchgrpo/cli.py'),
                                 'branchgrpo.cli.Command.classes': ('cli.html#command.classes', 'branchgrpo/cli.py'),
+                                'branchgrpo.cli.answer': ('cli.html#answer', 'branchgrpo/cli.py'),
                                 'branchgrpo.cli.code_of': ('cli.html#code_of', 'branchgrpo/cli.py'),
                                 'branchgrpo.cli.execute': ('cli.html#execute', 'branchgrpo/cli.py'),
                                 'branchgrpo.cli.greeting': ('cli.html#greeting', 'branchgrpo/cli.py'),

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TRAIN', 'EVALUATION', 'COMMANDS', 'NEXT', 'code_of', 'tell', 'leave', 'train', 'print_settings', 'Command',
-           'overview', 'greeting', 'execute', 'main']
+           'overview', 'greeting', 'execute', 'answer', 'main']
 
 # %% ../nbs/27_cli.ipynb #3a400ef3
 import contextlib
@@ -168,6 +168,19 @@ def execute(name: str, words: list[str]) -> int:
     with refusals_in_words(given):
         return command.run(given)
 
+# %% ../nbs/27_cli.ipynb #4184ba00
+def answer(words: list[str]) -> int:
+    "Print the version or the help of the program, or execute a command; return the exit code."
+    if not words:
+        print(greeting())
+    elif words[0] == "--version":
+        print(f"branchgrpo {__version__}")
+    elif words[0] in ("-h", "--help"):
+        print(overview())
+    else:
+        return execute(words[0], words[1:])
+    return 0
+
 # %% ../nbs/27_cli.ipynb #ef9d290c
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code.
@@ -175,16 +188,13 @@ def main(argv: list[str] | None = None) -> int:
     0 done, 1 failed, 2 a wrong input, 74 refused by the operating system, 75 told to stop: 2, 74 and 75 print one line.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help", "--version"):
-        print(greeting() if not words else f"branchgrpo {__version__}" if words[0] == "--version" else overview())
-        return 0
     sys.path.append(os.getcwd())  # a reward of your own is found from the current folder, and hides no library
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # else an arrow ends the program where output is ASCII
     try:
         with refusals_in_words({}):
-            return execute(words[0], words[1:])
+            return answer(words)
     except (ValueError, Refused) as error:
         tell(error)
         return code_of(error)

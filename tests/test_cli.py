@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -130,6 +131,18 @@ def test_alone_it_says_what_to_do_next(capsys):
         command = cli.COMMANDS[name]
         assert program == "branchgrpo"
         parse(parser_of(name, "", command.classes(), command.config), words)  # raises if a word is none
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["recipes"]], ids=str)
+def test_a_reader_that_has_ended_costs_one_line(words):
+    "As in `branchgrpo recipes | head -1`: `head` may have ended before the first line is printed."
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-u", "-m", "branchgrpo.cli", *words]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert done.returncode == 74, done.stderr
+    assert done.stderr == "branchgrpo: machine: the program that reads what is printed has ended\n"
 
 
 @pytest.mark.parametrize("words", [("recipes",), ("recipes", "pro-grpo"), ("rewards",)], ids=str)
