@@ -127,7 +127,7 @@ COMMANDS = {
     "completion": Command(completion, ("branchgrpo.commands_completion:CompletionOptions",)),
 }
 
-
+# %% ../nbs/27_cli.ipynb #006a1afb
 def overview() -> str:
     "Return the help of the program: one line per command."
     about = {name: " ".join((command.run.__doc__ or "").split()) for name, command in COMMANDS.items()}
@@ -141,7 +141,7 @@ def overview() -> str:
     end += ["Exit codes: " + "\n            ".join(codes)]
     return "\n".join([*lines, "", *end])
 
-
+# %% ../nbs/27_cli.ipynb #74867097
 NEXT = {
     "branchgrpo doctor": "what is here, what is missing, and what a run costs",
     "branchgrpo train --output runs/demo": "train BranchGRPO on a small model, which is in the package",

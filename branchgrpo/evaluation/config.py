@@ -50,7 +50,7 @@ BOUNDS = {
     "frames": (1, 10_000),
 }
 
-
+# %% ../../nbs/evaluation/04_config.ipynb #88679b60
 def check_evaluation(e: Evaluation) -> None:
     "Raise `ValueError` naming the first field that is wrong. Load no weights."
     from branchgrpo.rewards.base import check_name  # not above: the help of `evaluate` needs no torch
