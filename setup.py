@@ -20,6 +20,7 @@ setup(
     long_description=(here / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     packages=find_packages(include=[f"{cfg['lib_name']}*"]),
+    include_package_data=False,  # else the folders of weights are taken for packages
     package_data={cfg["lib_name"]: ["py.typed", "testbed/weights/**/*"]},
     project_urls=dict(line.split("=", 1) for line in cfg["project_urls"].split()),
     classifiers=[
