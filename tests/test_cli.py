@@ -1,14 +1,18 @@
 """The command line: what it prints can be read back (what is wrong costs one line: faults/bad_inputs.yaml)."""
 
 import argparse
+import json
+import os
+import shlex
 import subprocess
 import sys
 
 import pytest
 import yaml
 
+import branchgrpo
 from branchgrpo import cli, recipes
-from branchgrpo.options import parser_of
+from branchgrpo.options import parse, parser_of
 
 
 def called(capsys, *words):
@@ -84,13 +88,127 @@ def test_every_command_shows_its_help(capsys):
         assert f"\n  {name} " in out, name
 
 
-HEAVY = "print([name for name in ('torch', 'diffusers', 'transformers', 'matplotlib') if name in sys.modules])"
+CALLS = """
+import contextlib, io, json, sys
+from branchgrpo import cli
+said = {}
+for words in json.loads(sys.argv[1]):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        cli.main(words)
+    heavy = [name for name in ("torch", "numpy", "diffusers", "transformers", "matplotlib") if name in sys.modules]
+    said[" ".join(words)] = [out.getvalue(), heavy]
+print(json.dumps(said))
+"""
 
 
-@pytest.mark.parametrize("code", ["import branchgrpo", "from branchgrpo import cli; cli.main(['--help'])"])
-def test_help_and_import_are_light(code):
-    "In a fresh process: nothing that takes seconds is imported."
-    words = [sys.executable, "-c", f"import sys; {code}; {HEAVY}"]
-    done = subprocess.run(words, capture_output=True, text=True)
+def test_help_and_lists_are_light():
+    "In a fresh process: nothing that takes seconds is imported, whichever command says what it does."
+    lines = [[], ["--help"], ["--version"], ["recipes"], ["recipes", "--json"]]
+    lines += [[name, "--help"] for name in cli.COMMANDS]
+    done = subprocess.run([sys.executable, "-c", CALLS, json.dumps(lines)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "[]"
+    said = json.loads(done.stdout)
+    assert len(said) == len(lines)
+    assert {line: heavy for line, (_, heavy) in said.items() if heavy} == {}
+    assert all(text for text, _ in said.values())
+    for name in cli.COMMANDS:
+        assert said[f"{name} --help"][0].startswith(f"usage: branchgrpo {name} [options]")
+
+
+def test_the_version(capsys):
+    assert called(capsys, "--version") == (0, f"branchgrpo {branchgrpo.__version__}\n", "")
+
+
+def test_alone_it_says_what_to_do_next(capsys):
+    "Three lines that can be typed as they are, then the commands."
+    code, said, _ = called(capsys)
+    assert code == 0
+    first, _, rest = said.partition("\n\n")
+    lines = [shlex.split(line.split("  ")[0]) for line in first.splitlines()]
+    assert len(lines) == 3 and rest == cli.overview() + "\n"
+    for program, name, *words in lines:
+        command = cli.COMMANDS[name]
+        assert program == "branchgrpo"
+        parse(parser_of(name, "", command.classes(), command.config), words)  # raises if a word is none
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["recipes"]], ids=str)
+def test_a_reader_that_has_ended_costs_one_line(words):
+    "As in `branchgrpo recipes | head -1`: `head` may have ended before the first line is printed."
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-u", "-m", "branchgrpo.cli", *words]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert done.returncode == 74, done.stderr
+    assert done.stderr == "branchgrpo: machine: the program that reads what is printed has ended\n"
+
+
+@pytest.mark.parametrize("words", [("recipes",), ("recipes", "pro-grpo"), ("rewards",)], ids=str)
+def test_json_says_what_the_text_says(words, capsys):
+    code, text, _ = called(capsys, *words)
+    assert code == 0
+    code, said, _ = called(capsys, *words, "--json")
+    assert code == 0
+    table = json.loads(said, parse_constant=pytest.fail)  # no NaN, no Infinity
+    if len(words) == 1:
+        assert [row["name"] for row in table] == [line.split()[0] for line in text.splitlines()]
+        assert all((row.get("summary") or row["about"]) in text for row in table)
+    else:
+        sources = {one["source"] for one in table["values"].values()} - {"off"}
+        assert sources and all(source in text for source in sources)
+
+
+def test_the_doctor_speaks_json(capsys):
+    "The settings, the findings and the costs of its text, as one table."
+    words = ("doctor", "--gpus", 2, "--iterations", 7)
+    _, text, _ = called(capsys, *words)
+    code, said, _ = called(capsys, *words, "--json")
+    assert code == 0
+    table = json.loads(said, parse_constant=pytest.fail)
+    assert table["branchgrpo"] == branchgrpo.__version__
+    assert table["settings"]["iterations"] == 7
+    assert table["costs"]["gpus"] == 2 and table["costs"]["fits"] and table["costs"]["fits_with"] == {}
+    assert f"{table['costs']['calls']} calls, {table['costs']['trained_calls']} trained calls" in text
+    for found in table["found"]:
+        assert found["what"] in text and found["note"] in text
+    assert table["verified"] == []
+
+
+ASK = """
+COMP_WORDS=({words}); COMP_CWORD={place}
+_shtab_branchgrpo && printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+OFFERED = {
+    "branchgrpo ": {"train", "doctor", "recipes", "completion"},
+    "branchgrpo tr": {"train"},
+    "branchgrpo train --learning": {"--learning-rate"},
+    "branchgrpo train --recipe mixgrpo-f": {"mixgrpo-flash"},
+    "branchgrpo evaluate --rewards pick": {"pickscore"},
+    "branchgrpo sample --backbone tiny-f": {"tiny-flux"},
+    "branchgrpo recipes pro-grpo-s": {"pro-grpo-sd"},
+    "branchgrpo completion z": {"zsh"},
+}
+
+
+def test_bash_completes(capsys, tmp_path):
+    "The script offers commands, options and names; of all that it offers, every name is one."
+    code, script, _ = called(capsys, "completion", "bash")
+    assert code == 0
+    for line, wanted in OFFERED.items():
+        words = [*line.split(), *([""] if line.endswith(" ") else [])]
+        ask = ASK.format(words=" ".join(map(shlex.quote, words)), place=len(words) - 1)
+        (tmp_path / "ask.sh").write_text(script + ask)
+        done = subprocess.run(["bash", tmp_path / "ask.sh"], capture_output=True, text=True)
+        offered = set(done.stdout.split())
+        assert wanted <= offered, (line, offered, done.stderr)
+        assert all(word.startswith(words[-1]) for word in offered), (line, offered)
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish", "tcsh"])
+def test_other_shells_have_a_script(shell, capsys):
+    code, script, _ = called(capsys, "completion", shell)
+    assert code == 0
+    assert all(name in script for name in cli.COMMANDS)
+    assert "mixgrpo-flash" in script

@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .names import read_index
+
 # %% ../../nbs/backbones/12_loading.ipynb #3ba7b50d
 ENCODERS = ("text_encoder", "image_encoder")  # how the names of encoders begin
 
 
 def encoder_names(folder: str) -> list[str]:
     "Return the names of the encoders of a pipeline's folder or hub name."
-    from diffusers import DiffusionPipeline
-
-    config = DiffusionPipeline.load_config(folder)
+    config = read_index(folder)
     return [name for name, kind in config.items() if name.startswith(ENCODERS) and kind[0] is not None]
 
 # %% ../../nbs/backbones/12_loading.ipynb #e6cc5974

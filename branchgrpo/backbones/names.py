@@ -4,9 +4,11 @@
 
 # %% auto #0
 __all__ = ['FAMILIES', 'TINY', 'BACKBONES', 'UNREADABLE', 'Backbone', 'tiny_backbone', 'adapt_recipe', 'is_hub_name',
-           'is_pipeline', 'resolve', 'absent', 'not_loaded', 'pipeline_class', 'family', 'declared', 'default_sizes']
+           'is_pipeline', 'resolve', 'absent', 'not_loaded', 'read_index', 'pipeline_class', 'family', 'declared',
+           'default_sizes']
 
 # %% ../../nbs/backbones/03_names.ipynb #762b2953
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -110,13 +112,23 @@ def not_loaded(name: str, error: Exception) -> ValueError:
     return ValueError(f"backbone: {shown(name)} holds what is not loaded ({reason}…)")
 
 # %% ../../nbs/backbones/03_names.ipynb #8d4d485d
+def read_index(folder: str) -> Any:
+    "Return a pipeline's `model_index.json`, of a folder or of a hub name, without an import of the pipelines."
+    if Path(folder).is_dir():
+        return json.loads((Path(folder) / "model_index.json").read_text(encoding="utf-8"))
+    from diffusers.configuration_utils import ConfigMixin
+
+    class Index(ConfigMixin):
+        config_name = "model_index.json"
+
+    return Index.load_config(folder)
+
+
 def pipeline_class(name: str) -> str | None:
     "Return the class name in a backbone's `model_index.json`, if it has one. Raises `ValueError` if there is no file."
-    from diffusers import DiffusionPipeline
-
     folder = resolve(name)
     try:
-        config = DiffusionPipeline.load_config(folder)
+        config = read_index(folder)
         return config.get("_class_name") if isinstance(config, dict) else None
     except UNREADABLE as error:
         raise absent(name, error) from None

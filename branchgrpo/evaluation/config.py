@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..rewards.base import check_name, source_digest
 from ..registry import first_of, reason, with_setting
 from ..settings import check_types
 from ..training.files import write_text
@@ -51,9 +50,11 @@ BOUNDS = {
     "frames": (1, 10_000),
 }
 
-
+# %% ../../nbs/evaluation/04_config.ipynb #88679b60
 def check_evaluation(e: Evaluation) -> None:
     "Raise `ValueError` naming the first field that is wrong. Load no weights."
+    from branchgrpo.rewards.base import check_name  # not above: the help of `evaluate` needs no torch
+
     check_types(Evaluation, asdict(e))
     for name, (least, most) in BOUNDS.items():
         value = getattr(e, name)
@@ -71,6 +72,8 @@ def check_evaluation(e: Evaluation) -> None:
 # %% ../../nbs/evaluation/04_config.ipynb #b5ea4578
 def recorded(e: Evaluation) -> dict[str, Any]:
     "Return what evaluation.json holds: the fields, and a digest of the source of every reward of your own."
+    from branchgrpo.rewards.base import source_digest
+
     digests = {name: source_digest(name) for name in e.rewards}
     own = {name: digest for name, digest in digests.items() if digest}
     return json.loads(json.dumps(asdict(e) | ({"sources": own} if own else {})))

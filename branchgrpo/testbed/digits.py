@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['SIZE', 'CELL', 'GLYPH', 'COLOURS', 'TEXTURES', 'RELATIONS', 'COUNTS', 'CELLS', 'PLACES', 'SPLITS', 'Glyph', 'Scene',
-           'parse_glyph', 'parse', 'handwriting', 'texture_masks', 'draw_glyph', 'render', 'is_test', 'random_glyph',
-           'random_scene', 'scenes']
+           'parse_glyph', 'parse', 'handwriting', 'texture_masks', 'draw_glyph', 'render', 'is_test', 'one_of',
+           'random_glyph', 'random_scene', 'scenes']
 
 # %% ../../nbs/testbed/00_digits.ipynb #aadbb946
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -16,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import Tensor
 
 # %% ../../nbs/testbed/00_digits.ipynb #635f08e4
@@ -121,6 +121,8 @@ SPLITS = {"train": (0.0, 0.6), "checker": (0.6, 0.85), "test": (0.85, 1.0)}  # f
 @cache
 def handwriting(split: str = "train") -> list[Tensor]:
     "Return the ink masks of one split, per digit `(n, 14, 14)` in [0, 1]. Raises `ValueError` on an unknown split."
+    from sklearn.datasets import load_digits  # not above: captions need no handwriting
+
     if split not in SPLITS:
         raise ValueError(f"split: {split!r} is not one of {', '.join(SPLITS)}")
     data = load_digits()
@@ -170,22 +172,24 @@ def is_test(caption: str) -> bool:
     return hashlib.sha256(caption.encode()).digest()[0] % 5 == 0
 
 # %% ../../nbs/testbed/00_digits.ipynb #a0484b0d
+def one_of(names: Sequence[str], rng: np.random.Generator) -> str:
+    "Draw a name as `rng.choice` does, a few times faster: it makes no array of the names."
+    return names[int(rng.integers(len(names)))]
+
+
 def random_glyph(rng: np.random.Generator) -> Glyph:
     "Draw a digit, a colour and a texture, each uniformly."
-    digit = int(rng.integers(10))
-    colour = str(rng.choice(list(COLOURS)))
-    return Glyph(digit, colour, str(rng.choice(TEXTURES)))
+    return Glyph(int(rng.integers(10)), one_of(tuple(COLOURS), rng), one_of(TEXTURES, rng))
 
 # %% ../../nbs/testbed/00_digits.ipynb #5aa18f3a
 def random_scene(rng: np.random.Generator) -> Scene:
     "Draw one scene: 30 % one digit, 40 % a pair in one of four relations, 30 % two to four equal digits."
-    kind = rng.choice(3, p=[0.3, 0.4, 0.3])
-    if kind == 0:
+    kind = rng.random()
+    if kind < 0.3:
         return Scene("one", (random_glyph(rng),))
-    if kind == 1:
-        relation = str(rng.choice(RELATIONS))
-        return Scene(relation, (random_glyph(rng), random_glyph(rng)))
-    count = str(rng.choice(list(COUNTS)))
+    if kind < 0.7:
+        return Scene(one_of(RELATIONS, rng), (random_glyph(rng), random_glyph(rng)))
+    count = one_of(tuple(COUNTS), rng)
     return Scene(count, (random_glyph(rng),) * COUNTS[count])
 
 # %% ../../nbs/testbed/00_digits.ipynb #d6b1063f

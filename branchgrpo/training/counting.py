@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..backbones.names import declared, default_sizes, family, resolve
+from ..backbones.names import declared, default_sizes, family, read_index, resolve
 from ..backbones.published import PUBLISHED
 from ..backbones.live_bytes import Operations, fused_attention
 from ..policy import Policy
@@ -45,7 +45,7 @@ def meta_pipeline(name: str, component: str) -> SimpleNamespace:
     import diffusers
 
     folder = resolve(name)
-    model = getattr(diffusers, diffusers.DiffusionPipeline.load_config(folder)[component][1])
+    model = getattr(diffusers, read_index(folder)[component][1])
     with torch.device("meta"):
         denoiser = model.from_config(read_config(model, folder, component)).bfloat16()
     vae = read_config(diffusers.AutoencoderKL, folder, "vae")

@@ -5,16 +5,18 @@
 # %% auto #0
 __all__ = ['REQUIRED', 'OPTIONAL', 'CHECKPOINTS', 'NOT_COUNTED', 'Finding', 'package', 'gpus_here', 'packages', 'is_inside',
            'is_here', 'backbone_here', 'server_here', 'reward_here', 'prompts_here', 'found', 'verified', 'work_lines',
-           'costs', 'report']
+           'costs', 'report', 'cost_facts', 'facts']
 
 # %% ../../nbs/training/17_doctor.ipynb #5609cfba
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+
+import branchgrpo
 
 from ..backbones.names import is_hub_name, resolve
 from ..prompts import load_prompts
@@ -22,10 +24,11 @@ from ..rewards.names import split_name, terms
 from ..rewards.table import Entry
 from ..rewards.unified_client import ChatClient
 from .config import Settings
-from .estimate import Estimate, estimate, verdict
-from .memory import GPU, memory_table
+from .estimate import Estimate, advice, estimate, verdict
+from .memory import GPU, by_phase, memory_table
 from .resolve_checks import listed
 from .verify import Verified, files_of, verify
+from .versions import commit_of
 
 # %% ../../nbs/training/17_doctor.ipynb #2942ca22
 class Finding(NamedTuple):
@@ -189,3 +192,30 @@ def report(
     "Return what is here, what is missing, what the run takes and whether it fits, as text, one fact per line."
     findings = [*packages(), *found(s.backbone, s.reward, s.prompts, s.held_out)]
     return "\n".join([*map(str, findings), "", *costs(s, gpus, tflops, gpu)])
+
+# %% ../../nbs/training/17_doctor.ipynb #a02a9190
+def cost_facts(s: Settings, gpus: int = 8, tflops: float = 400.0, gpu: float = GPU) -> dict[str, Any]:
+    "Return the numbers of an estimate, or `{'error': why there are none}`."
+    try:
+        e = estimate(s, gpus, tflops)
+    except (OSError, ValueError) as error:
+        return {"error": " ".join(str(error).split())}
+    changes = advice(s, gpus, gpu)
+    work = {"parameters": e.counted.parameters, "trained_parameters": e.counted.trained}
+    work |= {"leaves": e.leaves, "calls": e.calls, "trained_calls": e.trained_calls, "tflop_per_iteration": e.tflop}
+    time = {"hours": e.hours, "evaluation_hours": e.evaluation_hours, "gpus": gpus, "tflops": tflops}
+    memory = {"gpu_gb": gpu, "peak_gb": e.peak_gb, "gb_by_phase": by_phase(e.parts)}
+    return work | time | memory | {"fits": changes == {}, "fits_with": changes}
+
+# %% ../../nbs/training/17_doctor.ipynb #908a3d28
+def facts(s: Settings, gpus: int = 8, tflops: float = 400.0, gpu: float = GPU) -> dict[str, Any]:
+    "Return the report as a table: the machine, what was found, the settings, and what the run costs."
+    findings = [*packages(), *found(s.backbone, s.reward, s.prompts, s.held_out)]
+    return {
+        "branchgrpo": branchgrpo.__version__,
+        "commit": commit_of(Path(branchgrpo.__file__).parent),
+        "system": platform.platform(),
+        "found": [finding._asdict() for finding in findings],
+        "settings": s.to_dict(),
+        "costs": cost_facts(s, gpus, tflops, gpu),
+    }

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.state import AcceleratorState
-from diffusers.training_utils import cast_training_params
 from torch import nn
 
 from ..backbones.base import declared, empty_denoiser, family, largest_rank, load, save_memory
@@ -97,6 +96,7 @@ def make_trainable(policy: Any, s: Settings) -> None:
     denoiser = policy.denoiser
     torch.manual_seed(s.seed)
     if s.lora_rank:
+        from diffusers.training_utils import cast_training_params  # not above: it imports most of diffusers
         from peft import LoraConfig
 
         config = LoraConfig(

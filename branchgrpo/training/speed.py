@@ -19,10 +19,12 @@ from .config import Settings
 # %% ../../nbs/training/18_speed.ipynb #f40278cc
 def check_attention(name: str | None) -> None:
     "Raise `ValueError` if diffusers has no attention kernel of that name."
+    if name is None:
+        return
     from diffusers.models.attention_dispatch import AttentionBackendName
 
     names = [kernel.value for kernel in AttentionBackendName]
-    if name is not None and name not in names:
+    if name not in names:
         raise unknown("attention", name, names)
 
 # %% ../../nbs/training/18_speed.ipynb #f50beee1
