@@ -142,7 +142,9 @@ def page(records: list[Record], refresh: float | None = None) -> str:
     table += [[name, *(cell(r, name) for r in records)] for name in (*first, *others)]
     differ = differing(records)
     parts = [f"<h1>{title}</h1>", run_lines(records)]
-    parts += [html_table([["setting", *table[0][1:]], *differ])] if differ else []
+    settings = html_table([["setting", *table[0][1:]], *differ])
+    head = f"<summary>{len(differ)} settings differ</summary>"
+    parts += [f"<details>{head}{settings}</details>"] if differ else []
     rest = [name for name in others if name not in COUNTERS or name == "seconds"]
     curves = (
         f"{panels(records, first)}<details><summary>More curves</summary>{by_calls(records)}{panels(records, rest)}"

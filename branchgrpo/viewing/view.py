@@ -69,8 +69,8 @@ def framed(text: str, height: int) -> Any:
     "Return a page as the output of a cell, in a frame of its own: its style does not touch the notebook."
     from IPython.display import HTML
 
-    frame = f'<iframe srcdoc="{escape(text)}" style="width:100%;height:{height}px;border:0"></iframe>'
-    return HTML(frame)
+    style = f"width:100%;height:{height}px;border:0"
+    return HTML(f'<div><iframe srcdoc="{escape(text)}" style="{style}"></iframe></div>')
 
 
 def view_run(*runs: str | Path, live: bool = False, interval: float = 10.0, height: int = 800) -> Any:
@@ -82,5 +82,6 @@ def view_run(*runs: str | Path, live: bool = False, interval: float = 10.0, heig
 
     handle = display(display_id=True)
     for _, text, _ in looks(o):
-        handle.update(framed(text, height))
+        if handle is not None:  # there is none outside a notebook
+            handle.update(framed(text, height))
     return None
