@@ -97,7 +97,7 @@ def keep_tree(s: Any, prompt: str, iteration: int, collected: Any, rolled: Any, 
         tables = {"parents": tree.parents[d][0], "values": values[d][0]}
         tables |= {"advantages": rolled.advantages[d][0], "trained": rolled.edge_mask[d][0]}
         depths.append(columns(here, nodes[d - 1] if d else [], tables))
-    record = {"iteration": iteration, "prompt": prompt, "leaves": len(rewards), "depths": depths}
+    record: dict[str, Any] = {"iteration": iteration, "prompt": prompt, "leaves": len(rewards), "depths": depths}
     record |= {"nodes": nodes, "rewards": plain(collected.rewards[0][nodes[-1]]), "shown": leaves}
     record["parts"] = {name: plain(part[0][nodes[-1]]) for name, part in collected.parts.items()}
     own = len(collected.images) // len(collected.rewards)

@@ -27,7 +27,8 @@ p{margin:.2rem 0 .5rem}.soft,figcaption{color:var(--soft);font-size:.8rem}.note{
 figure{margin:0;background:var(--box);border:1px solid var(--line);border-radius:6px;padding:.6rem}
 svg text{fill:var(--soft);font:10px system-ui,sans-serif}svg.curves{width:100%;height:auto}.grid{stroke:var(--line)}
 .scroll{overflow:auto;max-height:80vh;border:1px solid var(--line);border-radius:6px;padding:.4rem}
-svg.tree text{paint-order:stroke;stroke:var(--paper);stroke-width:3px}.edge{stroke:var(--line);stroke-width:1}.trained{stroke:var(--soft);stroke-width:1.6}
+svg.tree text{paint-order:stroke;stroke:var(--paper);stroke-width:3px}
+.edge{stroke:var(--line);stroke-width:1}.trained{stroke:var(--soft);stroke-width:1.6}
 table{border-collapse:collapse}td,th{padding:.15rem .7rem .15rem 0;text-align:left;border-bottom:1px solid var(--line)}
 td+td,th+th{text-align:right;font-variant-numeric:tabular-nums}.swatch{display:inline-block;width:.8em;height:.8em;
 border-radius:2px;margin-right:.4em}img{image-rendering:pixelated;height:64px;display:block}

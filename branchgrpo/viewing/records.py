@@ -55,7 +55,7 @@ def read_rows(path: Path, notes: list[str]) -> list[dict[str, float | None]]:
     if damaged:
         notes.append(f"{path.name}: damaged lines are left out: {first_of(damaged)}")
     rows = [row for row in (*(row for _, row in found), whole_row(last)) if row is not None]
-    by_iteration = {row["iteration"]: row for row in rows}
+    by_iteration = {row["iteration"] or 0.0: row for row in rows}
     return [by_iteration[n] for n in sorted(by_iteration)]
 
 # %% ../../nbs/viewing/01_records.ipynb #42ba47be
