@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from test_training import together
 
 from branchgrpo import TrainConfig, Trainer, cli
 from branchgrpo.planning import plan_of
@@ -116,6 +117,35 @@ def test_a_kept_tree_is_the_tree_that_was_trained_on(tmp_path, changes):
     assert sum(sum(depth["trained"]) for depth in tree["depths"]) == found.metrics[0]["edges"]
     last = str(len(tree["depths"]) - 1)
     assert len(tree["images"][last]) == len(tree["rewards"]) and "0" in tree["images"]
+
+
+FIT = """
+import json, sys
+from branchgrpo import Trainer, TrainConfig
+Trainer(TrainConfig.from_dict(json.loads(sys.argv[1]))).fit()
+"""
+
+
+@pytest.mark.parametrize("changes", [{}, FUNNEL], ids=["tree", "funnel"])
+def test_a_tree_spread_over_processes_is_kept_once(tmp_path, changes):
+    "By the main process: the numbers are those of one process, and the images those of its own leaves."
+    table = SMALL | {"max_batch": 1, "decode_batch": 1, "prompts_per_iteration": 1, "iterations": 1, "tree_every": 1}
+    found = []
+    for n in (1, 2):
+        folder = tmp_path / str(n)
+        here = table | changes | {"output": str(folder), "ranks_per_prompt": n, "splits": changes.get("splits", [0, 1])}
+        for status, log in together(n, FIT, json.dumps(here), folder):
+            assert status == 0, log
+        found += trees_of(read_run(folder))
+    one, two = found
+    assert two["rewards"] == one["rewards"] and two["prompt"] == one["prompt"]
+    for a, b in zip(one["depths"], two["depths"]):
+        assert (a["parents"], a["values"]) == (b["parents"], b["values"])
+        known = [(x, y) for x, y in zip(a["advantages"], b["advantages"]) if y is not None]
+        assert known and all(x == y for x, y in known)
+    last = str(len(one["depths"]) - 1)
+    assert 0 < len(two["images"][last]) < len(one["images"][last])
+    assert all(one["images"][last][n] == image for n, image in two["images"][last].items())
 
 
 def test_trees_come_with_evaluations_unless_they_are_asked_for(demo, tmp_path):
@@ -311,11 +341,6 @@ def wait_for(condition, seconds=180):
         time.sleep(0.2)
 
 
-TRAIN = """
-import json, sys
-from branchgrpo import Trainer, TrainConfig
-Trainer(TrainConfig.from_dict(json.loads(sys.argv[1]))).fit()
-"""
 FOLLOW = "import sys; from branchgrpo.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
@@ -323,7 +348,7 @@ def test_a_live_page_follows_a_training_to_its_end(tmp_path):
     "The page loads itself again while the run is trained, and no more after it was killed."
     folder = tmp_path / "run"
     table = SMALL | {"output": str(folder), "iterations": 100_000, "splits": [0, 1]}
-    training = popen([sys.executable, "-c", TRAIN, json.dumps(table)])
+    training = popen([sys.executable, "-c", FIT, json.dumps(table)])
     try:
         wait_for(lambda: (folder / "metrics.jsonl").exists())
         with open(tmp_path / "said", "w") as said:
