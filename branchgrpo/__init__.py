@@ -55,6 +55,7 @@ _PUBLIC = {
     "Trainer": "training.trainer",
     "Callback": "training.callbacks",
     "Run": "training.runs",
+    "view_run": "viewing.view",
 }
 __all__ = [*_PUBLIC, "__version__"]
 

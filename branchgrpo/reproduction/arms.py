@@ -34,6 +34,7 @@ def base_config(
         evaluate_every=10,
         checkpoint_every=20,
         tracker="none",
+        tree_every=0,
         **extra,
     )
 

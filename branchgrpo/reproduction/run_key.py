@@ -28,6 +28,7 @@ NOT_HASHED = frozenset(
         "checkpoint_async",
         "keep_checkpoints",
         "keep_every",
+        "tree_every",
         "max_skipped",
         "decode_batch",
         "timeout_minutes",

@@ -84,5 +84,5 @@ def remove_leftovers(run: Path) -> None:
             recover(path.with_suffix(""))
     recover(run / "model")
     recover(run / "lora")
-    for folder in (run, run / "samples"):
+    for folder in (run, run / "samples", run / "trees"):
         remove_temporaries(folder)

@@ -42,6 +42,7 @@ class RecordSettings:
     checkpoint_async: bool = False  # write a checkpoint while the training goes on
     keep_checkpoints: int = 2  # the newest checkpoints that are kept
     keep_every: int = 0  # checkpoints of every n-th iteration are kept too; 0: none
+    tree_every: int | None = None  # iterations between kept trees, for branchgrpo view; none: evaluate_every; 0: never
     max_skipped: int = 10  # the run stops after so many iterations in a row whose gradient is not finite
     tracker: str = "tensorboard"  # tensorboard, wandb or none
 

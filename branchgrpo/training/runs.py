@@ -149,7 +149,7 @@ def holds_nothing(run: Run) -> bool:
 def open_run(
     path: str | Path,
     settings: dict,
-    free: tuple[str, ...] = ("iterations",),  # settings that may differ
+    free: tuple[str, ...] = ("iterations", "tree_every"),  # settings that may differ
     prompts: Any = None,  # the set that was read, to notice a changed file
 ) -> Run:
     "Return the run at `path`, made now or found. Raise `ValueError` if the folder holds something else."

@@ -1,0 +1,422 @@
+"""Looking at a run: kept trees change no number, and the page shows what is there, whatever is there."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from test_training import together
+
+from branchgrpo import TrainConfig, Trainer, cli
+from branchgrpo.planning import plan_of
+from branchgrpo.reproduction.warm import popen, run
+from branchgrpo.training.runs import Run
+from branchgrpo.viewing.page import page
+from branchgrpo.viewing.records import read_run, read_runs
+from branchgrpo.viewing.run_table import run_table
+from branchgrpo.viewing.tree_drawing import trees_of
+from branchgrpo.viewing.view import view_run
+
+SMALL = dict(steps=4, splits=(0, 1), prompts_per_iteration=2, evaluate_every=0, tracker="none", iterations=3)
+TIMES = ("seconds", "seconds_rollout", "seconds_update")
+
+
+def trained(folder, **changes):
+    return Trainer(TrainConfig.from_dict(SMALL | {"output": str(folder)} | changes)).fit()
+
+
+def numbers(rows):
+    return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    "A finished run with evaluations, samples and trees."
+    folder = tmp_path_factory.mktemp("runs") / "demo"
+    return trained(folder, evaluate_every=2, evaluation_prompts=8)
+
+
+@pytest.fixture
+def copied(demo, tmp_path):
+    "A copy of the run, to be damaged."
+    subprocess.run(["cp", "-r", demo.path, tmp_path / "demo"], check=True)
+    return tmp_path / "demo"
+
+
+def called(capsys, *words):
+    code = cli.main(["view", *map(str, words)])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+class Elements(HTMLParser):
+    "The elements of a page with their attributes, as a browser would find them."
+
+    def __init__(self, text):
+        super().__init__()
+        self.found = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+
+    def all(self, tag):
+        return [attrs for name, attrs in self.found if name == tag]
+
+
+# kept trees
+
+FUNNEL = {"recipe": "pro-grpo", "roots": 6, "prune_at": {"1": 4, "2": 2}, "splits": []}
+SIDE = {"splits": [], "roots": 2, "side": [0, 2], "branch_factor": 3, "advantage": "siblings", "lora_rank": 2}
+KINDS = {
+    "tree": {},
+    "funnel": FUNNEL,
+    "side branches": SIDE,
+    "kept graphs, small batches": {"retain": 6, "max_batch": 3},
+    "adaptive": {"adaptive": True, "splits": (0, 2)},
+    "selected leaves": {"group_selection": "ovf", "group_keep": 2, "prune": "extreme", "prune_keep": 1},
+}
+
+
+def weights_of(found):
+    "The tensors of a run's result."
+    files = sorted(path for name in ("model", "lora") for path in (found.path / name).rglob("*.safetensors"))
+    return {f"{path.name}/{name}": value for path in files for name, value in load_file(path).items()}
+
+
+@pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
+def test_keeping_trees_changes_no_number(tmp_path, changes):
+    without = trained(tmp_path / "without", **changes, iterations=2, tree_every=0)
+    kept = trained(tmp_path / "with", **changes, iterations=2, tree_every=1)
+    assert numbers(kept.metrics) == numbers(without.metrics)
+    before, after = weights_of(without), weights_of(kept)
+    assert before and before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert not (without.path / "trees").exists()
+    assert [path.name for path in sorted((kept.path / "trees").iterdir())] == ["000001.json", "000002.json"]
+
+
+@pytest.mark.parametrize("changes", [{}, FUNNEL, SIDE], ids=["tree", "funnel", "side branches"])
+def test_a_kept_tree_is_the_tree_that_was_trained_on(tmp_path, changes):
+    "Its rewards have the iteration's mean, its leaves are the images, and its shape is the plan's."
+    found = trained(tmp_path / "run", **changes, prompts_per_iteration=1, iterations=1, tree_every=1)
+    (tree,) = trees_of(read_run(found.path))
+    s = TrainConfig.from_dict(SMALL | changes).settings()
+    assert [len(depth["values"]) for depth in tree["depths"]] == list(plan_of(s).populations)
+    assert sum(tree["rewards"]) / len(tree["rewards"]) == pytest.approx(found.metrics[0]["reward"], abs=1e-5)
+    assert tree["depths"][-1]["values"] == tree["rewards"]
+    assert sum(sum(depth["trained"]) for depth in tree["depths"]) == found.metrics[0]["edges"]
+    last = str(len(tree["depths"]) - 1)
+    assert len(tree["images"][last]) == len(tree["rewards"]) and "0" in tree["images"]
+
+
+FIT = """
+import json, sys
+from branchgrpo import Trainer, TrainConfig
+Trainer(TrainConfig.from_dict(json.loads(sys.argv[1]))).fit()
+"""
+
+
+@pytest.mark.parametrize("changes", [{}, FUNNEL], ids=["tree", "funnel"])
+def test_a_tree_spread_over_processes_is_kept_once(tmp_path, changes):
+    "By the main process: the numbers are those of one process, and the images those of its own leaves."
+    table = SMALL | {"max_batch": 1, "decode_batch": 1, "prompts_per_iteration": 1, "iterations": 1, "tree_every": 1}
+    found = []
+    for n in (1, 2):
+        folder = tmp_path / str(n)
+        here = table | changes | {"output": str(folder), "ranks_per_prompt": n, "splits": changes.get("splits", [0, 1])}
+        for status, log in together(n, FIT, json.dumps(here), folder):
+            assert status == 0, log
+        found += trees_of(read_run(folder))
+    one, two = found
+    assert two["rewards"] == one["rewards"] and two["prompt"] == one["prompt"]
+    for a, b in zip(one["depths"], two["depths"]):
+        assert (a["parents"], a["values"]) == (b["parents"], b["values"])
+        known = [(x, y) for x, y in zip(a["advantages"], b["advantages"]) if y is not None]
+        assert known and all(x == y for x, y in known)
+    last = str(len(one["depths"]) - 1)
+    assert 0 < len(two["images"][last]) < len(one["images"][last])
+    assert all(one["images"][last][n] == image for n, image in two["images"][last].items())
+
+
+def test_trees_come_with_evaluations_unless_they_are_asked_for(demo, tmp_path):
+    assert [path.stem for path in sorted((demo.path / "trees").iterdir())] == ["000001", "000002", "000003"]
+    alone = trained(tmp_path / "run", evaluate_every=2, evaluation_prompts=4, tree_every=0)
+    assert not (alone.path / "trees").exists()
+
+
+def test_a_run_goes_on_with_another_tree_every(tmp_path):
+    "Also a run of a version that did not know the setting."
+    first = trained(tmp_path / "run", iterations=1)
+    table = first.info
+    del table["settings"]["tree_every"]
+    (first.path / "run.json").write_text(json.dumps(table))
+    assert len(trained(tmp_path / "run", iterations=2, tree_every=1).metrics) == 2
+
+
+def test_a_wrong_tree_every(tmp_path):
+    with pytest.raises(ValueError, match="tree_every: -1 is not a whole number of at least 0"):
+        trained(tmp_path / "run", tree_every=-1)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_large_tree_is_cut_and_a_clip_shows_one_frame(tmp_path):
+    from branchgrpo.training.kept_trees import MOST_LEAVES, MOST_NODES, chosen_leaves, kept_nodes, thumbnail
+
+    leaves = 2 * MOST_NODES
+    parents = [[-1], [0] * 64, [n % 64 for n in range(leaves)]]
+    kept = kept_nodes(parents, chosen_leaves(list(range(leaves))))
+    assert len(kept[-1]) == MOST_LEAVES and kept[0] == [0]
+    assert len(thumbnail(torch.rand(3, 9, 480, 832))) < 20_000
+
+
+# what the page shows
+
+
+def test_the_page_shows_curves_samples_and_trees(demo, capsys):
+    code, out, err = called(capsys, demo.path)
+    assert (code, err) == (0, "")
+    assert out.splitlines()[0].endswith("iteration 3 of 3, finished")
+    assert re.search(r"^reward +0\.\d+ → 0\.\d+$", out, re.MULTILINE)
+    text = (demo.path / "view.html").read_text(encoding="utf-8")
+    found = Elements(text)
+    assert len(found.all("polyline")) >= 10
+    assert len(found.all("img")) == 3  # evaluations at 0, 2 and 3
+    assert len(found.all("image")) == 2 * (1 + 2 + 4 + 4)  # the first and the last tree
+    for name in ("reward", "ratio", "clip_fraction", "ess", "grad_norm", "eval_reward"):
+        assert f"<h3>{name}</h3>" in text
+
+
+def test_the_page_needs_nothing_from_outside_and_runs_nothing(demo):
+    found = Elements(page([read_run(demo.path)]))
+    names = {tag for tag, _ in found.found}
+    assert not names & {"script", "iframe", "object", "embed", "link", "base", "form"}
+    for _, attrs in found.found:
+        for name, value in attrs.items():
+            assert not name.startswith("on")
+            if name in ("src", "href"):
+                assert value.startswith("data:image/")
+    (policy,) = [m["content"] for m in found.all("meta") if m.get("http-equiv") == "Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'")
+
+
+EVIL = """"><script>alert(1)</script><img src=x onerror='alert(1)'>&amp;</title></style>]]>"""
+
+
+def test_what_a_run_holds_is_text_and_no_html(copied, tmp_path):
+    info = json.loads((copied / "run.json").read_text())
+    info["settings"] |= {"recipe": EVIL, "backbone": EVIL, "reward": EVIL, "seed": EVIL, EVIL: EVIL}
+    (copied / "run.json").write_text(json.dumps(info))
+    lines = (copied / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) | {f"reward/{EVIL}": 0.5, EVIL: 1.0} for line in lines]
+    (copied / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for path in (copied / "trees").iterdir():
+        tree = json.loads(path.read_text()) | {"prompt": EVIL, "iteration": EVIL}
+        tree["images"]["0"]["0"] = EVIL
+        path.write_text(json.dumps(tree))
+    (copied / "trees/000009.json").write_text(EVIL)
+    (copied / "samples/000009.png").write_text(EVIL)
+    other = tmp_path / "<script>alert(2)<"
+    other.mkdir()
+    (other / "run.json").write_text(json.dumps({"settings": {"seed": 0}}))
+    found = Elements(page(read_runs((copied, other)), refresh=5))
+    clean = Elements(page(read_runs((copied,))))
+    assert not found.all("script") and not clean.all("script")
+    assert all(attrs["src"].startswith("data:image/") and "onerror" not in attrs for attrs in found.all("img"))
+    assert len(found.all("title")) == 1 + len([tag for tag, _ in found.found if tag in ("circle", "rect")])
+
+
+def test_a_name_cannot_drive_the_terminal(copied, capsys):
+    info = json.loads((copied / "run.json").read_text())
+    info["settings"]["recipe"] = "\x1b[2J\x07evil\r\n"
+    (copied / "run.json").write_text(json.dumps(info))
+    _, out, _ = called(capsys, copied)
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", out)
+
+
+def test_several_runs_side_by_side(demo, copied, tmp_path, capsys):
+    info = json.loads((copied / "run.json").read_text())
+    info["settings"]["learning_rate"] = 0.125
+    (copied / "run.json").write_text(json.dumps(info))
+    code, out, _ = called(capsys, demo.path, copied, "--output", tmp_path / "both.html")
+    assert code == 0
+    assert out.splitlines()[0].startswith("1  demo") and out.splitlines()[1].startswith("2  demo")
+    text = (tmp_path / "both.html").read_text(encoding="utf-8")
+    assert "<td>learning_rate</td>" in text and "<td>0.125</td>" in text
+    assert "<td>eta</td>" not in text.split("<h2>Curves")[0]
+    assert len(re.findall("<polyline", text)) == 2 * len(re.findall("<figure><h3>[a-z]", text))
+
+
+# what is missing or damaged
+
+DAMAGES = {
+    "no evaluations": lambda f: ((f / "evaluations.jsonl").unlink(), [p.unlink() for p in (f / "samples").iterdir()]),
+    "no metrics": lambda f: (f / "metrics.jsonl").unlink(),
+    "empty metrics": lambda f: (f / "metrics.jsonl").write_bytes(b""),
+    "a damaged line": lambda f: (f / "metrics.jsonl").write_bytes(b'{"iter\n' + (f / "metrics.jsonl").read_bytes()),
+    "half a line": lambda f: (f / "metrics.jsonl").write_bytes((f / "metrics.jsonl").read_bytes()[:-30]),
+    "no text": lambda f: (f / "metrics.jsonl").write_bytes(bytes(range(256)) * 9),
+    "odd values": lambda f: (f / "metrics.jsonl").write_text(
+        '{"iteration": 1, "reward": "high", "ratio": 1e999, "kl": -Infinity, "loss": [1], "grad_norm": true}\n'
+        '{"iteration": 2, "reward": 1e308, "ratio": null, "own": -1e308, "huge": 1' + "0" * 400 + "}\n"
+        '{"iteration": 2.5}\n[1, 2]\n"text"\n{"iteration": -3, "reward": -1e308}\n'
+    ),
+    "deep nesting": lambda f: (f / "evaluations.jsonl").write_text("[" * 100_000 + "\n"),
+    "metrics is a folder": lambda f: ((f / "metrics.jsonl").unlink(), (f / "metrics.jsonl").mkdir()),
+    "run.json is half": lambda f: (f / "run.json").write_text('{"settings": {'),
+    "run.json is a list": lambda f: (f / "run.json").write_text("[]"),
+    "settings of an old version": lambda f: (f / "run.json").write_text('{"settings": {"recipe": "old"}, "state": 3}'),
+    "no run.json": lambda f: (f / "run.json").unlink(),
+    "an empty image": lambda f: (f / "samples/000002.png").write_bytes(b""),
+    "half an image": lambda f: (f / "samples/000002.png").write_bytes((f / "samples/000002.png").read_bytes()[:900]),
+    "a tiny image": lambda f: Image.new("RGB", (1, 1)).save(f / "samples/000002.png"),
+    "half a tree": lambda f: (f / "trees/000003.json").write_bytes((f / "trees/000003.json").read_bytes()[:900]),
+    "a tree of another kind": lambda f: (f / "trees/000003.json").write_text('{"depths": [{"parents": 3}]}'),
+    "a tree without depths": lambda f: (f / "trees/000003.json").write_text('{"depths": {}, "images": {}}'),
+    "only run.json": lambda f: [
+        subprocess.run(["rm", "-r", p], check=True) for p in f.iterdir() if p.name != "run.json"
+    ],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_run_costs_a_note(damage, copied, capsys):
+    damage(copied)
+    code, out, err = called(capsys, copied)
+    assert (code, err) == (0, "")
+    assert "Traceback" not in out
+    text = (copied / "view.html").read_text(encoding="utf-8")
+    assert text.endswith("</body></html>")
+    assert not re.search(r'"(nan|inf|-inf)"|[ ,](nan|inf)[ ,]', text)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "runs: nothing is given; write branchgrpo view runs/demo"),
+        (("nowhere",), "runs: 'nowhere' is not a run's folder (No such file or directory)"),
+        (("file",), "runs: 'file' is not a run's folder (Not a directory)"),
+        (("empty",), "runs: 'empty' is not a run's folder: there is no run.json"),
+        (("holder",), "runs: 'holder' is not a run's folder: there is no run.json; it holds 1 runs"),
+        (("holder/demo", "nowhere"), "runs: 'nowhere' is not a run's folder"),
+        (("holder/demo",) * 13, "runs: 13 are given, and at most 12 are shown side by side"),
+        (("holder/demo", "--output", "page.pdf"), "output: 'page.pdf' does not end in .html"),
+        (("holder/demo", "--output", "file/page.html"), "output: 'file/page.html' cannot be made"),
+        (("holder/demo", "--output", "empty"), "output: 'empty' is a folder"),
+        (("holder/demo", "--interval", "0"), "interval: 0.0 is not a number of seconds from 1 to 86400"),
+        (("holder/demo", "--interval", "nan"), "interval: nan is not a number of seconds from 1 to 86400"),
+        (("holder/demo", "--interval", "often"), "interval: 'often' is not a number, such as 0.5 or 1e-4"),
+        (("holder/demo", "--lvie"), "--lvie: there is no such option; did you mean --live?"),
+    ],
+)
+def test_a_wrong_call_costs_one_line(words, message, copied, tmp_path, monkeypatch, capsys):
+    (tmp_path / "holder").mkdir()
+    copied.rename(tmp_path / "holder/demo")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    code, out, err = called(capsys, *words)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"branchgrpo: {message}")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+# live
+
+
+def wait_for(condition, seconds=180):
+    deadline = time.time() + seconds
+    while not condition():
+        assert time.time() < deadline
+        time.sleep(0.2)
+
+
+FOLLOW = "import sys; from branchgrpo.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+def test_a_live_page_follows_a_training_to_its_end(tmp_path):
+    "The page loads itself again while the run is trained, and no more after it was killed."
+    folder = tmp_path / "run"
+    table = SMALL | {"output": str(folder), "iterations": 100_000, "splits": [0, 1]}
+    training = popen([sys.executable, "-c", FIT, json.dumps(table)])
+    try:
+        wait_for(lambda: (folder / "metrics.jsonl").exists())
+        with open(tmp_path / "said", "w") as said:
+            words = ["view", str(folder), "--live", "--interval", "1"]
+            follower = popen([sys.executable, "-c", FOLLOW, *words], stdout=said, stderr=said)
+        wait_for((folder / "view.html").exists)
+        first = (folder / "view.html").read_text()
+        assert 'http-equiv="refresh"' in first
+        wait_for(lambda: (folder / "view.html").read_text() != first)
+    finally:
+        training.kill()
+        training.wait(timeout=60)
+    assert follower.wait(timeout=120) == 0, (tmp_path / "said").read_text()
+    assert 'http-equiv="refresh"' not in (folder / "view.html").read_text()
+    text = (tmp_path / "said").read_text()
+    assert ", training" in text and "stopped" in text.split("page:")[-2]
+    assert "\x1b" not in text  # no terminal
+
+
+def test_looking_does_not_disturb_a_training(copied):
+    "The lock is neither taken nor removed, and a holder that is gone counts as stopped."
+    info = json.loads((copied / "run.json").read_text())
+    (copied / "run.json").write_text(json.dumps(info | {"state": "started"}))
+    assert read_run(copied).state == "stopped"
+    lock = copied / ".lock"
+    lock.write_text(json.dumps({"process": os.getpid(), "host": socket.gethostname(), "since": "now"}))
+    before = lock.stat()
+    assert read_run(copied).state == "training"
+    assert (lock.stat().st_mtime_ns, lock.stat().st_ino) == (before.st_mtime_ns, before.st_ino)
+    lock.write_text(json.dumps({"process": 2**22 + 1, "host": socket.gethostname(), "since": "now"}))
+    assert read_run(copied).state == "stopped"
+    lock.write_text(json.dumps({"process": 1, "host": "another", "since": "now"}))
+    assert read_run(copied).state == "training"  # it wrote something within the hour
+    for path in copied.glob("*.json*"):
+        os.utime(path, (1, 1))
+    assert read_run(copied).state == "stopped"
+    for text in ("", "{", "[]", '{"process": "x"}'):
+        lock.write_text(text)
+        read_run(copied)
+
+
+def test_a_run_in_a_notebook(demo):
+    assert "<iframe srcdoc=" in view_run(demo.path).data
+    assert "&lt;h2&gt;Curves" in view_run(demo.path, demo.path, height=300).data
+    assert view_run(str(demo.path), live=True) is None
+
+
+LIGHT = """
+import sys
+from branchgrpo.cli import main
+code = main(["view", sys.argv[1]])
+print([name for name in ("torch", "diffusers", "transformers", "pandas") if name in sys.modules], file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def test_a_look_loads_no_torch(demo):
+    done = subprocess.run([sys.executable, "-c", LIGHT, demo.path], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "[]\n")
+
+
+def test_the_table_of_runs_that_have_not_begun(tmp_path):
+    (tmp_path / "run.json").write_text('{"settings": {"recipe": "branchgrpo", "iterations": 5}, "state": "started"}')
+    assert run_table([read_run(tmp_path)]).splitlines()[-1] == "no iteration is finished yet"
+    assert "No iteration is finished yet" in page([read_run(tmp_path)])
+    assert Run(tmp_path).metrics == []
+
+
+def test_the_command_ends_well_in_its_own_process(demo, tmp_path):
+    done = run([sys.executable, "-c", FOLLOW, "view", str(demo.path), "--output", str(tmp_path / "a/b.html")])
+    assert done.returncode == 0 and Path(tmp_path / "a/b.html").stat().st_size > 20_000
