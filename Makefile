@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help env quickstart check test faults benchmark export clean-notebooks
+.PHONY: help env quickstart lab site check test faults benchmark export clean-notebooks
 
 help:  ## this text
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -20,6 +20,18 @@ quickstart: env  ## train BranchGRPO and DanceGRPO on tiny-flux (about 3 minutes
 	@echo "Training BranchGRPO and DanceGRPO on tiny-flux, 40 iterations each: about 3 minutes on two cores."
 	@$(BIN)/branchgrpo reproduce quickstart --scale quickstart --jobs 2
 	@echo "figures: runs/quickstart/figures/   executed notebook: runs/reproduce/quickstart/quickstart.ipynb"
+
+lab: env  ## JupyterLab, at the first page
+	$(BIN)/jupyter lab nbs/index.ipynb
+
+site: .venv/.site  ## all notebooks, results, reference and explorer as pages: _site/index.html (about a minute)
+	$(BIN)/python -c "from branchgrpo.site.build import main; main()"
+
+.venv/.site: .venv/.stamp  # the builder is fetched once; after that no network is needed
+	@echo "Installing the site's builder into .venv."
+	@$(BIN)/pip install --quiet --quiet -c constraints.txt -e '.[site]' || \
+		{ echo "site: the builder (Sphinx and three packages) is not in .venv, and could not be fetched"; exit 2; }
+	@touch $@
 
 check: env  ## formatting, lint and types
 	$(BIN)/ruff format --check
