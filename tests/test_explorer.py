@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+from py_mini_racer import MiniRacer
 
 from branchgrpo import recipes
 from branchgrpo.costs import plan_cost
@@ -18,13 +19,11 @@ from branchgrpo.planning_steps import window_steps
 from branchgrpo.pruning import PruningOptions, keep_edges
 from branchgrpo.tree import Tree
 
-mini_racer = pytest.importorskip("py_mini_racer")
-
 
 @pytest.fixture(scope="module")
 def js():
     "A function that evaluates JavaScript in which the page's arithmetic is loaded; values go in and out as JSON."
-    context = mini_racer.MiniRacer()
+    context = MiniRacer()
     context.eval(explorer_part("plan.js"))
 
     def call(code, *values):

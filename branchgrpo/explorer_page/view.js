@@ -197,7 +197,7 @@ function nodePaths(o, x, y, size) {
     const many = i in plan.side ? true : (plan.splits[i] ?? 1) > 1;
     y[i].forEach((h, n) => {
       const branches = many && (i in plan.side ? n < parents : going.has(n));
-      if (branches) marks.branch.push(dot(x(i), h, size * 1.15));
+      if (branches) marks.branch.push(dot(x(i), h, i in plan.side ? Math.max(3, size) : size * 1.15));
       if (i in plan.prune_at && !going.has(n)) marks.pruned.push(cross(x(i), h, size * 0.8));
     });
   }
@@ -238,6 +238,7 @@ function drawTree(o) {
     tree.parents[d].forEach((n, c) => alive[0][c] && (above[n] = true));
     alive.unshift(above);
   }
+  svg.style.setProperty("--thin", Math.max(0.35, Math.min(1, (height / most) * 0.14)).toFixed(2)); // edges of a crowd are thin
   const edges = edgePaths(o, x, y, alive);
   const order = ["plain gone", "noise gone", "trained gone", "plain", "noise", "trained"].filter((kind) => edges[kind]);
   const size = Math.max(1.3, Math.min(4.2, (height / most) * 0.36));
