@@ -129,12 +129,11 @@ def explorer_page(plan: RolloutPlan | str = "branchgrpo") -> str:
         page = page.replace("{{" + name + "}}", text)
     return page
 
-# %% ../nbs/24_explorer.ipynb #be6e316f
+# %% ../nbs/24_explorer.ipynb #6724dbc0
 def explore(plan: RolloutPlan | str = "branchgrpo", height: int = 1500):
     "Return the page for the output of a notebook's cell, from a plan or a recipe's name; `height` in pixels."
     from IPython.display import HTML
 
     style = f"width: 100%; height: {height}px; border: 0"
-    return HTML(
-        f'<div><iframe style="{style}" title="The explorer" srcdoc="{html.escape(explorer_page(plan))}"></iframe></div>'
-    )
+    page = html.escape(explorer_page(plan), quote=False).replace("'", "&#39;")
+    return HTML(f"<div><iframe style='{style}' title='The explorer' srcdoc='{page}'></iframe></div>")

@@ -52,15 +52,16 @@ def check_tools() -> None:
             f"site: {', '.join(missing)} not installed; pip install -c constraints.txt -e '.[site]'"
         )
 
-# %% ../../nbs/site/07_build.ipynb #fff612b7
+# %% ../../nbs/site/07_build.ipynb #1649732a
 MATHJAX = ("tex-chtml.js", "input/tex/extensions", "output/chtml/fonts")
 
 
 def copy_mathjax(out: Path) -> None:
     "Copy what draws equations."
-    (package,) = find_spec("sphinx-mathjax-offline").submodule_search_locations
+    spec = find_spec("sphinx-mathjax-offline")
+    assert spec is not None and spec.submodule_search_locations, "checked before the build"
     for part in MATHJAX:
-        source = Path(package) / "static/mathjax" / part
+        source = Path(spec.submodule_search_locations[0]) / "static/mathjax" / part
         (out / part).parent.mkdir(parents=True, exist_ok=True)
         shutil.copytree(source, out / part) if source.is_dir() else shutil.copyfile(source, out / part)
 

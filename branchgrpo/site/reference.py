@@ -142,7 +142,7 @@ def items_of(source: str, module: str = "") -> list[Item]:
             found |= {item.name: item for item in _data(node, comments) if item.name not in found}
     return [found[name] for name in public_names(tree) if name in found]
 
-# %% ../../nbs/site/04_reference.ipynb #89956e57
+# %% ../../nbs/site/04_reference.ipynb #35ce75df
 def plain(text: str) -> str:
     "Return a docstring as Markdown in which only backticks and lists mean something."
     parts = re.split(r"(`+[^`]*`+)", text)
@@ -163,7 +163,9 @@ def directive(item: Item, depth: int = 0) -> str:
 
 
 def module_page(name: str, source: str, lesson: str = "") -> str:
-    "Return the page of a module; `lesson` is a line of Markdown below its sentence."
+    """Return the page of a module; `lesson` is a line of Markdown below its sentence.
+
+    It stands in the list of its package, in the index and in the search, but not in the navigation of every page."""
     sentence = ast.get_docstring(ast.parse(source)) or ""
-    head = [f"# {name}", plain(sentence), lesson, f"```{{py:module}} {name}\n```"]
+    head = ["---\norphan: true\n---", f"# {name}", plain(sentence), lesson, f"```{{py:module}} {name}\n```"]
     return "\n\n".join([*filter(None, head), *map(directive, items_of(source, name))]) + "\n"

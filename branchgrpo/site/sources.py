@@ -202,7 +202,7 @@ REFERENCE = """Every public name of every module, with what its arguments mean.
 def _module(page: str) -> str:
     return page.removeprefix("reference/").removesuffix(".md")
 
-# %% ../../nbs/site/05_sources.ipynb #9842a392
+# %% ../../nbs/site/05_sources.ipynb #71d647f4
 class ReferencePages(ResultWriter):
     "The modules' pages."
 
@@ -217,12 +217,13 @@ class ReferencePages(ResultWriter):
         packages: dict[str, list[str]] = {}
         for name, source in self.sources.items():
             page = f"reference/{name}.md"
-            lesson = f"[The lesson]({relative(self.modules[name], page)}) makes this module."
+            package = name.rpartition(".")[0]
+            lesson = f"Made by [its lesson]({relative(self.modules[name], page)}). Part of [{package}]({package}.md)."
             self.write(page, module_page(name, source, lesson))
-            packages.setdefault(name.rpartition(".")[0], []).append(page)
+            packages.setdefault(package, []).append(page)
         pages = {f"reference/{package}.md": found for package, found in packages.items()}
         for page, found in pages.items():
-            self.write(page, group_page(_module(page), found, page, self.about))
+            self.write(page, group_page(_module(page), found, page, self.about, below=()))
         self.write("reference/index.md", f"# Reference\n\n{REFERENCE}\n\n{toctree(pages, 'reference/index.md')}\n")
 
     def about(self, page: str) -> tuple[str, str]:
