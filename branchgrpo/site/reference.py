@@ -102,7 +102,7 @@ def class_item(node: ast.ClassDef, comments: dict[int, str]) -> Item:
     items = list({n.name: function_item(n, comments, method=True) for n in methods}.values())
     return Item("class", node.name, f"({bases})" if bases else "", text_of_node(node), fields_of(node, comments), items)
 
-# %% ../../nbs/site/04_reference.ipynb #32a57314
+# %% ../../nbs/site/04_reference.ipynb #666dc941
 def with_full_names(tree: ast.Module, module: str) -> ast.Module:
     "Return a module whose annotations, and nothing else, have full names."
     full = FullNames(imported_names(tree, module))
@@ -120,7 +120,7 @@ def public_names(tree: ast.Module) -> list[str]:
             return ast.literal_eval(node.value)
     return []
 
-
+# %% ../../nbs/site/04_reference.ipynb #024dc9cf
 def _data(node: ast.stmt, comments: dict[int, str]) -> Iterator[Item]:
     if isinstance(node, ast.Assign | ast.AnnAssign):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]

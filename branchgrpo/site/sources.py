@@ -141,7 +141,7 @@ class LessonWriter(LessonPages):
                 below = [lesson for lesson in lessons if lesson not in elsewhere]
                 self.write(page, group_page(group, lessons, page, lambda x: title_of(self.lessons[x]), below))
 
-# %% ../../nbs/site/05_sources.ipynb #36e2fe16
+# %% ../../nbs/site/05_sources.ipynb #9f68c269
 FOLDERS = {"branchgrpo": "BranchGRPO", "pro_grpo": "Pro-GRPO", "beyond": "Beyond the papers", "": "Other pages"}
 ANSWERS = "reproduce/study/answers.ipynb"
 
@@ -172,14 +172,14 @@ class ResultPages(LessonWriter):
             found[page] = Result(name, notebook, sections(self.report).get(page, ""), self.figures(name), executed)
         return {page: found[page] for page in found if ".ipynb_checkpoints" not in page}
 
+# %% ../../nbs/site/05_sources.ipynb #e96c4d1c
+class ResultWriter(ResultPages):
+    "Writes the pages of results."
+
     def of_folder(self, folder: str) -> list[str]:
         "Return the pages of results of a folder, or of all other folders; the answers stand apart."
         first = {page: page.split("/")[1] for page in self.results if page != ANSWERS}
         return [page for page, name in first.items() if (name if name in FOLDERS else "") == folder]
-
-# %% ../../nbs/site/05_sources.ipynb #a447d5be
-class ResultWriter(ResultPages):
-    "Writes the pages of results."
 
     def write_results(self) -> None:
         "Write the pages of results, and the report's head as their first page."
