@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help env quickstart lab site check test faults benchmark export clean-notebooks
+.PHONY: help env quickstart lab site check test faults figures benchmark export clean-notebooks
 
 help:  ## this text
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -41,9 +41,12 @@ check: env  ## formatting, lint and types
 test: env  ## every notebook's tests and tests/
 	$(BIN)/python -m pytest
 
-faults: env  ## kill, starve and mislead it: the whole of tests/faults, and its tables (about 30 minutes)
+faults: env  ## kill, starve and mislead it: the whole of tests/faults, and its tables (29 minutes on two cores)
 	@rm -rf .pytest_cache/faults
-	$(BIN)/python -m pytest tests/faults --faults
+	$(BIN)/python -m pytest tests/faults --faults -n 3
+
+figures: env  ## draw every figure again from its recorded runs, and compute every verdict (about a minute)
+	$(BIN)/branchgrpo reproduce --all --redraw
 
 benchmark: env  ## seconds against their floor, the published way, and the papers (branchgrpo bench)
 	$(BIN)/branchgrpo bench

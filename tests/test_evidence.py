@@ -4,12 +4,16 @@ import dataclasses
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from branchgrpo.recipes import RECIPES
 from branchgrpo.reproduction.answers import NOT_RUN, answer_line, answers
+from branchgrpo.reproduction.comparisons import recorded
 from branchgrpo.reproduction.equivalence import FAILS, HOLDS, OPEN, SAME, decide, possible
 from branchgrpo.reproduction.registration import Claim, Registration, read_registration
+from branchgrpo.reproduction.speed_endpoints import Endpoint, curves_of, endpoints_of
+from branchgrpo.reproduction.study import recipes_of
 from branchgrpo.reproduction.two_way import Fit, difference
 
 ROOT = Path(__file__).parents[1]
@@ -104,11 +108,40 @@ def test_runs_that_never_arrive_prove_no_speed():
     assert answered(curves, quicker)[0].answer == FAILS, "even the bound is slower"
 
 
-def test_a_missing_run_is_left_out_in_pairs():
+def test_a_missing_run_ends_what_is_counted():
+    "Otherwise a run that comes later would change an answer that was given before."
     curves = page(ours=0.8, theirs=0.7, third=0.75)
-    del curves["theirs"][3]
+    del curves["theirs"][13]
     found = answered(curves)[0]
-    assert (found.answer, found.seeds) == (HOLDS, 19)
+    assert (found.answer, found.decided_at, found.seeds) == (HOLDS, 5, 13)
+    del curves["theirs"][3]
+    assert (answered(curves)[0].answer, answered(curves)[0].seeds) == (OPEN, 3)
+
+
+def test_a_look_is_not_changed_by_worlds_that_run_later():
+    weak = page(0.06, ours=0.74, theirs=0.7)
+    others = [claim(name=f"other {n}", world="later") for n in range(9)]
+    registered = Registration([claim(), *others], LOOKS)
+    alone = answers(registered, {"flux": weak})[0]
+    together = answers(registered, {"flux": weak, "later": page(ours=0.9, theirs=0.7)})[0]
+    assert (alone.answer, alone.decided_at) == (together.answer, together.decided_at)
+
+
+@pytest.mark.parametrize("margin", [0.1, 0.3, 0.6])
+def test_of_sixteen_claims_without_a_difference_any_is_rarely_called_different(margin):
+    "Whether or not the same claims are found to be the same, which they are."
+    draws = np.random.default_rng(int(100 * margin))
+    claims = [claim(name=str(n), world=str(n), margin=margin) for n in range(16)]
+    wrong = 0
+    for _ in range(60):
+        ends = 0.7 + 0.02 * draws.normal(size=(16, 2, 8))
+        worlds = {
+            str(n): {label: dict(enumerate(map(curve, row))) for label, row in zip(("ours", "theirs"), pair)}
+            for n, pair in enumerate(ends)
+        }
+        found = answers(Registration(claims, [8]), worlds)
+        wrong += any(answer.answer in (HOLDS, FAILS) for answer in found)
+    assert wrong / 60 <= 0.12
 
 
 def test_the_difference_does_not_depend_on_the_seeds_level():
@@ -129,3 +162,43 @@ def test_wrong_answers_are_rare_for_every_true_difference():
             d = difference(Fit({m: dict(enumerate(row)) for m, row in zip("ab", y)}), "a", "b")
             wrong += decide(possible(d, "above", 0.1)) not in right
         assert wrong / 300 < 0.08, truth
+
+
+def test_every_world_is_valid_and_compares_like_with_like():
+    "The recipes of a world have the same model, reward, captions and iterations, whatever else differs."
+    registered = read_registration(ROOT / "reproduce" / "registered.yaml")
+    for name, recipes in recipes_of(registered).items():
+        settings = [registered.worlds[name].config(recipe, 0).settings() for recipe in recipes]
+        for field in ("backbone", "reward", "prompts", "iterations", "evaluation_prompts", "prompts_per_iteration"):
+            assert len({getattr(found, field) for found in settings}) == 1, (name, field)
+        assert {found.seed for found in settings} == {0}
+
+
+def test_speeds_of_the_committed_runs_are_those_of_an_independent_audit():
+    "Cost to half of DanceGRPO's gain, three seeds, pooled noise; the numbers were computed elsewhere, by other code."
+    found = endpoints_of(
+        curves_of(recorded(ROOT / "figures/testbed/beyond_methods.json")), Endpoint("speed to half"), "dancegrpo"
+    )
+    fit = Fit({label: {seed: run.value for seed, run in runs.items()} for label, runs in found.items()})
+    audit = {
+        "branchgrpo": (2.4, 1.5, 3.7),
+        "branchgrpo-deppru": (2.8, 1.8, 4.4),
+        "branchgrpo-widpru": (2.7, 1.7, 4.2),
+        "branchgrpo-mix": (2.3, 1.5, 3.6),
+        "branch-pro": (1.6, 1.0, 2.5),
+        "dancegrpo-tf0.6": (1.3, 0.8, 2.0),
+        "treegrpo": (4.5, 2.9, 7.1),
+    }
+    for label, numbers in audit.items():
+        d = difference(fit, label, "dancegrpo")
+        np.testing.assert_allclose(np.exp([d.estimate, *d.interval()]), numbers, rtol=0.06, err_msg=label)
+
+
+def test_the_committed_runs_are_one_table():
+    "Every record's runs, with settings, as one Parquet data set that other tools read."
+    table = pq.read_table(ROOT / "figures/testbed/runs")
+    assert set(table.column("kind").unique().to_pylist()) <= {"evaluations", "metrics", "settings", "run"}
+    pages = table.column("page").unique().to_pylist()
+    assert {f"{page}.parquet" for page in pages} == {path.name for path in (ROOT / "figures/testbed/runs").iterdir()}
+    size = sum(path.stat().st_size for path in (ROOT / "figures/testbed/runs").iterdir())
+    assert size < 15e6

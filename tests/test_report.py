@@ -12,6 +12,7 @@ from branchgrpo.reproduction.looks import colour_of
 from branchgrpo.reproduction.page_runs import planned_runs
 from branchgrpo.reproduction.pages import jobs, templates
 from branchgrpo.reproduction.run_cache import cache_key
+from branchgrpo.reproduction.run_table import read_record
 
 ROOT = Path(__file__).parents[1]
 MARK = "**Runs of earlier recipes**"
@@ -28,7 +29,7 @@ def names_recorded(page: str) -> set[str] | None:
     "Return the names of the runs in a page's record; None if the page has written nothing."
     source = "".join(cell.source for cell in nbformat.read(PAGES[page], 4).cells if cell.cell_type == "code")
     paths = [ROOT / f"figures/testbed/{name}.json" for name in re.findall(r"\{output\}/(\w+)\.json", source)]
-    records = [path.read_text(encoding="utf-8") for path in paths if path.exists()]
+    records = [json.dumps(read_record(path)) for path in paths if path.exists()]
     if not records:
         return None
     return {Path(name).name for record in records for name in re.findall(r'"run": "([^"]+)"', record)}
@@ -73,7 +74,7 @@ def test_a_recipe_has_the_same_colour_in_every_committed_figure():
     from branchgrpo.reproduction.tables import draw_curves, own_recipes
 
     for path in sorted((ROOT / "figures/testbed").glob("*.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_record(path)
         if not isinstance(record.get("runs"), dict):
             continue
         found = recorded(path)

@@ -17,6 +17,7 @@ from branchgrpo.reproduction.pages import jobs as all_jobs
 from branchgrpo.reproduction.pages import templates
 from branchgrpo.reproduction.paper_tables import published
 from branchgrpo.reproduction.run_cache import cache_key
+from branchgrpo.reproduction.run_table import read_record
 from branchgrpo.reproduction.warm import popen
 
 ROOT = Path(__file__).parents[1]
@@ -82,7 +83,7 @@ def test_every_notebook_executes_and_a_second_call_runs_nothing(together, part):
 
 def evaluations(folder) -> dict:
     "Return every evaluation of the page's record, without its times."
-    record = json.loads((folder / "runs/smoke/figures/beyond_transitions.json").read_text())
+    record = read_record(folder / "runs/smoke/figures/beyond_transitions.json")
     return {
         (label, seed): [{key: value for key, value in row.items() if key != "seconds"} for row in run["evaluations"]]
         for label, found in record["runs"].items()
@@ -121,7 +122,7 @@ def test_two_notebooks_at_once_make_a_shared_run_once(tmp_path):
     reproduced(tmp_path, "branchgrpo/fig1", "branchgrpo/fig4", "--jobs", "2", "--set", "held_out=")
     found = []
     for name in ("fig1", "fig4"):
-        record = json.loads((tmp_path / f"runs/smoke/figures/branchgrpo_{name}.json").read_text())
+        record = read_record(tmp_path / f"runs/smoke/figures/branchgrpo_{name}.json")
         found.append(record["runs"]["BranchGRPO"]["0"]["run"])
     assert found[0] == found[1]
     assert len(list((tmp_path / "runs/smoke/runs").glob("branchgrpo-tiny-flux-0-*"))) == 1
@@ -131,7 +132,7 @@ def test_two_notebooks_at_once_make_a_shared_run_once(tmp_path):
 def recorded():
     "Yield the records of the committed figures with rows and runs."
     for path in sorted((ROOT / "figures/testbed").glob("*.json")):
-        record = json.loads(path.read_text())
+        record = read_record(path)
         if isinstance(record.get("rows"), list) and isinstance(record.get("runs"), dict):
             yield path.name, record
 

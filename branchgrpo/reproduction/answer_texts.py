@@ -28,7 +28,7 @@ def is_speed(answer: Answer) -> bool:
 
 def number(answer: Answer, value: float) -> str:
     "Return a number of an answer: a factor, or a share of the baseline's gain."
-    return f"× {exp(value):.2f}" if is_speed(answer) else f"{100 * value:+.0f} %"
+    return f"{exp(value):.2f} times" if is_speed(answer) else f"{100 * value:+.0f} %"
 
 
 def found_text(answer: Answer) -> str:
@@ -36,8 +36,9 @@ def found_text(answer: Answer) -> str:
     if answer.difference is None or answer.low is None or answer.high is None:
         return ""
     shown = [number(answer, value) for value in (answer.difference, answer.low, answer.high)]
-    what = "speed" if is_speed(answer) else "of the gain"
-    return f"{shown[0]} {what} [{shown[1]}, {shown[2]}], {answer.seeds} seeds"
+    what = "as fast" if is_speed(answer) else "of the gain"
+    decided = f", decided at {answer.decided_at}" if 0 < answer.decided_at < answer.seeds else ""
+    return f"{shown[0]} {what} [{shown[1]}, {shown[2]}], {answer.seeds} seeds{decided}"
 
 # %% ../../nbs/reproduction/39_answer_texts.ipynb #0741a165
 def sentence(answer: Answer) -> str:
@@ -51,7 +52,8 @@ def sentence(answer: Answer) -> str:
     if found:
         text += f" Here: {found}."
     if answer.answer == OPEN and answer.smallest is not None:
-        text += f" These seeds see {number(answer, answer.smallest)}; the margin would take {answer.needed}."
+        text += f" So many seeds find a difference of {number(answer, answer.smallest)} in 8 of 10 cases;"
+        text += f" for one as large as the margin {answer.needed} are needed."
     return f"{text} Printed: {claim.printed}."
 
 # %% ../../nbs/reproduction/39_answer_texts.ipynb #98e8e474

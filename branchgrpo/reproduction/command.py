@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PageOptions', 'SlurmOptions', 'reproduce', 'check_options', 'check_gpus', 'parameter', 'table', 'given_parameters',
-           'run_here', 'redraw', 'hand_to_slurm', 'train_only', 'write_snakefile']
+           'run_here', 'redrawn', 'redraw', 'hand_to_slurm', 'train_only', 'write_snakefile']
 
 # %% ../../nbs/reproduction/15_command.ipynb #6d34bf9e
 import json
@@ -35,7 +35,7 @@ class PageOptions:
     folder: str = "reproduce"  # where the notebooks are
     output: str = "runs/reproduce"  # where executed notebooks go
     launch: str | None = None  # how a run starts on several GPUs: 'torchrun --standalone --nproc-per-node 8'
-    redraw: bool = False  # draw again from the runs in the figures' JSON files; nothing is trained
+    redraw: bool = False  # draw again from the recorded runs; nothing is trained
     only: tuple[str, ...] = ()  # train only these runs of the notebooks (names of their folders)
     dry_run: bool = False  # list every run with its GPUs, memory and hours, and every file it needs
     tflops: float = 400.0  # sustained speed of one GPU, for --dry-run
@@ -157,19 +157,28 @@ def run_here(jobs: list, o: PageOptions) -> int:
     return 0 if not failed else REFUSED if refused else 1
 
 # %% ../../nbs/reproduction/15_command.ipynb #c0ffee08
-def redraw(jobs: list, o: PageOptions) -> int:
-    "Execute notebooks with the runs of their records, and print which cannot be redrawn."
+def redrawn(job: Any, o: PageOptions) -> Any:
+    "Execute a notebook with the runs of its record; its result is `kept` if it needs a model, or has no record."
     from branchgrpo.reproduction.execution import Result, execute_apart
     from branchgrpo.reproduction.recorded import REDRAW, record_of
+
+    if job.runner.get("models"):
+        return Result(job.name, "kept", error="it draws from models")
+    try:
+        record = record_of(job)
+    except ValueError as error:  # no record, or none with runs
+        return Result(job.name, "kept" if o.all else "failed", error=str(error))
+    again = replace(job, executed=Path(o.output) / "redraw" / f"{job.name}.ipynb")
+    return execute_apart(again, {REDRAW: str(record)})
+
+
+def redraw(jobs: list, o: PageOptions) -> int:
+    "Draw notebooks from their recorded runs, and print which were kept; 1 if one failed."
     from branchgrpo.reproduction.report import write_page
 
     results = []
     for job in jobs:
-        try:
-            again = replace(job, executed=Path(o.output) / "redraw" / f"{job.name}.ipynb")
-            results.append(execute_apart(again, {REDRAW: str(record_of(job))}))
-        except ValueError as error:  # no record, or none with runs
-            results.append(Result(job.name, "failed", error=str(error)))
+        results.append(redrawn(job, o))
         print(f"{results[-1].state:7} {job.name:32} {results[-1].error}", flush=True)
     if o.scale == "testbed":
         write_page(o.folder)

@@ -6,7 +6,6 @@
 __all__ = ['RunProgress', 'train_all', 'recorded', 'compare']
 
 # %% ../../nbs/reproduction/03_comparisons.ipynb #909c6563
-import json
 import os
 import time
 from collections.abc import Iterable
@@ -19,6 +18,7 @@ from .claims import Comparison
 from .recorded import REDRAW, recorded_runs
 from .run_cache import get_or_train
 from .run_progress import report_progress
+from .run_table import read_record
 from .timing import TimedRun, time_iterations
 from ..training.config import TrainConfig
 from ..training.runs import Run
@@ -62,8 +62,8 @@ def train_all(configs: dict[tuple, TrainConfig], root: str) -> dict[tuple, Run]:
 
 # %% ../../nbs/reproduction/03_comparisons.ipynb #c0ffee03
 def recorded(path: str | Path, labels: Iterable[str] = ()) -> Comparison:
-    "Return the comparison that a JSON file holds: those of `labels` that it has, or else all of it."
-    record = json.loads(Path(path).read_text(encoding="utf-8"))
+    "Return the comparison that a record holds: those of `labels` that it has, or else all of it."
+    record = read_record(path)
     runs = recorded_runs(record)
     seeds = record.get("seeds") or list(range(len(next(iter(runs.values())))))
     known = [label for label in labels if label in runs]

@@ -6,7 +6,6 @@
 __all__ = ['ORDER', 'KINDS', 'HEAD', 'Part', 'outputs', 'age', 'part_of', 'rank', 'summary', 'write_page']
 
 # %% ../../nbs/reproduction/09_report.ipynb #d5377d76
-import json
 import os
 import re
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import nbformat
 from .earlier import EARLIER, earlier
 from .pages import jobs, templates
 from .report_parts import origin, tables, verdicts
+from .run_table import read_record
 from ..training.runs import write_text
 
 # %% ../../nbs/reproduction/09_report.ipynb #bdd7576d
@@ -57,7 +57,7 @@ def part_of(name: str, path: Path, folder: Path, figures: str | Path, report: st
     link = {file: os.path.relpath(file, Path(report).parent) for file in [*files, path]}
     images = [f"![{name}]({link[file]})" for file in files if file.suffix == ".png"]
     jsons = [file for file in files if file.suffix == ".json"]
-    records = [json.loads(file.read_text(encoding="utf-8")) for file in jsons]
+    records = [read_record(file) for file in jsons]
     lines = [line for record in records for line in verdicts(record)]
     title, claim = (cells[0].source.splitlines() + ["", ""])[:2]
     title = title.lstrip("# ")

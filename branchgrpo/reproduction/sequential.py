@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from .equivalence import OPEN, decide
-from .error_rates import holm
 
 # %% ../../nbs/reproduction/34_sequential.ipynb #a5ec3432
 def spent(looks: Sequence[int], alpha: float = 0.05) -> list[float]:
@@ -20,24 +19,21 @@ def spent(looks: Sequence[int], alpha: float = 0.05) -> list[float]:
     return (alpha * np.diff(parts)).tolist()
 
 # %% ../../nbs/reproduction/34_sequential.ipynb #60463d23
-def look(possible: dict[str, dict[str, float]], alpha: float) -> dict[str, str]:
-    "Return the answer of each claim, from the p values of its possible answers; any is wrong with probability `alpha`."
-    smallest = [min(found.values()) for found in possible.values()]
-    answers = {}
-    for (name, found), p, adjusted in zip(possible.items(), smallest, holm(smallest)):
-        enlarged = adjusted / p if p else 1.0
-        answers[name] = decide(found, alpha / max(enlarged, 1.0)) if adjusted <= alpha else OPEN
-    return answers
+def look(possible: dict[str, dict[str, float]], alpha: float, claims: int) -> dict[str, str]:
+    "Return the answer of each claim, from the p values of its possible answers, at its share of `alpha`."
+    return {name: decide(found, alpha / claims) for name, found in possible.items()}
 
 # %% ../../nbs/reproduction/34_sequential.ipynb #b95f344a
 def sequence(
     at_looks: Sequence[dict[str, dict[str, float]]],  # at each look: of each claim, the p value of each answer
     looks: Sequence[int],  # seeds at each look, of all that are planned
     alpha: float = 0.05,
+    claims: int | None = None,  # how many are registered; None: those of the first look
 ) -> dict[str, tuple[str, int]]:
     "Return each claim's answer and the seeds at which it was decided (or looked at last), over the looks made so far."
     answers: dict[str, tuple[str, int]] = {}
     for possible, seeds, share in zip(at_looks, looks, spent(looks, alpha)):
         left = {name: found for name, found in possible.items() if answers.get(name, (OPEN, 0))[0] == OPEN}
-        answers |= {name: (answer, seeds) for name, answer in look(left, share).items()}
+        found = look(left, share, claims or len(at_looks[0]))
+        answers |= {name: (answer, seeds) for name, answer in found.items()}
     return answers

@@ -7,7 +7,6 @@ __all__ = ['THREE_AXES', 'FOUR_AXES', 'columns_of', 'table_rows', 'interval_text
            'panels', 'run_record', 'training_seconds', 'write_comparison']
 
 # %% ../../nbs/reproduction/11_tables.ipynb #768dc2a7
-import json
 import time
 from typing import Any
 
@@ -19,9 +18,11 @@ from matplotlib.figure import Figure
 from .charts import ordered_legend, plot_curve
 from .cost_axis import COST
 from .comparisons import Comparison
+from .recorded import RecordedRun
+from .run_table import write_record
 from .statistics import mean_interval, with_false_discovery
 from .timing import TimedRun
-from ..training.runs import Run, environment, write_text
+from ..training.runs import Run, environment
 
 # %% ../../nbs/reproduction/11_tables.ipynb #1f677edc
 def columns_of(c: Comparison) -> dict[str, str]:
@@ -100,14 +101,19 @@ def panels(c: Comparison, key: str = "eval_reward", name: str = "held-out reward
 
 # %% ../../nbs/reproduction/11_tables.ipynb #aa228095
 def run_record(run: Run | TimedRun) -> dict:
-    "Return a run's folder, its seconds per iteration if they were timed, its evaluations and its settings."
+    "Return what a record keeps of a run: folder, comparable seconds, evaluations, metrics, settings."
     totals = getattr(run, "totals", None)  # of a run that is drawn again
-    return ({"totals": totals} if totals else {}) | {
-        "run": str(run.path),
-        "seconds_per_iteration": getattr(run, "seconds_per_iteration", None),  # none if it was not timed
-        "evaluations": run.evaluations,
-        "settings": run.info["settings"],
-    }
+    metrics = getattr(run, "rows", None) if isinstance(run, RecordedRun) else run.metrics
+    return (
+        ({"totals": totals} if totals else {})
+        | ({} if metrics is None else {"metrics": metrics})
+        | {
+            "run": str(run.path),
+            "seconds_per_iteration": getattr(run, "seconds_per_iteration", None),  # none if it was not timed
+            "evaluations": run.evaluations,
+            "settings": run.info["settings"],
+        }
+    )
 
 # %% ../../nbs/reproduction/11_tables.ipynb #7fbc5b5e
 def training_seconds(c: Comparison) -> float:
@@ -119,7 +125,7 @@ def training_seconds(c: Comparison) -> float:
 
 # %% ../../nbs/reproduction/11_tables.ipynb #e0dcf81d
 def write_comparison(path: str, c: Comparison, rows: list[dict], verdicts: list[dict], **more: Any) -> None:
-    """Write a comparison as JSON: rows, verdicts, all runs, the date, the commit and the machine, and `more`.
+    """Write a comparison: rows, verdicts, date, commit and machine, and `more` as JSON; its runs as a table.
 
     What is drawn again from a record keeps the record's date, commit and machine."""
     runs = {}
@@ -131,7 +137,6 @@ def write_comparison(path: str, c: Comparison, rows: list[dict], verdicts: list[
         "verdicts": with_false_discovery(verdicts),
         "seeds": c.seeds,
         "training_seconds": training_seconds(c),
-        "runs": runs,
         **more,
     }
-    write_text(path, json.dumps(record, indent=1, default=float))
+    write_record(path, record, runs)
