@@ -16,7 +16,7 @@ from pathlib import Path
 from .links import dead_links
 from .sources import Sources
 
-# %% ../../nbs/site/07_build.ipynb #47e1ee14
+# %% ../../nbs/site/07_build.ipynb #89fc9d9f
 CONF = '''"""Written by branchgrpo.site.build."""
 project = html_title = "branchgrpo"
 author = "The branchgrpo developers"
@@ -33,11 +33,21 @@ html_static_path = ["_static"]
 html_extra_path = ["_extra"]
 html_css_files = ["site.css"]
 html_favicon = "_static/icon.svg"
-html_copy_source = html_show_sourcelink = False
+html_copy_source = html_show_sourcelink = html_show_copyright = False
 html_theme_options = {
     "light_css_variables": {"color-brand-primary": "#0072b2", "color-brand-content": "#00639c"},
     "dark_css_variables": {"color-brand-primary": "#56b4e9", "color-brand-content": "#6fc0ee"},
 }
+
+
+def setup(app):
+    app.connect("html-page-context", own_branch, priority=400)
+
+
+def own_branch(app, page, template, context, doctree):
+    "Of the navigation, a page shows its own branch: hundreds of entries on every page are slow and large."
+    whole = context["toctree"]
+    context["toctree"] = lambda **options: whole(**options | {"collapse": True})
 '''
 
 # %% ../../nbs/site/07_build.ipynb #51b8456b
