@@ -73,17 +73,21 @@ def test_the_answers_are_taken_up_when_they_are_there(tmp_path):
 
 def small_repository(folder, lesson):
     "A repository with the parts that a site needs, and one lesson."
-    for part in ("nbs", "reproduce", "figures/testbed"):
+    for part in ("nbs", "reproduce", "figures/testbed", "branchgrpo"):
         (folder / part).mkdir(parents=True)
 
+    def cell(number, text):
+        code = {"cell_type": "code", "outputs": [], "execution_count": None} if text.startswith("#|") else {}
+        return {"cell_type": "markdown", "metadata": {}, "source": text, "id": str(number)} | code
+
     def notebook(*texts):
-        cells = [
-            {"cell_type": "markdown", "metadata": {}, "source": text, "id": str(n)} for n, text in enumerate(texts)
-        ]
-        return json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5})
+        return json.dumps(
+            {"cells": list(map(cell, range(99), texts)), "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
+        )
 
     (folder / "nbs/index.ipynb").write_text(notebook("# Home\n> All.\n\n## The course\n- **Part.** [a](a.ipynb)"))
-    (folder / "nbs/a.ipynb").write_text(notebook("# A\n> One lesson.", lesson))
+    (folder / "nbs/a.ipynb").write_text(notebook("# A\n> One lesson.", "#| default_exp a", "#| export\nx = 1", lesson))
+    (folder / "branchgrpo/a.py").write_text('"One lesson."\n__all__ = ["x"]\nx = 1  # the one\n')
     (folder / "figures/README.md").write_text("# Every figure\n\nNone.\n")
     return folder
 
@@ -99,6 +103,7 @@ def test_a_small_site_is_built(tmp_path):
     assert build(root, tmp_path / "site", tmp_path / "work") > 5
     page = (tmp_path / "site/a.html").read_text()
     assert "x^2" in page and "One lesson." in page
+    assert "the one" in (tmp_path / "site/reference/branchgrpo.a.html").read_text()
     assert (tmp_path / "site/searchindex.js").is_file() and (tmp_path / "site/explore.html").is_file()
 
 

@@ -6,7 +6,8 @@
 __all__ = ['PAGES', 'EXPLORER', 'FOLDERS', 'ANSWERS', 'REFERENCE', 'GLANCE', 'PROJECT', 'page_path', 'Folder', 'Linked',
            'LessonPages', 'LessonWriter', 'ResultPages', 'ResultWriter', 'ReferencePages', 'SitePages', 'Sources']
 
-# %% ../../nbs/site/05_sources.ipynb #da2d02c7
+# %% ../../nbs/site/05_sources.ipynb #2b58a05d
+import ast
 import json
 import shutil
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from branchgrpo.site.lessons import (
     title_of,
     with_links,
 )
-from .reference import module_page
+from .reference import module_page, plain
 from .results import Result, report_head, result_page, sections
 
 # %% ../../nbs/site/05_sources.ipynb #507c150e
@@ -202,7 +203,7 @@ REFERENCE = """Every public name of every module, with what its arguments mean.
 def _module(page: str) -> str:
     return page.removeprefix("reference/").removesuffix(".md")
 
-# %% ../../nbs/site/05_sources.ipynb #71d647f4
+# %% ../../nbs/site/05_sources.ipynb #fa2e7ee7
 class ReferencePages(ResultWriter):
     "The modules' pages."
 
@@ -229,7 +230,7 @@ class ReferencePages(ResultWriter):
     def about(self, page: str) -> tuple[str, str]:
         "Return the name of a module's page, and the module's sentence."
         name = _module(page)
-        return name, self.sources[name].split('"""')[1].strip()
+        return name, plain(ast.get_docstring(ast.parse(self.sources[name])) or "")
 
 # %% ../../nbs/site/05_sources.ipynb #fc82f7f5
 GLANCE = ["00_tour.ipynb", EXPLORER, "24_gallery.ipynb", "24_method_index.ipynb", ANSWERS]
