@@ -2335,6 +2335,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'branchgrpo.site.sources.Sources': ('site/sources.html#sources', 'branchgrpo/site/sources.py'),
                                          'branchgrpo.site.sources.Sources.write_all': ( 'site/sources.html#sources.write_all',
                                                                                         'branchgrpo/site/sources.py'),
+                                         'branchgrpo.site.sources.Sources.write_explorer': ( 'site/sources.html#sources.write_explorer',
+                                                                                             'branchgrpo/site/sources.py'),
                                          'branchgrpo.site.sources.Sources.write_index': ( 'site/sources.html#sources.write_index',
                                                                                           'branchgrpo/site/sources.py'),
                                          'branchgrpo.site.sources._module': ('site/sources.html#_module', 'branchgrpo/site/sources.py'),
