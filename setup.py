@@ -23,7 +23,9 @@ setup(
     package_data={cfg["lib_name"]: ["testbed/weights/**/*", "explorer_page/*", "site_files/*"]},
     python_requires=f">={cfg['min_python']}",
     install_requires=cfg["requirements"].split(),
-    extras_require={name: cfg[f"{name}_requirements"].split() for name in ("dev", "data", "eval", "slurm", "hpsv2", "site")},
+    extras_require={
+        name: cfg[f"{name}_requirements"].split() for name in ("dev", "data", "eval", "slurm", "hpsv2", "site")
+    },
     entry_points={
         "console_scripts": cfg["console_scripts"].split(),
         "nbdev": [f"{cfg['lib_name']}={cfg['lib_name']}._modidx:d"],

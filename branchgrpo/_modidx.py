@@ -504,6 +504,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'branchgrpo.explorer._followed': ('explorer.html#_followed', 'branchgrpo/explorer.py'),
                                      'branchgrpo.explorer._window_start': ('explorer.html#_window_start', 'branchgrpo/explorer.py'),
                                      'branchgrpo.explorer.explore': ('explorer.html#explore', 'branchgrpo/explorer.py'),
+                                     'branchgrpo.explorer.explorer_frame': ('explorer.html#explorer_frame', 'branchgrpo/explorer.py'),
                                      'branchgrpo.explorer.explorer_page': ('explorer.html#explorer_page', 'branchgrpo/explorer.py'),
                                      'branchgrpo.explorer.explorer_part': ('explorer.html#explorer_part', 'branchgrpo/explorer.py'),
                                      'branchgrpo.explorer.plan_fields': ('explorer.html#plan_fields', 'branchgrpo/explorer.py'),

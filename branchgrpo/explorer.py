@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NO_RULES', 'PARTS', 'plan_fields', 'plan_state', 'recipe_state', 'recipe_entry', 'explorer_part', 'explorer_page',
-           'explore']
+           'explorer_frame', 'explore']
 
 # %% ../nbs/24_explorer.ipynb #e6a60be1
 import dataclasses
@@ -130,10 +130,15 @@ def explorer_page(plan: RolloutPlan | str = "branchgrpo") -> str:
     return page
 
 # %% ../nbs/24_explorer.ipynb #6724dbc0
-def explore(plan: RolloutPlan | str = "branchgrpo", height: int = 1500):
-    "Return the page for the output of a notebook's cell, from a plan or a recipe's name; `height` in pixels."
-    from IPython.display import HTML
-
+def explorer_frame(plan: RolloutPlan | str = "branchgrpo", height: int = 1500) -> str:
+    "Return the page in a frame, as HTML; `height` in pixels, where the frame cannot fit itself."
     style = f"width: 100%; height: {height}px; border: 0"
     page = html.escape(explorer_page(plan), quote=False).replace("'", "&#39;")
-    return HTML(f"<div><iframe style='{style}' title='The explorer' srcdoc='{page}'></iframe></div>")
+    return f"<div><iframe style='{style}' title='The explorer' srcdoc='{page}'></iframe></div>"
+
+
+def explore(plan: RolloutPlan | str = "branchgrpo", height: int = 1500):
+    "Return the page for the output of a notebook's cell, from a plan or a recipe's name."
+    from IPython.display import HTML
+
+    return HTML(explorer_frame(plan, height))

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..explorer import explore, explorer_page
+from ..explorer import explorer_frame, explorer_page
 from .contents import Chapter, chapter_pages, chapters, group_page, group_path, navigation, toctree
 from branchgrpo.site.lessons import (
     absolute,
@@ -274,7 +274,7 @@ class Sources(SitePages):
     def write_explorer(self) -> None:
         "Write the explorer as a page with the site's navigation, and as a page of its own."
         lesson = f"; [how it is made]({EXPLORER})" if EXPLORER in self.lessons else ""
-        frame = explore().data.replace("\n", "&#10;")  # one block of HTML has no empty line
+        frame = explorer_frame().replace("\n", "&#10;")  # one block of HTML has no empty line
         self.write("explorer.md", EXPLORER_HEAD.format(lesson) + f"\n{frame}\n")
         self.write("_extra/explore.html", explorer_page())
 
