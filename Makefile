@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help env quickstart check test faults figures benchmark export clean-notebooks
+.PHONY: help env quickstart lab site check test faults figures benchmark export clean-notebooks
 
 help:  ## this text
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -20,6 +20,12 @@ quickstart: env  ## train BranchGRPO and DanceGRPO on tiny-flux (about 3 minutes
 	@echo "Training BranchGRPO and DanceGRPO on tiny-flux, 40 iterations each: about 3 minutes on two cores."
 	@$(BIN)/branchgrpo reproduce quickstart --scale quickstart --jobs 2
 	@echo "figures: runs/quickstart/figures/   executed notebook: runs/reproduce/quickstart/quickstart.ipynb"
+
+lab: env  ## JupyterLab, at the first page
+	$(BIN)/jupyter lab nbs/index.ipynb
+
+site: env  ## all notebooks, results, reference and explorer as pages: _site/index.html (about a minute)
+	$(BIN)/python -c "from branchgrpo.site.build import main; main()"
 
 check: env  ## formatting, lint and types
 	$(BIN)/ruff format --check

@@ -21,7 +21,7 @@ setup(
     long_description_content_type="text/markdown",
     packages=find_packages(include=[f"{cfg['lib_name']}*"]),
     include_package_data=False,  # else the folders of weights are taken for packages
-    package_data={cfg["lib_name"]: ["py.typed", "testbed/weights/**/*"]},
+    package_data={cfg["lib_name"]: ["py.typed", "testbed/weights/**/*", "explorer_page/*", "site_files/*"]},
     project_urls=dict(line.split("=", 1) for line in cfg["project_urls"].split()),
     classifiers=[
         "Development Status :: 3 - Alpha",
@@ -37,7 +37,9 @@ setup(
     ],
     python_requires=f">={cfg['min_python']}",
     install_requires=cfg["requirements"].split(),
-    extras_require={name: cfg[f"{name}_requirements"].split() for name in ("dev", "data", "eval", "slurm", "hpsv2")},
+    extras_require={
+        name: cfg[f"{name}_requirements"].split() for name in ("dev", "data", "eval", "slurm", "hpsv2", "site")
+    },
     entry_points={
         "console_scripts": cfg["console_scripts"].split(),
         "nbdev": [f"{cfg['lib_name']}={cfg['lib_name']}._modidx:d"],

@@ -1,0 +1,210 @@
+"""The explorer's JavaScript counts what the library counts: on random plans, on every recipe, and edge by edge."""
+
+import json
+import random
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from py_mini_racer import MiniRacer
+
+from branchgrpo import recipes
+from branchgrpo.costs import plan_cost
+from branchgrpo.explorer import explorer_page, explorer_part, plan_fields, plan_state, recipe_state
+from branchgrpo.fusion import fuse_rewards
+from branchgrpo.plan import RolloutPlan
+from branchgrpo.planning import plan_of
+from branchgrpo.planning_checks import at_places
+from branchgrpo.planning_steps import window_steps
+from branchgrpo.pruning import PruningOptions, keep_edges
+from branchgrpo.tree import Tree
+
+
+@pytest.fixture(scope="module")
+def js():
+    "A function that evaluates JavaScript in which the page's arithmetic is loaded; values go in and out as JSON."
+    context = MiniRacer()
+    context.eval(explorer_part("plan.js"))
+
+    def call(code, *values):
+        given = ", ".join(json.dumps(value) for value in values)
+        return json.loads(context.eval(f"JSON.stringify(({code})({given}))"))
+
+    return call
+
+
+def some(draw, steps, share):
+    return [i for i in range(steps) if draw.random() < share]
+
+
+def random_plan(draw):
+    "A plan that may contradict itself; `None` where the library refuses it."
+    steps = draw.randint(1, 14)
+    fields = {
+        "roots": draw.choice((1, 1, 2, 5, 12)),
+        "noisy_last": draw.random() < 0.2,
+        "same_root": draw.random() < 0.3,
+    }
+    if draw.random() < 0.5:
+        fields["stochastic"] = some(draw, steps, 0.8)
+    if draw.random() < 0.3:
+        fields["trained"] = some(draw, steps, 0.4)
+    kind = draw.choice(("tree", "tree", "side"))
+    if kind == "side":
+        fields["side"] = {i: draw.randint(1, 4) for i in some(draw, steps, 0.4)}
+        fields |= {"stochastic": None, "noisy_last": draw.random() < 0.05}
+    else:
+        fields["splits"] = {i: draw.randint(1, 4) for i in some(draw, steps, 0.25)}
+        fields["prune_at"] = {i: draw.randint(1, 9) for i in some(draw, steps, 0.2)}
+    if draw.random() < 0.4:
+        fields["preview_levels"] = draw.choice(("grid", "even"))
+        fields["previews"] = {
+            d: [draw.randint(1, 3) for _ in range(draw.randint(0, 2))] for d in some(draw, steps, 0.3)
+        }
+    return {"steps": steps} | fields
+
+
+def made(fields):
+    "The library's plan and its refusal: one of them is None."
+    try:
+        return RolloutPlan(**fields), None
+    except ValueError as error:
+        return None, str(error)
+
+
+REFUSAL = "plan => { try { Plan.complete(plan); return null } catch (error) { return error.message } }"
+
+
+def test_counts_are_the_librarys(js):
+    draw, compared, refused = random.Random(0), 0, 0
+    while compared < 300 or refused < 100:
+        fields = random_plan(draw)
+        plan, refusal = made(fields)
+        if refusal:
+            refused += 1
+            assert (js(REFUSAL, fields) or "").split(":")[0] == refusal.split(":")[0], (fields, refusal)
+            continue
+        compared += 1
+        reference = draw.random() < 0.5
+        expected = asdict(plan_cost(plan, reference=reference))
+        del expected["latent_bytes"]
+        assert js("Plan.costs", fields, reference) == expected, fields
+        assert js("plan => Plan.complete(plan).populations", fields) == plan.populations
+        assert js("plan => Plan.complete(plan).lineage", fields) == plan.lineage
+
+
+COMPLETE = """state => {
+    const plan = Plan.complete(Plan.planOf(state));
+    return {...plan, stochastic: [...plan.stochastic], trained: [...plan.trained]};
+}"""
+
+
+def as_json(plan):
+    return json.loads(json.dumps(plan_fields(plan)))
+
+
+def shared(plan, fields):
+    return {name: plan[name] for name in fields}
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_a_recipes_state_makes_its_plan(js, name):
+    settings = replace(recipes.get(name).settings(), adaptive=False)
+    state = recipe_state(recipes.get(name))
+    for at in at_places(settings):
+        here = state | ({"window_start": window_steps(at)[0]} if settings.window != "none" else {})
+        if settings.tail_ratio and window_steps(at) != window_steps(settings):
+            continue  # a solver's tail has fewer steps at later places
+        expected = as_json(plan_of(at))
+        if not isinstance(settings.preview_at, str) and settings.preview_at:
+            here["preview_depths"] = list(settings.preview_at)
+        assert shared(js(COMPLETE, here), expected) == expected
+
+
+def test_a_plans_state_makes_the_plan(js):
+    draw = random.Random(1)
+    plans = [plan for plan, refusal in (made(random_plan(draw)) for _ in range(400)) if not refusal]
+    assert len(plans) > 100
+    for plan in plans:
+        expected = as_json(plan)
+        assert shared(js(COMPLETE, plan_state(plan)), expected) == expected, plan
+
+
+GROWN = """(fields, seed) => {
+    const plan = Plan.complete(fields);
+    const tree = Plan.grow(plan, seed);
+    return {parents: tree.parents, rewards: tree.rewards};
+}"""
+MASK = """(fields, seed, rules) => {
+    const plan = Plan.complete(fields);
+    return Plan.trainedEdges(plan, Plan.grow(plan, seed), rules);
+}"""
+
+
+def library_tree(plan, grown):
+    tree = Tree.from_plan(plan)
+    tree.parents = [torch.tensor([up]) for up in grown["parents"]]
+    return tree, torch.tensor([grown["rewards"]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("prune", ["none", "parent-top1", "extreme", "depth-window"])
+def test_trained_edges_are_the_librarys(js, prune):
+    draw, compared = random.Random(prune), 0
+    while compared < 60:
+        fields = random_plan(draw)
+        plan, refusal = made(fields)
+        if refusal or plan.nodes > 2000:
+            continue
+        start = draw.randint(0, plan.steps - 1)
+        rules = {
+            "prune_keep": draw.randint(1, 4),
+            "window_start": start,
+            "window_size": draw.randint(1, plan.steps - start),
+        }
+        grown = js(GROWN, fields, compared)
+        tree, rewards = library_tree(plan, grown)
+        assert [len(up) for up in grown["parents"]] == plan.populations
+        counted = torch.ones_like(rewards, dtype=torch.bool)
+        options = PruningOptions(**rules, window_stop=start)
+        values = fuse_rewards(tree, rewards, 0.0, "path", counted)
+        expected = [mask[0].tolist() for mask in keep_edges(tree, counted, prune, values, rewards, options)]
+        assert js(MASK, fields, compared, rules | {"prune": prune}) == expected, (fields, rules)
+        if prune == "none" and not (plan.prune_at and plan.splits):  # there the plan's number is the most there can be
+            assert sum(map(sum, expected)) == plan.trained_edges
+        compared += 1
+
+
+GALLERY = {  # trained edges, as the gallery asserts them
+    "branchgrpo": 202,
+    "branchgrpo-mix": 34,
+    "branchgrpo-widpru": 130,
+    "branchgrpo-deppru": 138,
+    "ovf": 12 * 9,
+    "pro-grpo": 12 * 9,
+    "dancegrpo-tf0.6": 11 * 16,
+    "branchgrpo-released": 218,
+    "g2rpo": 8 * 12,
+    "pods": 16 * 9,
+    "multi-grpo": 4 + 8 + 16 * 7,
+    "tempflow-grpo": 4 * 9 * 6,
+    "flash-grpo": 8,
+    "growing-noise-tree": 2 + 4 + 8 + 16,
+}
+
+
+@pytest.mark.parametrize("name", GALLERY)
+def test_the_gallerys_trained_edges(js, name):
+    cost = js("state => Plan.outcome(state, 1).cost", recipe_state(recipes.get(name)))
+    assert cost["trained_edges"] == GALLERY[name]
+
+
+def test_a_huge_tree_is_refused(js):
+    state = plan_state(RolloutPlan.tree(20, range(17), 3))
+    message = js("state => { try { Plan.outcome(state); return null } catch (error) { return error.message } }", state)
+    assert "more than 100000" in message
+
+
+def test_the_page_is_one_file():
+    page = explorer_page(RolloutPlan(6, roots=4))
+    assert page.count("<script>") == page.count("</script>") == 3
+    assert "http://" not in page.replace("http://www.w3.org/2000/svg", "") and "https://" not in page
