@@ -29,9 +29,9 @@ check: env  ## formatting, lint and types
 test: env  ## every notebook's tests and tests/
 	$(BIN)/python -m pytest
 
-faults: env  ## kill, starve and mislead it: the whole of tests/faults, and its tables (about 30 minutes)
+faults: env  ## kill, starve and mislead it: the whole of tests/faults, and its tables (29 minutes on two cores)
 	@rm -rf .pytest_cache/faults
-	$(BIN)/python -m pytest tests/faults --faults
+	$(BIN)/python -m pytest tests/faults --faults -n 3
 
 figures: env  ## draw every figure again from its recorded runs, and compute every verdict (about a minute)
 	$(BIN)/branchgrpo reproduce --all --redraw

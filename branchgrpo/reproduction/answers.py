@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NOT_RUN', 'NOT_MEASURED', 'NOT_LEARNED', 'Tested', 'kept', 'has_all', 'tested_on', 'has_learned', 'why_not', 'Answer',
-           'answers', 'seeds_made', 'answer_line']
+           'seeds_made', 'answers', 'answer_line']
 
 # %% ../../nbs/reproduction/36_answers.ipynb #e84796f9
 from dataclasses import dataclass
@@ -96,7 +96,14 @@ class Answer:
     smallest: float | None = None  # the smallest effect that these seeds see with probability 0.8
     needed: int | None = None  # seeds for a difference as large as the margin, and for none
 
+# %% ../../nbs/reproduction/36_answers.ipynb #405714cf
+def seeds_made(claim: Claim, registered: Registration, curves: Curves) -> int:
+    "Return how many of the first registered seeds all methods of a claim have, without a gap."
+    most = min(claim.seeds, registered.looks[-1])
+    gaps = (n for n, seed in enumerate(registered.seeds(most)) if not has_all(claim, curves, [seed]))
+    return next(gaps, most)
 
+# %% ../../nbs/reproduction/36_answers.ipynb #4d432ef2
 def answers(registered: Registration, runs: dict[str, Curves]) -> list[Answer]:
     "Return the answer to every registered claim. `runs {world: curves of its methods and seeds}`."
     counts = {claim.name: seeds_made(claim, registered, runs.get(claim.world, {})) for claim in registered.claims}
@@ -108,13 +115,6 @@ def answers(registered: Registration, runs: dict[str, Curves]) -> list[Answer]:
         answer, at = decided.get(claim.name, (OPEN, 0))
         found.append(_answer(claim, registered, runs.get(claim.world, {}), answer, min(at, counts[claim.name])))
     return found
-
-
-def seeds_made(claim: Claim, registered: Registration, curves: Curves) -> int:
-    "Return how many of the first registered seeds all methods of a claim have, without a gap."
-    most = min(claim.seeds, registered.looks[-1])
-    gaps = (n for n, seed in enumerate(registered.seeds(most)) if not has_all(claim, curves, [seed]))
-    return next(gaps, most)
 
 # %% ../../nbs/reproduction/36_answers.ipynb #42f7dde3
 def _p_values(claim: Claim, registered: Registration, runs: dict[str, Curves], count: int) -> dict[str, float]:

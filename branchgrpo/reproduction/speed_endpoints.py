@@ -127,6 +127,10 @@ def measured(endpoint: Endpoint, curve: Curve, gain: Gain, budget: float) -> Mea
     value = curve[-1][key] if endpoint.name == "value at the end" else interpolate(list(curve), key, axis, budget)
     return Measured((value - gain.start) / gain.gain)
 
+# %% ../../nbs/reproduction/32_speed_endpoints.ipynb #e9bfccf6
+def _all_have(curves: Curves, name: str) -> bool:
+    return all(name in row for runs in curves.values() for curve in runs.values() for row in curve)
+
 # %% ../../nbs/reproduction/32_speed_endpoints.ipynb #3f93ba0d
 def endpoints_of(
     curves: Curves,
@@ -153,10 +157,6 @@ def endpoints_of(
     if unit <= 0:
         raise ValueError(f"baseline: {shown(baseline)} lies {unit:.4g} above its start on average")
     return {label: {seed: Measured(run.value / unit) for seed, run in runs.items()} for label, runs in found.items()}
-
-
-def _all_have(curves: Curves, name: str) -> bool:
-    return all(name in row for runs in curves.values() for curve in runs.values() for row in curve)
 
 # %% ../../nbs/reproduction/32_speed_endpoints.ipynb #65d7e7f3
 def side(ours: dict[int, Measured], theirs: dict[int, Measured]) -> int | None:

@@ -71,9 +71,17 @@ def commit():
     return found.stdout.strip()
 
 
+def runs_everything(config):
+    "Return whether a call asks for the whole folder."
+    asked = [Path(argument).resolve() for argument in config.args]
+    return asked == [Path(__file__).parent] and not config.option.keyword and not config.option.markexpr
+
+
 def pytest_sessionfinish(session):
-    "Write the tables of the kinds that were noted."
+    "Write the tables of the kinds that were noted, after a run of the whole folder: a part would replace them."
     if not session.config.getoption("--faults") or hasattr(session.config, "workerinput"):
+        return
+    if not runs_everything(session.config):
         return
     head = {
         "date": str(date.today()),

@@ -1,0 +1,50 @@
+"""Every committed figure and number is drawn again from the committed runs, without training."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from branchgrpo.reproduction.execution import execute_apart
+from branchgrpo.reproduction.pages import jobs
+from branchgrpo.reproduction.recorded import REDRAW, record_of
+
+ROOT = Path(__file__).parents[1]
+COMMITTED = ROOT / "figures/testbed"
+
+
+def drawn_from_runs():
+    "Return the pages that `make figures` draws: those with a record of runs that need no model."
+    found = {}
+    for job in jobs([], "testbed", ROOT / "reproduce"):
+        job = dataclasses.replace(job, parameters=job.parameters | {"output": str(COMMITTED)})
+        try:
+            found[job.name] = (job, record_of(job))
+        except ValueError:  # no runs
+            continue
+    return {name: pair for name, pair in found.items() if not pair[0].runner.get("models")}
+
+
+PAGES = drawn_from_runs()
+
+
+def test_most_pages_are_drawn_from_runs():
+    assert len(PAGES) >= 15
+    assert len({record for _, record in PAGES.values()}) == len(PAGES)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_is_drawn_again_to_the_bit(page, tmp_path):
+    job, record = PAGES[page]
+    here = job.parameters | {"output": str(tmp_path)}
+    again = dataclasses.replace(job, parameters=here, executed=tmp_path / "executed" / "page.ipynb")
+    result = execute_apart(again, {REDRAW: str(record)})
+    assert result.state == "done", result.error
+    drawn = sorted(path.name for path in tmp_path.iterdir() if path.suffix in (".png", ".svg", ".json"))
+    assert any(name.endswith(".png") for name in drawn)
+    for name in drawn:
+        new, old = (tmp_path / name).read_bytes(), (COMMITTED / name).read_bytes()
+        if name.endswith(".json"):
+            new, old = json.loads(new), json.loads(old)
+        assert new == old, f"{name}: `make figures` is due"
