@@ -81,7 +81,9 @@ difference, paired by seed, lies above zero. Intervals are per claim; p, where a
 claims of its page (false discovery rate). \
 *Earlier* marks a page whose runs are not those that it would train today: it says what has changed, and its claims \
 are about the earlier runs. \
-Cost counts the calls of the rollouts and three per trained call, four with a reference model, as Pro-GRPO does."""
+Cost counts the calls of the rollouts and three per trained call, four with a reference model, as Pro-GRPO does. \
+In a figure a line is the mean over seeds. Their range is a band, or a bar at the line's end where there are many. \
+Seconds are timed in turn for the runs of one page, and do not compare with those of another."""
 
 
 def rank(name: str) -> tuple[int, str]:

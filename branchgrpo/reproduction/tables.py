@@ -4,10 +4,12 @@
 
 # %% auto #0
 __all__ = ['THREE_AXES', 'FOUR_AXES', 'columns_of', 'table_rows', 'interval_text', 'print_table', 'own_recipes', 'draw_curves',
-           'panels', 'run_record', 'training_seconds', 'write_comparison']
+           'unlearned', 'say_unlearned', 'panels', 'run_record', 'training_seconds', 'write_comparison']
 
 # %% ../../nbs/reproduction/11_tables.ipynb #768dc2a7
+import textwrap
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -15,7 +17,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .charts import ordered_legend, plot_curve
+from .charts import MANY, ordered_legend, plot_curve
 from .cost_axis import COST
 from .comparisons import Comparison
 from .recorded import RecordedRun
@@ -82,21 +84,41 @@ def draw_curves(
 ) -> None:
     "Draw `key` of every label against `x`, in the colours of the recipes; variants of a recipe differ in line style."
     recipes = own_recipes(c)
-    for label, name in (names or {label: label for label in c.runs}).items():
-        if label not in recipes and c.record is not None:  # a record may lack what a page draws today
-            continue
-        plot_curve(ax, c.evaluations(label), x, key, name, recipe=recipes[label])
+    shown = names or {label: label for label in c.runs}
+    if c.record is not None:  # which may lack what a page draws today
+        shown = {label: name for label, name in shown.items() if label in recipes}
+    for label, name in shown.items():
+        plot_curve(ax, c.evaluations(label), x, key, name, recipe=recipes[label], band=len(shown) < MANY)
+
+# %% ../../nbs/reproduction/11_tables.ipynb #4c269e55
+def unlearned(c: Comparison, key: str = "eval_reward") -> list[str]:
+    "Return the labels of which some seed does not end above the model that it began with."
+    return [label for label in c.runs if any(rows[-1][key] <= rows[0][key] for rows in c.evaluations(label))]
+
+
+def say_unlearned(axes: Iterable[Axes], c: Comparison, key: str = "eval_reward") -> None:
+    "Draw the base model's score, and say above the first panel which labels do not end above it in every seed, if any."
+    labels, (first, *others) = unlearned(c, key), axes
+    if labels:
+        for ax in (first, *others):
+            ax.axhline(c.evaluations(labels[0])[0][0][key], color="0.6", lw=0.8, zorder=0)
+        text = f"not above the base model (grey) in every seed: {', '.join(labels)}"
+        first.set_title(textwrap.fill(text, 90), loc="left", parse_math=False)
 
 # %% ../../nbs/reproduction/11_tables.ipynb #3034dfc9
 def panels(c: Comparison, key: str = "eval_reward", name: str = "held-out reward", xs=THREE_AXES) -> Figure:
-    "Draw `key` of every label against each of `xs` (key, axis label)."
-    fig, axes = plt.subplots(1, len(xs), figsize=(4.0 * len(xs), 2.9), sharey=True, squeeze=False)
-    for (x, x_name), ax in zip(xs, axes[0]):
+    "Draw `key` of every label against each of `xs` (key, axis label); four panels make two rows."
+    shape = (2, 2) if len(xs) == 4 else (1, len(xs))
+    size = (4.0 * shape[1], 2.9 * shape[0])
+    fig, axes = plt.subplots(*shape, figsize=size, sharey=True, squeeze=False)
+    for (x, x_name), ax in zip(xs, axes.flat):
         draw_curves(ax, c, x, key)
         ax.set_xlabel(x_name)
-    axes[0, 0].set_ylabel(name)
-    ordered_legend(axes[0, -1], fontsize=7, loc="center left", bbox_to_anchor=(1.02, 0.5))
-    fig.tight_layout()
+    for ax in axes[:, 0]:
+        ax.set_ylabel(name)
+    ordered_legend(axes[0, -1], loc="center left", bbox_to_anchor=(1.02, 0.5))
+    say_unlearned(axes.flat, c, key)
+    fig.tight_layout(w_pad=2 if len(c.runs) >= MANY else None)  # room for the bars
     return fig
 
 # %% ../../nbs/reproduction/11_tables.ipynb #aa228095
