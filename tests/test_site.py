@@ -2,12 +2,11 @@
 
 import json
 import re
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from branchgrpo.site.build import NEEDED, build, write_sources
+from branchgrpo.site.build import build, write_sources
 from branchgrpo.site.lessons import text_of
 from branchgrpo.site.sources import ANSWERS, Sources
 
@@ -92,12 +91,6 @@ def small_repository(folder, lesson):
     return folder
 
 
-needs_the_builder = pytest.mark.skipif(
-    any(find_spec(module) is None for module in NEEDED), reason="needs pip install -e '.[site]'"
-)
-
-
-@needs_the_builder
 def test_a_small_site_is_built(tmp_path):
     root = small_repository(tmp_path / "r", "$$x^2$$ and [home](index.ipynb#the-course)")
     assert build(root, tmp_path / "site", tmp_path / "work") > 5
@@ -107,7 +100,6 @@ def test_a_small_site_is_built(tmp_path):
     assert (tmp_path / "site/searchindex.js").is_file() and (tmp_path / "site/explore.html").is_file()
 
 
-@needs_the_builder
 @pytest.mark.parametrize("text", ["[nowhere](b.ipynb)", "[no such place](index.ipynb#nothing)", "# One\n\n#### Four"])
 def test_what_is_wrong_ends_the_build(tmp_path, text):
     root = small_repository(tmp_path / "r", text)
