@@ -94,6 +94,7 @@ def small_repository(folder, lesson):
 def test_a_small_site_is_built(tmp_path):
     root = small_repository(tmp_path / "r", "$$x^2$$ and [home](index.ipynb#the-course)")
     assert build(root, tmp_path / "site", tmp_path / "work") > 5
+    assert {path.name for path in tmp_path.iterdir()} == {"r", "site", "work"}, "nothing is left beside the site"
     page = (tmp_path / "site/a.html").read_text()
     assert "x^2" in page and "One lesson." in page
     assert "the one" in (tmp_path / "site/reference/branchgrpo.a.html").read_text()

@@ -101,13 +101,16 @@ def build(
 
     source = write_sources(root, Path(work) / "source")
     copy_mathjax(source / "_static/mathjax")
-    shutil.rmtree(out, ignore_errors=True)
+    made = Path(work) / "html"  # MyST-NB writes beside its output, too
+    shutil.rmtree(made, ignore_errors=True)
     options = ["-b", "html", "-W", "--keep-going", "-q", "-j", str(min(4, os.cpu_count() or 1))]
-    if build_main([*options, "-d", str(Path(work) / "doctrees"), str(source), str(out)]):
+    if build_main([*options, "-d", str(Path(work) / "doctrees"), str(source), str(made)]):
         raise RuntimeError("site: Sphinx has warned, see above")
-    dead = dead_links(out)
+    dead = dead_links(made)
     if dead:
         raise RuntimeError("site: dead links\n" + "\n".join(dead))
+    shutil.rmtree(out, ignore_errors=True)
+    shutil.move(made, out)
     return len(list(Path(out).rglob("*.html")))
 
 
