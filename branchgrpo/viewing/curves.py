@@ -44,7 +44,8 @@ def tick_text(value: float, step: float) -> str:
 
 # %% ../../nbs/viewing/03_curves.ipynb #48c847bf
 WIDTH, HEIGHT = 320, 170
-LEFT, RIGHT, TOP, BOTTOM = 52, 8, 8, 20  # around the curves
+LEFT, RIGHT = 52, 8  # around the curves
+TOP, BOTTOM = 8, 20
 
 
 def scaled(value: float, bounds: tuple[float, float], start: float, end: float) -> float:
