@@ -10,7 +10,6 @@ __all__ = ['COLOURS', 'MOST_POINTS', 'WIDTH', 'HEIGHT', 'LEFT', 'RIGHT', 'TOP', 
 import math
 from html import escape
 
-from matplotlib.ticker import MaxNLocator
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # readable without red-green vision
 COLOURS += ("#6A5ACD", "#999933", "#882255", "#44AA99", "#AA4499", "#777777")
@@ -28,6 +27,8 @@ def thinned(points: list[tuple[float, float]], most: int = MOST_POINTS) -> list[
 # %% ../../nbs/viewing/03_curves.ipynb #2c3ccd15
 def axis(values: list[float], whole: bool = False) -> tuple[float, float, list[float]]:
     "Return the bounds of an axis and the places of its ticks; values that are all the same get room around them."
+    from matplotlib.ticker import MaxNLocator  # heavy, and the help needs none
+
     low, high = min(values), max(values)
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         room = abs(low) * 0.1 or 1.0
