@@ -216,12 +216,15 @@ def show_recipes(given: dict[str, Any]) -> int:
 def print_recipe(recipe: Any) -> None:
     "Print a recipe, the source of each value, and the method that is nearest."
     from branchgrpo.method_index import differences, nearest  # not above: the list needs no torch
+    from branchgrpo.paper_index import words_lines
 
     print(*filter(None, (f"{recipe.name}: {recipe.summary}", recipe.paper, recipe.equation)), sep="\n")
     for setting, value, source in recipe.rows():
         if source != "off":
             print(f"  {setting:22} {value!s:14} {source}")
     print("off: " + ", ".join(f"{setting} {value}" for setting, value, source in recipe.rows() if source == "off"))
+    if words := words_lines(recipe):
+        print("the papers' words ([…]: left out):", *words, sep="\n  ")
     other = nearest(recipe)
     print(f"nearest: {other.name}; differs in {', '.join(row[0] for row in differences(recipe, other)) or 'nothing'}")
 

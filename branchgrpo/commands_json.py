@@ -34,9 +34,11 @@ def recipe_row(recipe: Any) -> dict[str, str]:
 
 
 def recipe_table(recipe: Any) -> dict[str, Any]:
-    "Return a recipe with every value and its source (off: the recipe does not use it)."
+    "Return a recipe with every value, its source (off: not used), and the papers' words behind the values."
+    from branchgrpo.paper_index import words_rows
+
     values = {setting: {"value": value, "source": source} for setting, value, source in recipe.rows()}
-    return recipe_row(recipe) | {"equation": recipe.equation, "values": values}
+    return recipe_row(recipe) | {"equation": recipe.equation, "values": values, "words": words_rows(recipe)}
 
 # %% ../nbs/26_commands_json.ipynb #af8b0a54
 def reward_row(name: str, entry: Any, about: str) -> dict[str, Any]:

@@ -121,7 +121,7 @@ def file_name(name: str, path: Path) -> str:
 # %% ../nbs/22_recipes.ipynb #50edc6bb
 ON_DIFFUSION: dict[str, Sourced] = {
     "transition": ("ddim", "a diffusion model's own"),
-    "eta": (1.0, "Pro-GRPO: η = 1.0"),
+    "eta": (1.0, "DanceGRPO: base.py l. 48, its SD script"),
     "tail_ratio": (0.0, "no solver on a diffusion model"),
 }
 

@@ -51,7 +51,7 @@ G2RPO_SIZES = neutral().variant(
     eta=(0.7, f"{G2RPO_SH}, --eta 0.7"),
     shift=(3.0, f"{G2RPO_SH}, --shift 3"),
     s=(float("inf"), f"{G2RPO_PY}: independent noise"),
-    beta=(0.0, "no fusion: a branch has one image"),
+    beta=(0.0, "derived: a branch has one image, so there is nothing to fuse"),
     std=("own", f"{G2RPO_PY}, group_rewards.std(dim=0) + 1e-8"),
     guidance_scale=(3.5, f"{G2RPO_PY}: FLUX's guidance embedding"),
     height=(720, f"{G2RPO_SH}, --h 720"),

@@ -14,33 +14,36 @@ from .recipe import neutral
 SIZES = neutral().variant(
     "sizes",
     "BranchGRPO's Table 2: process and sizes",
-    steps=(20, "Sec. 4.2: depth d = 20 (Table 2's 16 belongs to DanceGRPO's own script)"),
-    transition=("dance", "Eq. 1 with constant noise, as the released script"),
-    eta=(0.3, "Table 2"),
-    shift=(3.0, "Table 2 (printed as 'branch offset': the time shift)"),
-    guidance_scale=(3.5, "released script: train_branchgrpo_flux.py l. 444 and 735"),
-    height=(720, "Table 2 (resolution, 720×720)"),
-    width=(720, "Table 2 (resolution, 720×720)"),
-    prompts_per_iteration=(32, "Table 2: batch 2 per GPU; Sec. 4.2: 16 GPUs"),
+    steps=(20, "BranchGRPO Sec. 4.2: depth d = 20 (Table 2's 16 belongs to DanceGRPO's own script)"),
+    transition=("dance", "BranchGRPO Eq. 1, with constant noise as the released script"),
+    eta=(0.3, "BranchGRPO Table 2"),
+    shift=(3.0, "BranchGRPO Table 2 (printed as 'branch offset': the time shift)"),
+    guidance_scale=(3.5, "BranchGRPO's script: train_branchgrpo_flux.py l. 444 and 735"),
+    height=(720, "BranchGRPO Table 2 (resolution, 720×720)"),
+    width=(720, "BranchGRPO Table 2 (resolution, 720×720)"),
+    prompts_per_iteration=(32, "BranchGRPO Table 2: batch 2 per GPU; Sec. 4.2: 16 GPUs"),
 )
 
 # %% ../../nbs/methods/01_branchgrpo.ipynb #66b54e64
 SHARED = SIZES.variant(
     "shared",
     "BranchGRPO's Table 2, shared by all methods of the paper",
-    advantage_clip=(5.0, "Table 2"),
-    clip_range=(1e-4, "Table 2 (the released script has 1e-3)"),
-    learning_rate=(1e-5, "Sec. 4.2, Table 2"),
-    weight_decay=(1e-4, "Sec. 4.2, Table 2"),
-    max_grad_norm=(0.01, "Table 2 (the released script has 1.0)"),
+    noisy_last=(False, "BranchGRPO Table 2: the last step is ignored"),
+    loss=("clip", "BranchGRPO Eq. 5"),
+    kl=(0.0, "BranchGRPO Eq. 5: no KL term"),
+    advantage_clip=(5.0, "BranchGRPO Table 2"),
+    clip_range=(1e-4, "BranchGRPO Table 2 (the released script has 1e-3)"),
+    learning_rate=(1e-5, "BranchGRPO Sec. 4.2, Table 2"),
+    weight_decay=(1e-4, "BranchGRPO Sec. 4.2, Table 2"),
+    max_grad_norm=(0.01, "BranchGRPO Table 2 (the released script has 1.0)"),
     passes=(1, "DanceGRPO: train_grpo_flux.py l. 571, one loop over the samples"),
-    steps_per_pass=(2, "Table 2: accumulation 12, batch 2; DanceGRPO: train_grpo_flux.py l. 609"),
+    steps_per_pass=(2, "BranchGRPO Table 2: accumulation 12, batch 2; DanceGRPO: train_grpo_flux.py l. 609"),
     step_unit=("prompts", "DanceGRPO: train_grpo_flux.py l. 571, trajectories in their order, prompt by prompt"),
     loss_mean=("step", "DanceGRPO: train_grpo_flux.py l. 603"),
     adam_beta1=(0.9, "DanceGRPO: train_grpo_flux.py l. 748"),
     adam_beta2=(0.999, "DanceGRPO: train_grpo_flux.py l. 748"),
     adam_eps=(1e-8, "DanceGRPO: train_grpo_flux.py l. 750"),
-    ema_decay=(0.995, "Table 2"),
+    ema_decay=(0.995, "BranchGRPO Table 2"),
     ema_every=(2, "DanceGRPO: train_grpo_flux.py l. 866-867, once after a rollout's two steps"),
     ema_ramp=(False, "DanceGRPO: train_grpo_flux.py l. 81-85, a constant decay"),
     ema_used=(False, "DanceGRPO: train_grpo_flux.py l. 843-846, both are saved; no paper says which is evaluated"),
@@ -52,47 +55,52 @@ BRANCHGRPO = SHARED.variant(
     "a tree from one noise, path-weighted rewards, depth-wise advantages",
     paper="BranchGRPO, arXiv 2509.06040",
     equation="r̄(n) = Σ_ℓ softmax(β·log p(ℓ|n))·r_ℓ;  A_d(n) = (r̄(n) − mean_d) / std_d",
-    splits=((0, 3, 6, 9), "Sec. 4.2: Dense, the default"),
-    branch_factor=(2, "Sec. 4.2: K = 2, 16 leaves"),
-    s=(4.0, "Fig. 5a: the best of 1, 2, 4, 8"),
-    beta=(1.0, "Fig. 5d: path-weighted, the main run"),
-    weights=("path", "Eq. 3"),
+    roots=(1, "BranchGRPO Sec. 3.2: a root node with one initial noise"),
+    splits=((0, 3, 6, 9), "BranchGRPO Sec. 4.2: Dense, the default"),
+    branch_factor=(2, "BranchGRPO Sec. 4.2: K = 2, 16 leaves"),
+    split_noise=("correlated", "BranchGRPO Eq. 2"),
+    split_density=("drawn", "BranchGRPO Sec. 3.2: of the noise that is drawn"),
+    s=(4.0, "BranchGRPO Sec. 4.4, Fig. 5a: the best of 1, 2, 4, 8"),
+    beta=(1.0, "BranchGRPO Sec. 4.4, Table 3, Fig. 5d: path-weighted, the main run"),
+    weights=("path", "BranchGRPO Eq. 3"),
+    advantage=("depthwise", "BranchGRPO Eq. 4"),
+    std=("own", "BranchGRPO Eq. 4: of the nodes of one depth"),
 )
 
 # %% ../../nbs/methods/01_branchgrpo.ipynb #11994f26
 BRANCHGRPO_MIXED = BRANCHGRPO.variant(
     "branchgrpo-mixed",
     "the same with later splits",
-    splits=((0, 4, 8, 12), "Sec. 4.2: Mixed"),
+    splits=((0, 4, 8, 12), "BranchGRPO Sec. 4.2: Mixed"),
 )
 BRANCHGRPO_SPARSE = BRANCHGRPO.variant(
     "branchgrpo-sparse",
     "the same with splits far apart",
-    splits=((0, 5, 10, 15), "Sec. 4.2: Sparse"),
+    splits=((0, 5, 10, 15), "BranchGRPO Sec. 4.2: Sparse"),
 )
 BRANCHGRPO_ADAPTIVE = BRANCHGRPO.variant(
     "branchgrpo-adaptive",
     "splits placed by the std of preview rewards",
     paper="ours, after BranchGRPO's future work",
-    adaptive=(True, "the paper's future work; the rule is ours"),
+    adaptive=(True, "ours, after BranchGRPO Appendix D: future work"),
     splits=((0, 3, 6, 12), "ours: their number, and the latest place of the last"),
 )
 
 # %% ../../nbs/methods/01_branchgrpo.ipynb #d1c647ee
 WINDOW_OF_FOUR = {
-    "window_size": (4, "Appendix A: a window of 4, as MixGRPO"),
-    "window_every": (30, "Appendix A: one step every 30 iterations"),
+    "window_size": (4, "BranchGRPO Appendix A: a window of 4, as MixGRPO"),
+    "window_every": (30, "BranchGRPO Appendix A: one step every 30 iterations"),
 }
 
 BRANCHGRPO_WIDPRU = BRANCHGRPO.variant(
     "branchgrpo-widpru",
     "trains one child of each last split",
-    prune=("parent-top1", "Sec. 4.4, Table 1: WidPru"),
+    prune=("parent-top1", "BranchGRPO Sec. 3.4: Parent-Top1; Table 1: WidPru"),
 )
 BRANCHGRPO_EXTREME = BRANCHGRPO.variant(
     "branchgrpo-extreme",
     "trains the chains of each tree's best and worst leaves",
-    prune=("extreme", "Sec. 4.4: Extreme-b"),
+    prune=("extreme", "BranchGRPO Sec. 3.4: Extreme selection; Sec. 4.4: Extreme-b"),
     prune_keep=(4, "derived: b is not given; 4 keeps half of 16"),
 )
 
@@ -101,16 +109,16 @@ BRANCHGRPO_DEPPRU = BRANCHGRPO.variant(
     "branchgrpo-deppru",
     "leaves out a window of depths that slides later",
     **WINDOW_OF_FOUR,
-    prune=("depth-window", "Sec. 4.4, Table 1: DepPru"),
-    window_start=(None, "Sec. 4.4: initialised at the last split"),
+    prune=("depth-window", "BranchGRPO Sec. 4.4; Table 1: DepPru"),
+    window_start=(None, "BranchGRPO Sec. 4.4: initialised at the last split"),
     window_stop=(None, "derived: the stop depth is not given; the last trained steps"),
 )
 BRANCHGRPO_MIX = BRANCHGRPO.variant(
     "branchgrpo-mix",
     "noise at the splits and inside a sliding window, ODE elsewhere",
     **WINDOW_OF_FOUR,
-    stochastic=("splits+window", "Sec. 4.4: hybrid ODE–SDE"),
-    window=("progressive", "Sec. 4.4: a sliding window"),
+    stochastic=("splits+window", "BranchGRPO Sec. 4.4: hybrid ODE–SDE"),
+    window=("progressive", "BranchGRPO Sec. 4.4: a sliding window"),
     window_start=(0, "derived: 34 edges need {0, 1, 2, 3, 6, 9}"),
     window_stop=(15, "derived: the last step is never trained"),
 )
@@ -121,15 +129,15 @@ DANCEGRPO = SHARED.variant(
     "16 chains from one noise, group-normalised rewards, all steps but the last trained",
     paper="DanceGRPO, arXiv 2505.07818",
     equation="A = (r − mean r) / std r;  loss −min(ρA, clip(ρ, 1 ± ε)A) on every step",
-    splits=((0,), "DanceGRPO: same initial noise, a star"),
-    branch_factor=(16, "matched to BranchGRPO's 16 leaves"),
-    s=(float("inf"), "DanceGRPO: independent step noise"),
-    beta=(0.0, "no fusion: a chain has one leaf"),
+    splits=((0,), "DanceGRPO: train_grpo_flux.py l. 333-338: one initial noise, a star"),
+    branch_factor=(16, "derived: BranchGRPO's 16 leaves"),
+    s=(float("inf"), "DanceGRPO: train_grpo_flux.py l. 156: independent noise at every step"),
+    beta=(0.0, "derived: a chain has one leaf, so there is nothing to fuse"),
 )
 DANCEGRPO_TF06 = DANCEGRPO.variant(
     "dancegrpo-tf0.6",
     "the same, training a fresh random 60 % of the steps of each trajectory",
-    train_fraction=(0.6, "Table 1: DanceGRPO (tf = 0.6)"),
+    train_fraction=(0.6, "BranchGRPO Table 1: DanceGRPO (tf = 0.6)"),
 )
 
 # %% ../../nbs/methods/01_branchgrpo.ipynb #3e4015bd
@@ -139,11 +147,11 @@ MIXGRPO = DANCEGRPO.variant(
     paper="MixGRPO, arXiv 2507.21802",
     equation="g_i = 0 for i outside W(iteration);  only i in W is trained",
     splits=((), "MixGRPO: train_grpo_flux.py l. 202-256, every trajectory alone"),
-    roots=(16, "matched to BranchGRPO's 16 leaves"),
+    roots=(16, "derived: BranchGRPO's 16 leaves"),
     same_root=(True, "MixGRPO: finetune_flux_grpo_MixGRPO.sh l. 155, train_grpo_flux.py l. 210-215"),
     stochastic=("window", "MixGRPO: train_grpo_flux.py l. 236-239, SDE inside the window, ODE outside"),
     window=("progressive", "MixGRPO: finetune_flux_grpo_MixGRPO.sh l. 59"),
-    window_size=(5, "Table 1: MixGRPO (20, 5) trains 5 steps (MixGRPO's own script, l. 58: 4 of 25)"),
+    window_size=(5, "BranchGRPO Table 1: MixGRPO (20, 5) trains 5 steps (MixGRPO's own script, l. 58: 4 of 25)"),
     window_stop=(14, "MixGRPO: train_grpo_flux.py l. 919, the last step is never trained"),
     window_every=(25, "MixGRPO: finetune_flux_grpo_MixGRPO.sh l. 57, every 25 iterations"),
     window_stride=(1, "MixGRPO: finetune_flux_grpo_MixGRPO.sh l. 60"),

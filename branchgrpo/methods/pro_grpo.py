@@ -14,22 +14,22 @@ from .recipe import Sourced, neutral
 FLOW_GRPO_SIZES = neutral().variant(
     "flow-grpo-sizes",
     "Flow-GRPO's process and sizes",
-    shift=(3.0, "SD3.5-M's scheduler"),
-    splits=((), "Flow-GRPO: independent initial noises"),
+    shift=(3.0, "derived: that of SD3.5-M's own scheduler"),
+    splits=((), "Flow-GRPO: train_sd3.py l. 639-651: each chain from its own noise"),
     roots=(24, "Pro-GRPO Sec. 6.1: G = 24; Flow-GRPO: config/grpo.py l. 119"),
     steps=(10, "Pro-GRPO Table 7: T = 10; Flow-GRPO: config/grpo.py l. 113"),
-    evaluation_steps=(40, "Pro-GRPO Sec. 6.1; Flow-GRPO: config/grpo.py l. 114"),
-    transition=("flow", "Flow-GRPO's noise level"),
+    evaluation_steps=(40, "Flow-GRPO: config/grpo.py l. 114 (Pro-GRPO Sec. A.1: its public configuration)"),
+    transition=("flow", "Flow-GRPO: sd3_sde_with_logprob.py l. 47; Pro-GRPO Eq. 4"),
     eta=(0.7, "Flow-GRPO: config/base.py l. 54, a = 0.7"),
     guidance_scale=(4.5, "Pro-GRPO Table 7; Flow-GRPO: config/grpo.py l. 115"),
     height=(512, "Pro-GRPO Table 7"),
     width=(512, "Pro-GRPO Table 7"),
     prompts_per_iteration=(96, "Pro-GRPO Table 7 (Flow-GRPO: config/grpo.py l. 120 has 48)"),
-    s=(float("inf"), "independent step noise"),
-    beta=(0.0, "no fusion: a chain has one leaf"),
+    s=(float("inf"), "derived: chains alone; every step draws its own noise"),
+    beta=(0.0, "derived: a chain has one leaf, so there is nothing to fuse"),
     std=("global", "Pro-GRPO Table 7 ('Global Noise σ_std'); Flow-GRPO: stat_tracking.py l. 27, of all rewards"),
     kl=(0.01, "Pro-GRPO Table 7; Flow-GRPO: config/grpo.py l. 128"),
-    lora_rank=(32, "Flow-GRPO: train_sd3.py l. 430, on attention (l. 419-428)"),
+    lora_rank=(32, "Flow-GRPO: train_sd3.py l. 430, on attention (l. 419-428); Pro-GRPO Table 7: LoRA"),
     lora_alpha=(64, "Flow-GRPO: train_sd3.py l. 431"),
 )
 
@@ -40,8 +40,8 @@ FLOW_GRPO = FLOW_GRPO_SIZES.variant(
     paper="Flow-GRPO, arXiv 2505.05470",
     equation="A = (r − mean r) / std;  loss −min(ρA, clip(ρ, 1 ± ε)A) + β_KL·KL(π_θ ‖ π_ref)",
     advantage_clip=(5.0, "Flow-GRPO: config/base.py l. 84"),
-    clip_range=(1e-4, "Flow-GRPO: config/base.py l. 86"),
-    learning_rate=(3e-4, "Flow-GRPO: config/base.py l. 63"),
+    clip_range=(1e-4, "Flow-GRPO: config/base.py l. 86 (Pro-GRPO Sec. A.3: as the baseline)"),
+    learning_rate=(3e-4, "Flow-GRPO: config/base.py l. 63 (Pro-GRPO Sec. A.3: as the baseline)"),
     weight_decay=(1e-4, "Flow-GRPO: config/base.py l. 69"),
     max_grad_norm=(1.0, "Flow-GRPO: config/base.py l. 76"),
     passes=(1, "Flow-GRPO: config/grpo.py l. 126, num_inner_epochs"),
@@ -89,14 +89,14 @@ PRO_GRPO = FLOW_GRPO.variant(
     "48 chains, cut to 24 and 12 in flight by the variance of previews' rewards",
     paper="Pro-GRPO (Expand and Prune), arXiv 2512.15347",
     equation="at each pruning step: S = argmax Var(r(x̂₀)_S), |S| = N_k;  only S goes on",
-    **funnel((48, 24, 12), (5, 7), "Pro-GRPO Table 7"),
+    **funnel((48, 24, 12), (5, 7), "Pro-GRPO Sec. 6.1, Table 7"),
 )
 PRO_GRPO_FLASH = FLOW_GRPO.variant(
     "pro-grpo-flash",
     "the same from 24 by way of 16",
     paper="Pro-GRPO (Expand and Prune), arXiv 2512.15347",
     equation="at each pruning step: S = argmax Var(r(x̂₀)_S), |S| = N_k;  only S goes on",
-    **funnel((24, 16, 12), (5, 7), "Pro-GRPO Table 7 (Flash)"),
+    **funnel((24, 16, 12), (5, 7), "Pro-GRPO Sec. 6.1, Table 7 (Flash)"),
 )
 
 # %% ../../nbs/methods/02_pro_grpo.ipynb #dda51e21
@@ -108,13 +108,13 @@ SD_SIZES = neutral().variant(
         True,
         "DanceGRPO: train_grpo_sd.py l. 415-435, one noise (there for all prompts of a batch, here per prompt)",
     ),
-    s=(float("inf"), "independent step noise"),
-    beta=(0.0, "no fusion: a chain has one leaf"),
+    s=(float("inf"), "derived: chains alone; every step draws its own noise"),
+    beta=(0.0, "derived: a chain has one leaf, so there is nothing to fuse"),
     std=("own", "DanceGRPO: train_grpo_sd.py l. 540-546, of each prompt"),
     steps=(50, "Pro-GRPO Table 8: T = 50; DanceGRPO: base.py l. 45"),
     transition=("ddim", "DanceGRPO: train_grpo_sd.py l. 630-637"),
-    eta=(1.0, "DanceGRPO: base.py l. 48; Pro-GRPO: η = 1.0"),
-    shift=(3.0, "only where a flow model stands in: a diffusion model has its own grid"),
+    eta=(1.0, "DanceGRPO: base.py l. 48 (Pro-GRPO Sec. A.1: its public configuration)"),
+    shift=(3.0, "derived: only where a flow model stands in; a diffusion model has its own grid"),
     guidance_scale=(5.0, "Pro-GRPO Table 8; DanceGRPO: base.py l. 50 and 83, in training too"),
     height=(512, "DanceGRPO: train_grpo_sd.py l. 417, latents of 64×64"),
     width=(512, "DanceGRPO: train_grpo_sd.py l. 417, latents of 64×64"),
@@ -129,8 +129,8 @@ SD = SD_SIZES.variant(
     "sd",
     "shared by DanceGRPO's SD script and Pro-GRPO on SD-v1.4",
     advantage_clip=(5.0, "DanceGRPO: base.py l. 85"),
-    clip_range=(1e-4, "DanceGRPO: base.py l. 87"),
-    learning_rate=(1e-5, "DanceGRPO: base.py l. 64"),
+    clip_range=(1e-4, "DanceGRPO: base.py l. 87 (Pro-GRPO Sec. A.3: as the baseline)"),
+    learning_rate=(1e-5, "DanceGRPO: base.py l. 64 (Pro-GRPO Sec. A.3: as the baseline)"),
     weight_decay=(1e-4, "DanceGRPO: base.py l. 70"),
     max_grad_norm=(1.0, "DanceGRPO: base.py l. 77"),
     passes=(1, "DanceGRPO: base.py l. 80, num_inner_epochs"),
@@ -140,7 +140,7 @@ SD = SD_SIZES.variant(
     adam_beta1=(0.9, "DanceGRPO: base.py l. 66"),
     adam_beta2=(0.999, "DanceGRPO: base.py l. 68"),
     adam_eps=(1e-8, "DanceGRPO: base.py l. 72"),
-    ema_decay=(0.0, "DanceGRPO: train_grpo_sd.py keeps no average; Pro-GRPO Table 8 states none"),
+    ema_decay=(0.0, "DanceGRPO: train_grpo_sd.py keeps no average, and Pro-GRPO names none"),
     ema_every=(1, "DanceGRPO: train_grpo_sd.py keeps no average"),
     ema_ramp=(False, "DanceGRPO: train_grpo_sd.py keeps no average"),
     ema_used=(False, "DanceGRPO: train_grpo_sd.py l. 716-722 saves the trained weights"),
@@ -152,14 +152,14 @@ DANCEGRPO_SD = SD.variant(
     "DanceGRPO for a diffusion model: 16 chains of 50 steps from one noise",
     paper="DanceGRPO, arXiv 2505.07818",
     equation="A = (r − mean r) / std r on DDIM's steps with η = 1",
-    roots=(16, "DanceGRPO: dgx.py l. 53, num_generations"),
+    roots=(16, "Pro-GRPO Sec. 6.1: G = 16; DanceGRPO: dgx.py l. 53, num_generations"),
 )
 PRO_GRPO_SD = SD.variant(
     "pro-grpo-sd",
     "the same with a group cut in flight: 48, 32, 8",
     paper="Pro-GRPO (Expand and Prune), arXiv 2512.15347",
     equation="at each pruning step: S = argmax Var(r(x̂₀)_S), |S| = N_k;  only S goes on",
-    **funnel((48, 32, 8), (30, 40), "Pro-GRPO Table 8"),
+    **funnel((48, 32, 8), (30, 40), "Pro-GRPO Sec. 6.1, Table 8"),
 )
 
 # %% ../../nbs/methods/02_pro_grpo.ipynb #3e3076ef
@@ -169,7 +169,7 @@ BRANCH_PRO = BRANCHGRPO.variant(
     paper="ours, after BranchGRPO and Pro-GRPO",
     branch_factor=(4, "ours"),
     prune_at=({3: 2, 6: 2, 9: 4}, "ours: 4 → 2, 8 → 2, 8 → 4 before each split; 16 leaves"),
-    selection=("ovf", "Pro-GRPO Eq. 17, on a tree"),
+    selection=("ovf", "Pro-GRPO Eq. 17, here on a tree"),
 )
 
 # %% ../../nbs/methods/02_pro_grpo.ipynb #aa933676
@@ -190,9 +190,9 @@ TREEGRPO = FLOW_GRPO.variant(
     stochastic=("window", "TreeGRPO: SDE inside the window"),
     advantage=("leaf-backup", "TreeGRPO: leaves first, then backed up"),
     weights=("edge", "TreeGRPO: by the children's own log-densities"),
-    beta=(1.0, "TreeGRPO"),
+    beta=(1.0, "TreeGRPO: softmax of log-densities, as they are"),
     std=("own", "TreeGRPO: per tree"),
-    kl=(0.0, "TreeGRPO"),
+    kl=(0.0, "TreeGRPO: no KL term"),
     step_unit=("prompts", "ours: whole trees, since siblings share calls"),
 )
 

@@ -1,0 +1,96 @@
+"""Every value of a paper's recipe stands on words of the paper, and every word that is kept is needed."""
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from branchgrpo import recipes
+from branchgrpo.commands_json import recipe_table
+from branchgrpo.methods.errata import ERRATA
+from branchgrpo.methods.quotes import KINDS, PAPERS, PLACE, kind_of, places, quotes_of
+from branchgrpo.paper_index import QUOTES, words_lines
+
+ROOT = Path(__file__).parents[1]
+ALL = [recipes.get(name) for name in recipes.names()]
+SAID = [*QUOTES, *(q for e in ERRATA for q in e.quotes)]
+
+
+@pytest.mark.parametrize("recipe", ALL, ids=lambda recipe: recipe.name)
+def test_every_source_says_what_it_is(recipe):
+    assert not [(name, source) for name, _, source in recipe.rows() if kind_of(source) not in KINDS]
+
+
+@pytest.mark.parametrize("recipe", ALL, ids=lambda recipe: recipe.name)
+def test_a_value_with_a_place_has_words(recipe):
+    "A value whose source names a place of one of the two papers is stated there by a quote."
+    for name, value, source in recipe.rows():
+        if kind_of(source) == "paper" and any(paper in PAPERS for paper, _ in places(source)):
+            assert quotes_of(recipe, name, QUOTES), f"{recipe.name}: {name} {value}: no words of {source!r} state it"
+
+
+@pytest.mark.parametrize("q", QUOTES, ids=lambda q: f"{q.paper} {q.place} {', '.join(q.says)}")
+def test_no_words_without_a_value(q):
+    "Every setting that a quote speaks of, and every value that it lists, is that of a recipe."
+    for name, said in q.says.items():
+        having = [getattr(recipe.values, name) for recipe in ALL if q in quotes_of(recipe, name, (q,))]
+        for value in said if isinstance(said, list) else [said]:
+            assert value in having, f"{q.place}: no recipe has {name} {value} from there"
+
+
+def test_quotes_are_short_and_have_a_place():
+    for q in SAID:
+        assert q.paper in PAPERS and re.fullmatch(PLACE, q.place), q
+        assert 5 <= len(q.text) <= 300 and q.text == q.text.strip() and "\n" not in q.text, q
+        assert "..." not in q.text, "what is left out is written […]"
+    assert len({(q.paper, q.place, q.text) for q in QUOTES}) == len(QUOTES), "a quote stands twice"
+
+
+def numbers(text):
+    "Return the numbers of a text, as texts."
+    return re.findall(r"\d+(?:\.\d+)?", re.sub(r"(?<=\d),(?=\d{3})", "", text.replace("×", " ")))
+
+
+def published(paper):
+    "Return the numbers of every table of a paper, as they are printed."
+    found = {}
+    with open(ROOT / f"reproduce/published/{paper}.csv", newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            found.setdefault(row["table"], set()).update(
+                numbers(" ".join(row[key] for key in ("row", "column", "value")))
+            )
+    return found
+
+
+def test_rows_of_tables_are_those_that_are_kept():
+    "The numbers of a quoted row are in the transcription of its table, which other tests compare with."
+    tables = {"BranchGRPO": published("branchgrpo"), "Pro-GRPO": published("pro_grpo")}
+    of_tables = [q for q in SAID if q.place.startswith("Table") and "path of" not in q.text]
+    assert len(of_tables) > 40
+    for q in of_tables:
+        assert set(numbers(q.text)) <= tables[q.paper][q.place], q
+
+
+def test_errata_name_lines_of_the_audit():
+    recomputed = {line["what"] for line in json.loads((ROOT / "figures/testbed/audit.json").read_text())["lines"]}
+    assert {what for e in ERRATA for what in e.audit} <= recomputed
+    assert all(e.quotes and e.finding.endswith(".") for e in ERRATA)
+    assert len({(e.paper, e.title) for e in ERRATA}) == len(ERRATA)
+
+
+def test_a_recipe_is_shown_with_its_words():
+    recipe = recipes.get("pro-grpo")
+    shown, rows = words_lines(recipe), recipe_table(recipe)["words"]
+    assert len(shown) == len(rows) > 10
+    assert {"settings", "paper", "place", "text", "note"} == rows[0].keys()
+    for line, row in zip(shown, rows):
+        assert row["text"] in line and all(setting in line for setting in row["settings"])
+
+
+def test_another_value_loses_its_words():
+    "Words are about a value, not about a setting: a changed recipe that keeps the source has none."
+    recipe = recipes.get("branchgrpo")
+    kept = recipe.variant("other", "other splits", splits=((3, 6, 9, 12), recipe.sources["splits"]))
+    assert quotes_of(recipe, "splits", QUOTES) and not quotes_of(kept, "splits", QUOTES)
