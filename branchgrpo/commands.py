@@ -212,7 +212,7 @@ def show_recipes(given: dict[str, Any]) -> int:
         print(*(f"{recipe.name:20} {recipe.summary}" for recipe in found), sep="\n")
     return 0
 
-
+# %% ../nbs/26_commands.ipynb #0c5b927b
 def print_recipe(recipe: Any) -> None:
     "Print a recipe, the source of each value, and the method that is nearest."
     from branchgrpo.method_index import differences, nearest  # not above: the list needs no torch
