@@ -167,7 +167,7 @@ def metric_of(title, evaluation):
 
 def is_earlier(name: str) -> bool:
     "Return whether the report says that a record's runs are of earlier recipes."
-    parts = (ROOT / "figures/README.md").read_text(encoding="utf-8").split("\n## ")
+    parts = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "figures").glob("*.md")).split("\n## ")
     return any(f"[{name}](" in part and "**Runs of earlier recipes**" in part for part in parts)
 
 
