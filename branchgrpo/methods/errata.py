@@ -283,8 +283,8 @@ ERRATA = (*CLAIMS, *TIMES, MINUTES, *COUNTS, PARENT_TOP1, *NAMES, *MORE_NAMES)
 ERRATA += (*COSTS, *MORE_COSTS, *SCORES, MODELS, *EQUATIONS)
 
 
-def erratum_text(e: Erratum, audit: str) -> str:
-    "Return an erratum in Markdown; `audit` is the path of the audit."
+def erratum_text(e: Erratum) -> str:
+    "Return an erratum in Markdown."
     said = "; ".join(f"{q.place}: “{q.text}”" for q in e.quotes)
-    more = f" [Recomputed]({audit})." if e.audit else ""
+    more = " Recomputed in the audit." if e.audit else ""
     return f"- **{e.title}.** {said}. {e.finding}{more}"
