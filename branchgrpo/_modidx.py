@@ -1712,6 +1712,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'branchgrpo/reproduction/study.py'),
                                                'branchgrpo.reproduction.study.recipes_of': ( 'reproduction/study.html#recipes_of',
                                                                                              'branchgrpo/reproduction/study.py'),
+                                               'branchgrpo.reproduction.study.stamp': ( 'reproduction/study.html#stamp',
+                                                                                        'branchgrpo/reproduction/study.py'),
                                                'branchgrpo.reproduction.study.study_runs': ( 'reproduction/study.html#study_runs',
                                                                                              'branchgrpo/reproduction/study.py')},
             'branchgrpo.reproduction.tables': { 'branchgrpo.reproduction.tables.columns_of': ( 'reproduction/tables.html#columns_of',
