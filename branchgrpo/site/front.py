@@ -20,7 +20,8 @@ INDEX, PICTURE = "nbs/index.ipynb", "figures/tree.png"
 
 def from_root(link: str) -> str:
     "Return a link of the first notebook as a link of a file at the root; GitHub knows no places in a notebook."
-    return absolute(link.partition("#")[0], INDEX)
+    file, mark, place = link.partition("#")
+    return absolute(file, INDEX) + ("" if file.endswith(".ipynb") else mark + place)
 
 
 def readme(index: dict[str, Any]) -> str:
@@ -43,9 +44,13 @@ def picture(index: dict[str, Any]) -> bytes:
 # %% ../../nbs/site/08_front_page.ipynb #7befee81
 def reading_minutes(notebook: dict[str, Any]) -> float:
     "Return how long a reader needs for a notebook, in minutes."
-    texts = [text_of(cell) for cell in notebook["cells"] if cell["cell_type"] == "markdown"]
-    code = [line.strip() for cell in notebook["cells"] if cell["cell_type"] == "code" for line in text_of(cell).splitlines()]
-    return sum(len(text.split()) for text in texts) / 200 + sum(map(len, code)) / 900
+    words = characters = 0
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "markdown":
+            words += len(text_of(cell).split())
+        elif cell["cell_type"] == "code":
+            characters += sum(len(line.strip()) for line in text_of(cell).splitlines())
+    return words / 200 + characters / 900
 
 # %% ../../nbs/site/08_front_page.ipynb #f5b6a4b4
 def write_front(root: str | Path = ".") -> None:
