@@ -144,6 +144,8 @@ def smaller(line):
 def runs(line):
     "Return whether a command is run, too: it is cheap and needs no weights that are not in the package."
     name = line.split(" ")[0]
+    if line in ("view", "train", "sample", "reproduce"):  # a name alone, of a command that wants more
+        return False
     return name in {*SHOWS, *RUN} and not (name == "train" and "FLUX" in line) and "--slurm" not in line
 
 
