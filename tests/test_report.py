@@ -37,7 +37,8 @@ def names_recorded(page: str) -> set[str] | None:
 
 def section(page: str) -> str:
     "Return the section of the report on a page."
-    parts = re.split(r"^## ", (ROOT / "figures/README.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    report = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "figures").glob("*.md"))
+    parts = re.split(r"^## ", report, flags=re.MULTILINE)
     return next(part for part in parts if f"[notebook](../reproduce/{page}.ipynb)" in part)
 
 

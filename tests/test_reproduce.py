@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import nbformat
+import psutil
 import pytest
 import yaml
 
@@ -129,6 +130,26 @@ def test_two_notebooks_at_once_make_a_shared_run_once(tmp_path):
     assert not list((tmp_path / "runs/smoke/runs").glob("*damaged*"))
 
 
+def test_workers_end_with_the_command_that_started_them(tmp_path):
+    "A cluster may end one process only. Its workers save what they have, and begin no other run."
+    words = ("study/tuning", "--jobs", "2", "--set", "iterations=500", "seeds=[0, 1, 2]")
+    call = reproduce(tmp_path, *words)
+    runs = tmp_path / "runs/smoke/runs"
+    started = time.monotonic()
+    while sum(path.stat().st_size > 0 for path in runs.glob("*/metrics.jsonl")) < 2:
+        assert call.poll() is None and time.monotonic() - started < 300, (tmp_path / "log").read_text()
+        time.sleep(0.2)
+    workers = psutil.Process(call.pid).children(recursive=True)
+    call.send_signal(signal.SIGTERM)
+    call.wait()
+    gone, alive = psutil.wait_procs(workers, timeout=120)
+    for worker in alive:
+        worker.kill()
+    assert len(gone) >= 2 and not alive
+    assert len(list(runs.glob("*/metrics.jsonl"))) == 2
+    assert len(list(runs.glob("*/checkpoints/*"))) >= 2
+
+
 def recorded():
     "Yield the records of the committed figures with rows and runs."
     for path in sorted((ROOT / "figures/testbed").glob("*.json")):
@@ -146,7 +167,7 @@ def metric_of(title, evaluation):
 
 def is_earlier(name: str) -> bool:
     "Return whether the report says that a record's runs are of earlier recipes."
-    parts = (ROOT / "figures/README.md").read_text(encoding="utf-8").split("\n## ")
+    parts = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "figures").glob("*.md")).split("\n## ")
     return any(f"[{name}](" in part and "**Runs of earlier recipes**" in part for part in parts)
 
 

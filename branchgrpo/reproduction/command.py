@@ -152,7 +152,7 @@ def run_here(jobs: list, o: PageOptions) -> int:
     for result in failed:
         print(f"  {result.name}: {result.error}\n    {result.notebook}")
     if o.scale == "testbed":
-        print(f"figures/README.md shows {write_page(o.folder)} of them")
+        print(f"figures/README.md and the files beside it show {write_page(o.folder)} of them")
     refused = all(result.error.startswith("Refused: ") for result in failed)
     return 0 if not failed else REFUSED if refused else 1
 

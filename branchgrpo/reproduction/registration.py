@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['REGISTERED', 'PAPERS', 'AXES', 'TEXTS', 'PARTS', 'Claim', 'checked_claim', 'World', 'checked_world', 'Registration',
-           'tables', 'read_registration']
+           'tables', 'checked_plan', 'read_registration']
 
 # %% ../../nbs/reproduction/33_registration.ipynb #8acb4d54
 import dataclasses
@@ -126,6 +126,7 @@ class Registration:
     alpha: float = 0.05  # the chance of any wrong answer
     worlds: dict[str, World] = field(default_factory=dict)
     first_seed: int = 0  # seeds that no earlier run has had
+    deviations: list[str] = field(default_factory=list)  # what was done otherwise, and why
 
     def seeds(self, count: int) -> list[int]:
         "Return the first seeds that are registered."
@@ -140,6 +141,22 @@ def tables(table: dict, name: str) -> dict[str, Any]:
     return found
 
 # %% ../../nbs/reproduction/33_registration.ipynb #82e4601d
+def checked_plan(table: dict[str, Any]) -> dict[str, Any]:
+    "Return when one looks, at which error rate, from which seed on, and what was done otherwise."
+    looks, alpha, first = table.get("looks"), table.get("alpha", 0.05), table.get("first_seed", 0)
+    deviations = table.get("deviations", [])
+    rising = isinstance(looks, list) and all(type(look) is int and look > 1 for look in looks)
+    if not looks or not rising or sorted(set(looks)) != looks:
+        raise ValueError(f"looks: {shown(looks)} is no rising list of two and more seeds")
+    if not isinstance(alpha, float) or not 0 < alpha < 1:
+        raise ValueError(f"alpha: {shown(alpha)} is not between 0 and 1")
+    if type(first) is not int or first < 0:
+        raise ValueError(f"first_seed: {shown(first)} is no seed")
+    if not isinstance(deviations, list) or not all(isinstance(line, str) for line in deviations):
+        raise ValueError(f"deviations: {shown(deviations)} is no list of lines")
+    return {"looks": looks, "alpha": alpha, "first_seed": first, "deviations": deviations}
+
+# %% ../../nbs/reproduction/33_registration.ipynb #c1149267
 PARTS = ("alpha", "looks", "first_seed", "deviations", "worlds", "claims")
 
 
@@ -149,18 +166,10 @@ def read_registration(path: str | Path = REGISTERED) -> Registration:
     for name in table:
         if name not in PARTS:
             raise unknown("registered", name, PARTS)
-    looks, alpha = table.get("looks"), table.get("alpha", 0.05)
-    rising = isinstance(looks, list) and all(type(look) is int and look > 1 for look in looks)
-    if not looks or not rising or sorted(set(looks)) != looks:
-        raise ValueError(f"looks: {shown(looks)} is no rising list of two and more seeds")
-    if not isinstance(alpha, float) or not 0 < alpha < 1:
-        raise ValueError(f"alpha: {shown(alpha)} is not between 0 and 1")
+    plan = checked_plan(table)
     worlds = {name: checked_world(name, about) for name, about in tables(table, "worlds").items()}
     claims = [checked_claim(name, about) for name, about in tables(table, "claims").items()]
     for claim in claims:
         if claim.world not in worlds:
             raise ValueError(f"{claim.name}: {unknown('world', claim.world, worlds)}")
-    first = table.get("first_seed", 0)
-    if type(first) is not int or first < 0:
-        raise ValueError(f"first_seed: {shown(first)} is no seed")
-    return Registration(claims, looks, alpha, worlds, first)
+    return Registration(claims, worlds=worlds, **plan)

@@ -21,11 +21,13 @@ from pathlib import Path
 
 from . import warm
 from .execution import Result, execute, execute_apart
+from .launch import end_with_parent
 from .page_runs import missing_runs
 from .pages import Job
 from .run_cache import get_or_train
 from .run_progress import IterationCount, minutes_left, progress_line, say, time_left
 from ..training.config import TrainConfig
+from ..training.signals import REQUEUE, Preempted
 
 # %% ../../nbs/reproduction/06_scheduling.ipynb #74cb09d1
 def worker_environments(workers: int, gpus: list[str] | None = None) -> list[dict[str, str]]:
@@ -45,6 +47,7 @@ QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 def _take_environment(environments) -> None:
     "Take an environment from the queue; a worker process calls this once, at its start."
+    end_with_parent()
     os.environ.update(QUIET | os.environ | environments.get())
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if "torch" in sys.modules and threads.isdigit():  # imported already, it would use all cores
@@ -54,7 +57,13 @@ def _take_environment(environments) -> None:
 def train_run(config: TrainConfig, root: str) -> float:
     "Train or find a run; return the seconds it took."
     started = time.monotonic()
-    get_or_train(config, root)
+    try:
+        get_or_train(config, root)
+    except Preempted:
+        parent = multiprocessing.parent_process()
+        if parent is not None and not parent.is_alive():
+            os._exit(REQUEUE)  # nobody waits for this worker's other runs
+        raise
     return time.monotonic() - started
 
 # %% ../../nbs/reproduction/06_scheduling.ipynb #dc1fc28e

@@ -35,7 +35,7 @@ def report_head(report: str) -> str:
     "Return the title, the text and the table of a report; the rows lead to notebooks, seen from the report's folder."
     head = re.split(r"^## ", report, flags=re.MULTILINE)[0].strip()
     leads = {f"#{anchor}": f"../{notebook}" for anchor, notebook in anchors(report).items()}
-    return re.sub(r"(?<=\]\()#[^)]+(?=\))", lambda m: leads.get(m[0], m[0]), head)
+    return re.sub(r"(?<=\]\()(?:\w+\.md)?(#[^)]+)(?=\))", lambda m: leads.get(m[1], m[0]), head)
 
 # %% ../../nbs/site/02_results.ipynb #9515cfcd
 MARKS = {"holds": "✓", "do": "✕", "does": "✕", "differ": "✕", "cannot": "?", "equal": "=", "the": "="}

@@ -35,6 +35,7 @@ from .results import Result, report_head, result_page, sections
 PROJECT = ["CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md"]
 PAGES = {"figures/README.md": "results.md", "README.md": "index.ipynb", "nbs/index.ipynb": "index.ipynb"}
 PAGES |= {file: f"project/{file}" for file in PROJECT}
+PAGES |= {f"figures/{file}.md": "results.md" for file in ("branchgrpo", "pro_grpo", "exploration")}
 
 
 def page_path(file: str) -> str | None:
@@ -154,8 +155,10 @@ class ResultPages(LessonWriter):
 
     @cached_property
     def report(self) -> str:
-        "Return the report on all pages."
-        return self.read("figures/README.md")
+        "Return the report on all pages: its first file, and the sections of the files beside it."
+        others = sorted({path.name for path in (self.root / "figures").glob("*.md")} - {"README.md"})
+        sections = [self.read(f"figures/{file}").partition("\n## ") for file in others]
+        return self.read("figures/README.md") + "".join(start + text for _, start, text in sections)
 
     def figures(self, name: str) -> list[str]:
         "Return the stored figures of a page, seen from the report's folder."

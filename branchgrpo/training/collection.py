@@ -60,6 +60,7 @@ def count_unscored(settings: Settings, accelerator, rewards_of: RolloutRewards, 
 class Collected:
     "One rollout of this process's P prompts."
 
+    prompts: list[str]  # P
     tree: Tree  # of all nodes; latents only of those on this process
     conditioning: dict[str, Tensor]  # P rows each
     rewards: Tensor  # (P, leaves)
@@ -174,4 +175,4 @@ def collect(c: Collector, iteration: int) -> Collected:
     scored = (rewards, images, parts, part_weights(c.scorer.reward), unscored, unscored_prompts)
     seen = seen_by(s, s.group_selection, rewards_of, len(rewards))
     done = (hooks.completed(tree.plan), graphs, x0_hats)
-    return Collected(tree, conditioning, *scored, hooks.previews, share, seen, *done)
+    return Collected(names, tree, conditioning, *scored, hooks.previews, share, seen, *done)

@@ -84,7 +84,7 @@ def columns(nodes: list[int], above: list[int], tables: dict[str, Tensor]) -> di
     return found | {"trained": [node < len(trained) and trained[node] for node in nodes]}
 
 # %% ../../nbs/training/26_kept_trees.ipynb #8efa08f4
-def keep_tree(s: Any, prompt: str, iteration: int, collected: Any, rolled: Any, leaf_mask: Tensor) -> KeptTree | None:
+def keep_tree(s: Any, iteration: int, collected: Any, rolled: Any, leaf_mask: Tensor) -> KeptTree | None:
     "Return the tree of this process's first prompt; None if nothing was sketched, or if it has no rewards."
     if collected.x0_hats is None or collected.unscored[0]:
         return None
@@ -97,6 +97,7 @@ def keep_tree(s: Any, prompt: str, iteration: int, collected: Any, rolled: Any, 
         tables = {"parents": tree.parents[d][0], "values": values[d][0]}
         tables |= {"advantages": rolled.advantages[d][0], "trained": rolled.edge_mask[d][0]}
         depths.append(columns(here, nodes[d - 1] if d else [], tables))
+    prompt = collected.prompts[0]
     record: dict[str, Any] = {"iteration": iteration, "prompt": prompt, "leaves": len(rewards), "depths": depths}
     record |= {"nodes": nodes, "rewards": plain(collected.rewards[0][nodes[-1]]), "shown": leaves}
     record["parts"] = {name: plain(part[0][nodes[-1]]) for name, part in collected.parts.items()}

@@ -99,8 +99,7 @@ def step(t: Trainer) -> dict[str, Any]:
     check_mismatch(t.settings, means["rollout_mismatch"])
     done = time.perf_counter()
     seconds = {"seconds_rollout": rollout_end - start, "seconds_update": done - rollout_end}
-    prompt, iteration = t.collector.draw(t.progress.iteration)[0], t.progress.iteration + 1
-    t.kept_tree = keep_tree(t.settings, prompt, iteration, collected, rolled, leaf_mask)
+    t.kept_tree = keep_tree(t.settings, t.progress.iteration + 1, collected, rolled, leaf_mask)
     add_progress(t, collected, means.pop("calls"), round(means.pop("optimiser_steps")), done - start)
     return {
         "iteration": t.progress.iteration,
