@@ -22,7 +22,7 @@ quickstart: env  ## train BranchGRPO and DanceGRPO on tiny-flux (about 3 minutes
 	@echo "figures: runs/quickstart/figures/   executed notebook: runs/reproduce/quickstart/quickstart.ipynb"
 
 lab: env  ## JupyterLab, at the first page
-	$(BIN)/jupyter lab nbs/index.ipynb
+	$(BIN)/jupyter lab --ServerApp.root_dir="$(CURDIR)" nbs/index.ipynb
 
 site: env  ## all notebooks, results, reference and explorer as pages: _site/index.html (about a minute)
 	$(BIN)/python -c "from branchgrpo.site.build import main; main()"
