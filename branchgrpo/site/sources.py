@@ -17,25 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from ..explorer import explorer_frame, explorer_page
+from ..reproduction.report import FILES
 from .contents import Chapter, chapter_pages, chapters, group_page, group_path, navigation, toctree
-from branchgrpo.site.lessons import (
-    absolute,
-    lesson_page,
-    markdown_cell,
-    module_of,
-    relative,
-    text_of,
-    title_of,
-    with_links,
-)
+from .lessons import absolute, lesson_page, markdown_cell, module_of, relative
+from .lessons import text_of, title_of, with_links
 from .reference import module_page, plain
 from .results import Result, report_head, result_page, sections
 
 # %% ../../nbs/site/05_sources.ipynb #507c150e
 PROJECT = ["CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md"]
-PAGES = {"figures/README.md": "results.md", "README.md": "index.ipynb", "nbs/index.ipynb": "index.ipynb"}
+PAGES = {"README.md": "index.ipynb", "nbs/index.ipynb": "index.ipynb"}
+PAGES |= {f"figures/{file}.md": "results.md" for file in FILES}
 PAGES |= {file: f"project/{file}" for file in PROJECT}
-PAGES |= {f"figures/{file}.md": "results.md" for file in ("branchgrpo", "pro_grpo", "exploration")}
 
 
 def page_path(file: str) -> str | None:
@@ -156,9 +149,8 @@ class ResultPages(LessonWriter):
     @cached_property
     def report(self) -> str:
         "Return the report on all pages: its first file, and the sections of the files beside it."
-        others = sorted({path.name for path in (self.root / "figures").glob("*.md")} - {"README.md"})
-        sections = [self.read(f"figures/{file}").partition("\n## ") for file in others]
-        return self.read("figures/README.md") + "".join(start + text for _, start, text in sections)
+        first, *others = [self.read(f"figures/{file}.md") for file in FILES]
+        return first + "".join(text.removeprefix(text.partition("\n## ")[0]) for text in others)
 
     def figures(self, name: str) -> list[str]:
         "Return the stored figures of a page, seen from the report's folder."
