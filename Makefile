@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help env quickstart lab site check test faults figures benchmark export clean-notebooks
+.PHONY: help env quickstart lab site check test faults figures benchmark browser readme export clean-notebooks
 
 help:  ## this text
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -22,7 +22,7 @@ quickstart: env  ## train BranchGRPO and DanceGRPO on tiny-flux (about 3 minutes
 	@echo "figures: runs/quickstart/figures/   executed notebook: runs/reproduce/quickstart/quickstart.ipynb"
 
 lab: env  ## JupyterLab, at the first page
-	$(BIN)/jupyter lab nbs/index.ipynb
+	$(BIN)/jupyter lab --ServerApp.root_dir="$(CURDIR)" nbs/index.ipynb
 
 site: env  ## all notebooks, results, reference and explorer as pages: _site/index.html (about a minute)
 	$(BIN)/python -c "from branchgrpo.site.build import main; main()"
@@ -44,6 +44,13 @@ figures: env  ## draw every figure again from its recorded runs, and compute eve
 
 benchmark: env  ## seconds against their floor, the published way, and the papers (branchgrpo bench)
 	$(BIN)/branchgrpo bench
+
+browser: env site  ## what only Chromium shows: explorer against costs, search, screenshots in build/browser/
+	$(BIN)/pip install --quiet --quiet -c constraints.txt -e '.[browser]'
+	$(BIN)/python tests/browser.py
+
+readme: env  ## README.md and its picture, from the front of nbs/index.ipynb
+	$(BIN)/python -c "from branchgrpo.site.front import main; main()"
 
 export: env  ## notebooks → branchgrpo/
 	$(BIN)/nbdev-export

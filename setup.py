@@ -38,7 +38,8 @@ setup(
     python_requires=f">={cfg['min_python']}",
     install_requires=cfg["requirements"].split(),
     extras_require={
-        name: cfg[f"{name}_requirements"].split() for name in ("dev", "data", "eval", "slurm", "hpsv2", "site")
+        name: cfg[f"{name}_requirements"].split()
+        for name in ("dev", "data", "eval", "slurm", "hpsv2", "site", "browser")
     },
     entry_points={
         "console_scripts": cfg["console_scripts"].split(),

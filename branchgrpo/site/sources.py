@@ -107,7 +107,7 @@ class LessonPages(Linked):
 
     @cached_property
     def chapters(self) -> list[Chapter]:
-        "Return the chapters of the first page."
+        "Return the chapters of the first page, below its front."
         cells = [cell for cell in self.notebook("nbs/index.ipynb")["cells"] if cell["cell_type"] == "markdown"]
         return chapters("\n".join(map(text_of, cells)))
 

@@ -1,0 +1,106 @@
+"""The front page: README.md is the front of the first notebook, short, with links that lead somewhere."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from branchgrpo.site.contents import README_END, chapters
+from branchgrpo.site.front import INDEX, PICTURE, picture, reading_minutes, readme
+from branchgrpo.site.lessons import text_of
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+FIRST = json.loads((ROOT / INDEX).read_text(encoding="utf-8"))
+
+
+def test_the_readme_is_the_front_of_the_first_notebook():
+    assert readme(FIRST) == README, "run `make readme`"
+    assert (ROOT / PICTURE).read_bytes() == picture(FIRST), "run `make readme`"
+
+
+def test_the_readme_is_short():
+    assert len(README.split()) <= 600
+    assert max(map(len, README.splitlines())) <= 160
+    assert README.index(f"]({PICTURE})") < 400, "the picture stands on top"
+
+
+def test_every_link_of_the_readme_leads_to_a_file():
+    links = [
+        link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", README) if not re.match(r"[a-z]+:", link)
+    ]
+    assert len(links) > 15
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_the_answers_stand_between_their_markers():
+    before, _, rest = README.partition("<!-- answers -->\n")
+    answers, _, after = rest.partition("\n<!-- /answers -->\n")
+    assert "## The answers" in before and after and "|" in answers
+    assert "answers -->" not in answers + after
+
+
+def minutes(*lessons):
+    "Return how long some lessons take."
+    return sum(reading_minutes(json.loads((ROOT / "nbs" / lesson).read_text(encoding="utf-8"))) for lesson in lessons)
+
+
+def course():
+    "Return the lessons of the course, in order."
+    text = "\n".join(text_of(cell) for cell in FIRST["cells"] if cell["cell_type"] == "markdown")
+    found = next(chapter for chapter in chapters(text) if chapter.title == "The course")
+    return [lesson for lessons in found.groups.values() for lesson in lessons]
+
+
+def test_the_times_of_the_front_page_are_measured():
+    "The tour in minutes, the first hour, and the course in hours."
+    (tour,) = re.findall(r"\[The tour\]\(nbs/00_tour.ipynb\) \((\d+) minutes\)", README)
+    assert int(tour) == round(minutes("00_tour.ipynb"))
+    hour = next(part for part in README.split("\n- ") if part.startswith("The first hour"))
+    assert 50 <= minutes("00_tour.ipynb", *re.findall(r"nbs/(\w+\.ipynb)", hour)) <= 65
+    ((lessons, hours),) = re.findall(r"(\d+) lessons \((\d+) hours\)", README)
+    assert (int(lessons), int(hours)) == (len(course()), round(minutes(*course()) / 60))
+
+
+def test_the_number_of_recipes_is_counted():
+    from branchgrpo import recipes
+
+    assert f"[{len(recipes.names())} recipes](" in README
+
+
+def blocks(language):
+    "Return the blocks of README.md in a language."
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+def test_your_own_reward_and_model_train(tmp_path, monkeypatch):
+    "The block as it stands, with smaller numbers."
+    monkeypatch.chdir(tmp_path)
+    (block,) = blocks("python")
+    smaller = 'iterations=1, steps=4, splits=(0, 1), prompts_per_iteration=2, evaluate_every=0, tracker="none"'
+    assert block.count("iterations=20") == 2
+    exec(block.replace("iterations=20", smaller), {})
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"red", "model"}
+    for run in ("red", "model"):
+        assert len((tmp_path / f"runs/{run}/metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_your_own_method_is_one(tmp_path):
+    from branchgrpo import TrainConfig
+
+    (block,) = blocks("yaml")
+    name = re.search(r"(\S+\.yaml), for --recipe", block)[1]
+    (tmp_path / name).write_text(block)
+    settings = TrainConfig(recipe=str(tmp_path / name)).settings()
+    assert settings.recipe == yaml.safe_load(block)["name"] == Path(name).stem
+    assert settings.splits == (0, 1, 2)
+
+
+@pytest.mark.parametrize("link", ["06_plan.ipynb", "yours/02_method.ipynb"])
+def test_lessons_keep_their_place_below_the_front(link):
+    "The site's navigation comes from the lists, not from the front."
+    text = "\n".join(text_of(cell) for cell in FIRST["cells"] if cell["cell_type"] == "markdown")
+    front, lists = text.split(README_END)
+    assert f"]({link})" in front and f"]({link})" in lists

@@ -1,0 +1,194 @@
+"""Every command in prose is one: in README.md, the project's other texts, and every notebook's cells of text.
+
+Each is parsed as the program would do it; those that are cheap are run, with small numbers."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from branchgrpo import cli
+from branchgrpo.options import parse, parser_of
+from branchgrpo.training.config import TrainConfig
+
+ROOT = Path(__file__).parents[1]
+TEXTS = [*ROOT.glob("*.md"), *ROOT.glob(".github/ISSUE_TEMPLATE/*.yml")]
+NOTEBOOKS = [path for folder in ("nbs", "reproduce") for path in sorted((ROOT / folder).rglob("*.ipynb"))]
+PROGRAMS = "branchgrpo|make|python|accelerate launch|torchrun|srun|jupyter|pip|ruff|pytest|nbdev-[a-z-]+"
+COMMAND = re.compile(rf"(?:\$ )?((?:\w+=\S+ )*(?:srun .*?)?(?:\.venv/bin/)?(?:{PROGRAMS})(?: .*)?)$")
+FENCED = re.compile(r"^```[^\n`]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+STANDS_FOR = {"recipes": "branchgrpo", "reproduce": "quickstart"}  # what NAME, PAGE or … may be
+SMALL = "--steps 4 --splits 0,1 --iterations 1 --prompts-per-iteration 1 --evaluate-every 0 --tracker none"
+
+
+def commands_in(text):
+    "Return the commands of a text of Markdown: lines of blocks, indented lines, and code within a line."
+    text = text.replace("\\\n", " ")
+    lines = [line for block in FENCED.findall(text) for line in block.splitlines()]
+    rest = FENCED.sub("", text)
+    lines += [line for line in rest.splitlines() if line.startswith("    ")]
+    lines += [code.replace("\n", " ") for code in re.findall(r"`([^`]+)`", rest) if " " in code]
+    found = [COMMAND.match(line.strip()) for line in lines]
+    return [" ".join(match[1].split("  #")[0].split(" # ")[0].split()) for match in found if match]
+
+
+def collected():
+    "Return every command, with the first file that has it."
+    texts = [(path, path.read_text(encoding="utf-8")) for path in TEXTS]
+    for path in NOTEBOOKS:
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        texts += [(path, "".join(cell["source"])) for cell in cells if cell["cell_type"] == "markdown"]
+    found = {}
+    for path, text in texts:
+        for command in commands_in(text):
+            found.setdefault(command, str(path.relative_to(ROOT)))
+    return found
+
+
+FOUND = collected()
+
+
+def words_of(command):
+    "Return the words of a command as the shell would give them: no variables before it, nothing after > or |."
+    words = shlex.split(command, comments=True)
+    while re.match(r"\w+=", words[0]):
+        words = words[1:]
+    ends = [place for place, word in enumerate(words) if word in (">", "|", "&&", ";")]
+    return words[: ends[0]] if ends else words
+
+
+def ours(words):
+    "Return the words after `branchgrpo`, with names for what stands for one; None if it is no command of ours."
+    for program in ("branchgrpo", "branchgrpo.cli"):
+        if program in words and (program == "branchgrpo.cli" or Path(words[0]).name == program):
+            words = words[words.index(program) + 1 :]
+            name = STANDS_FOR.get(words[0] if words else "", "")
+            return [name if word in ("NAME", "PAGE", "…") else word for word in words]
+    return None
+
+
+OURS = {" ".join(found): command for command in FOUND if (found := ours(words_of(command))) is not None}
+MAKE = {target for command in FOUND if command.startswith("make ") for target in words_of(command)[1:]}
+OTHERS = [command for command in FOUND if ours(words_of(command)) is None and not command.startswith("make ")]
+
+
+def test_commands_are_found():
+    text = (
+        "Run `branchgrpo tarin`, or `branchgrpo`:\n```\nA=1 make all  # all\nsee\n```\n    branchgrpo view \\\n   x\n"
+    )
+    assert commands_in(text) == ["A=1 make all", "branchgrpo view x", "branchgrpo tarin"]
+    assert ours(["accelerate", "launch", "-m", "branchgrpo.cli", "train"]) == ["train"]
+    assert {"README.md", "CONTRIBUTING.md", "nbs/faq.ipynb", "nbs/viewing/07_view.ipynb"} <= set(FOUND.values())
+    assert len(OURS) > 20 and len(MAKE) > 8
+
+
+def given_by(line):
+    "Return what a command of ours is given. Raises `ValueError` if a word or a value is wrong."
+    name, *words = shlex.split(line)
+    command = cli.COMMANDS[name]
+    return parse(parser_of(f"branchgrpo {name}", "", command.classes(), command.config), words)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    "A folder with what the commands speak of: runs, and the method of README.md."
+    folder = tmp_path_factory.mktemp("prose")
+    block = re.search(r"^```yaml\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)[1]
+    (folder / re.search(r"(\S+\.yaml), for", block)[1]).write_text(block)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert cli.main(["train", *SMALL.split(), "--output", "runs/demo"]) == 0
+    for name in ("a", "b"):
+        shutil.copytree(folder / "runs/demo", folder / "runs" / name)
+    return folder
+
+
+SHOWS = ("", "--help", "--version")
+RUN = {"recipes", "rewards", "completion", "doctor", "view", "sample", "train", "reproduce"}  # others take minutes
+
+
+@pytest.mark.parametrize("line", sorted(OURS))
+def test_every_command_of_ours_is_valid(line, place, monkeypatch):
+    monkeypatch.chdir(place)
+    if line.split(" ")[0] in SHOWS:
+        return
+    if line.endswith("--help"):
+        assert line.split()[0] in cli.COMMANDS
+        return
+    given = given_by(line)
+    if line.split()[0] in ("train", "doctor"):
+        TrainConfig.from_dict({name: value for name, value in given.items() if name in fields()}).settings()
+
+
+def fields():
+    "Return the names of a training's settings."
+    return set(TrainConfig.__dataclass_fields__)
+
+
+def smaller(line):
+    "Return a command with small numbers, which does in seconds what the command does."
+    name, *words = shlex.split(line)
+    if name == "train":
+        return [name, *words, *SMALL.split(), "--output", "runs/other"]
+    if name == "reproduce":
+        written = {"--snakefile", "--dry-run"} & set(words)
+        return [name, *words, "--folder", str(ROOT / "reproduce"), *([] if written else ["--dry-run"])]
+    return [name, *words]
+
+
+def runs(line):
+    "Return whether a command is run, too: it is cheap and needs no weights that are not in the package."
+    name = line.split(" ")[0]
+    if line in ("view", "train", "sample", "reproduce"):  # a name alone, of a command that wants more
+        return False
+    return name in {*SHOWS, *RUN} and not (name == "train" and "FLUX" in line) and "--slurm" not in line
+
+
+@pytest.mark.parametrize("line", filter(runs, sorted(OURS)))
+def test_every_cheap_command_runs(line, place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    words = [] if not line else smaller(line)
+    if "--help" in words:
+        with pytest.raises(SystemExit) if len(words) > 1 else pytest.MonkeyPatch.context():
+            assert cli.main(words) == 0
+    else:
+        shutil.rmtree(place / "runs/other", ignore_errors=True)
+        code = cli.main(words)
+        said = capsys.readouterr()
+        assert code == 0 or line.startswith("doctor") and code == 1 and said.out, said.err  # 1: something is missing
+
+
+@pytest.mark.parametrize("target", sorted(MAKE))
+def test_every_make_target_is_there(target):
+    done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", [command for command in FOUND if "launch" in command.split()])
+def test_every_start_by_accelerate_is_valid(command):
+    "Its own parser takes the words before ours."
+    from accelerate.commands.launch import launch_command_parser
+
+    words = words_of(command)
+    words = words[words.index("launch") + 1 :]
+    if words:
+        given = launch_command_parser().parse_args(words)
+        assert given.training_script == "branchgrpo.cli" and given.module
+
+
+@pytest.mark.parametrize("command", OTHERS)
+def test_every_other_command_has_its_program_and_files(command):
+    words = [word for word in words_of(command) if "…" not in word]
+    program = Path(words[0]).name
+    if program in ("srun", "pip"):  # of a cluster; of every environment
+        return
+    assert shutil.which(program, path=str(Path(sys.executable).parent)) or shutil.which(program), program
+    files = [word for word in words[1:] if re.fullmatch(r"[\w./-]+\.(py|ipynb|md|txt)", word) or word == "nbs"]
+    assert [file for file in files if not (ROOT / file).exists()] == []
+    if words[1:3] == ["-m", "pytest"]:
+        assert files
