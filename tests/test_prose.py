@@ -96,14 +96,18 @@ def given_by(line):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    "A folder with what the commands speak of: runs, and the method of README.md."
+    "A folder with what the commands speak of: runs, the method of README.md, the settings of the page for GPU nodes."
     folder = tmp_path_factory.mktemp("prose")
+    (folder / "figures").symlink_to(ROOT / "figures")
+    cells = json.loads((ROOT / "nbs/gpu_nodes.ipynb").read_text(encoding="utf-8"))["cells"]
+    page = "".join(line for cell in cells for line in cell["source"])
+    (folder / "flux.yaml").write_text(re.search(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[1])
     block = re.search(r"^```yaml\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)[1]
     (folder / re.search(r"(\S+\.yaml), for", block)[1]).write_text(block)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         assert cli.main(["train", *SMALL.split(), "--output", "runs/demo"]) == 0
-    for name in ("a", "b"):
+    for name in ("a", "b", "flux"):
         shutil.copytree(folder / "runs/demo", folder / "runs" / name)
     return folder
 
@@ -146,7 +150,8 @@ def runs(line):
     name = line.split(" ")[0]
     if line in ("view", "train", "sample", "reproduce"):  # a name alone, of a command that wants more
         return False
-    return name in {*SHOWS, *RUN} and not (name == "train" and "FLUX" in line) and "--slurm" not in line
+    large = "--slurm" in line or (name == "train" and ("FLUX" in line or "flux.yaml" in line))
+    return name in {*SHOWS, *RUN} and not large and "FOLDER" not in line
 
 
 @pytest.mark.parametrize("line", filter(runs, sorted(OURS)))
