@@ -41,7 +41,7 @@ def add_difference(policy: Any, trained: Mapping[str, Tensor], rank: int) -> flo
         raise ValueError(f"trained: it has no {missing[0]}")
     names = linear_layers(policy.denoiser)
     policy.denoiser.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=names))
-    change = {name: trained[name].float() - value for name, value in base.items()}
+    change = {name: trained[name].to(value) - value for name, value in base.items()}
     kept = sum(_fill(policy.denoiser.get_submodule(name), change[f"{name}.weight"], rank) for name in names)
     whole = sum(float(value.square().sum()) for value in change.values())
     return kept / whole if whole else 1.0
