@@ -115,3 +115,9 @@ def test_exported_cells_fit_a_screen(path):
 @pytest.mark.parametrize("path", TEMPLATES, ids=name)
 def test_template_has_no_outputs(path):
     assert not any(cell.get("outputs") for cell in cells(path))
+
+
+def test_every_notebook_names_its_kernel():
+    "JupyterLab and papermill ask for a kernel where a notebook names none."
+    kernels = {path: json.loads(path.read_text())["metadata"].get("kernelspec", {}).get("name") for path in NOTEBOOKS}
+    assert {path for path, kernel in kernels.items() if kernel != "python3"} == set()
