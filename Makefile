@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help env quickstart lab site check test faults figures benchmark browser readme export clean-notebooks
+.PHONY: help env quickstart lab site check test faults figures benchmark browser report readme export clean-notebooks
 
 help:  ## this text
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -48,6 +48,10 @@ benchmark: env  ## seconds against their floor, the published way, and the paper
 browser: env site  ## what only Chromium shows: explorer against costs, search, screenshots in build/browser/
 	$(BIN)/pip install --quiet --quiet -c constraints.txt -e '.[browser]'
 	$(BIN)/python tests/browser.py
+
+report: env  ## REPORT.md and the answers of the first page, from the study's record; then README.md
+	$(BIN)/python -c "from branchgrpo.reproduction.written_report import write_report; write_report()"
+	@$(MAKE) --no-print-directory readme
 
 readme: env  ## README.md and its picture, from the front of nbs/index.ipynb
 	$(BIN)/python -c "from branchgrpo.site.front import main; main()"

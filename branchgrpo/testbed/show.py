@@ -9,7 +9,7 @@ __all__ = ['two_lines', 'show_images', 'show_clips', 'show_losses', 'print_rates
 import matplotlib.pyplot as plt
 from torch import Tensor
 
-from ..reproduction.charts import small_figure
+from ..reproduction.charts import small_figure, use_style
 from .digits import RELATIONS
 
 # %% ../../nbs/testbed/16_show.ipynb #689d05da
@@ -46,12 +46,14 @@ def show_clips(clips: list[Tensor], titles: list[str]):
 # %% ../../nbs/testbed/16_show.ipynb #318dd1ea
 def show_losses(record: dict, names: list[str]):
     "Return a display of the loss curves `names` of a training record, each on a logarithmic axis."
+    use_style()
     steps = record["steps"] if isinstance(record["steps"], list) else [record["steps"]]
     fig, axes = plt.subplots(1, len(names), figsize=(3 * len(names), 2), squeeze=False)
     for ax, name, n in zip(axes.flat, names, steps):
         ax.plot(record[name])
         ax.set_yscale("log")
         ax.set_title(f"{name}, {n} steps", fontsize=8)
+        ax.tick_params(which="both", labelsize=7)
     fig.tight_layout()
     return small_figure(fig)
 
