@@ -1,9 +1,11 @@
 """An evaluation that is killed, or shared, ends with the file of one that was not."""
 
+import logging
 import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -105,3 +107,18 @@ def test_the_weights_of_a_run(tmp_path, lora_rank):
     assert not torch.allclose(found["trained"], found["ema"], atol=1e-5)
     plain = velocity(open_policy("tiny-flux", guidance_scale=1.0))
     torch.testing.assert_close(found["base"], plain, rtol=0, atol=1e-5)
+
+
+def test_an_adapter_is_loaded_without_a_remark():
+    "Ours never have weights for a text encoder; diffusers need not say so."
+    heard = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    logger = logging.getLogger("diffusers")
+    logger.addHandler(handler)
+    try:
+        policy = open_policy(str(Path(__file__).parents[1] / "figures/testbed/models/flux-branchgrpo"))
+    finally:
+        logger.removeHandler(handler)
+    assert any("lora" in name for name, _ in policy.denoiser.named_parameters())
+    assert heard == []
