@@ -25,11 +25,11 @@ from branchgrpo.backbones.base import load
 from branchgrpo.cli import main
 from branchgrpo.evaluation.benchmark_files import compbench_layout, geneval_layout, vbench_layout
 from branchgrpo.prompt_files import from_path
-from branchgrpo.reproduction.charts import side_by_side
 from branchgrpo.reproduction.execution import run_notebook
 from branchgrpo.reproduction.launch import train_apart
 from branchgrpo.reproduction.page_runs import page_arms
 from branchgrpo.reproduction.pages import jobs, new_page
+from branchgrpo.reproduction.panels import side_by_side
 from branchgrpo.reproduction.paper_tables import markdown_table
 from branchgrpo.reproduction.run_cache import cache_key, get_or_train
 from branchgrpo.reproduction.slurm import sbatch_options
