@@ -1031,6 +1031,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                        'branchgrpo/reproduction/aggregates.py')},
             'branchgrpo.reproduction.answer_texts': { 'branchgrpo.reproduction.answer_texts.answers_figure': ( 'reproduction/answer_texts.html#answers_figure',
                                                                                                                'branchgrpo/reproduction/answer_texts.py'),
+                                                      'branchgrpo.reproduction.answer_texts.claim_label': ( 'reproduction/answer_texts.html#claim_label',
+                                                                                                            'branchgrpo/reproduction/answer_texts.py'),
                                                       'branchgrpo.reproduction.answer_texts.draw_answers': ( 'reproduction/answer_texts.html#draw_answers',
                                                                                                              'branchgrpo/reproduction/answer_texts.py'),
                                                       'branchgrpo.reproduction.answer_texts.found_text': ( 'reproduction/answer_texts.html#found_text',

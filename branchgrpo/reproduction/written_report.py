@@ -65,8 +65,7 @@ def claim_rows(registered: Registration, record: dict[str, Any]) -> list[dict[st
 
 def _row(claim: Claim, answer: dict[str, Any]) -> dict[str, Any]:
     uses_margin = answer["answer"] == SAME or (claim.kind != "above" and answer["answer"] in (HOLDS, FAILS))
-    wide = f"within {100 * claim.margin:.0f} %" if uses_margin else ""
-    words = ", ".join(part for part in (WORDS[answer["answer"]].split(":")[0], wide) if part)
+    words = WORDS[answer["answer"]].split(":")[0] + (f" (margin {100 * claim.margin:.0f} %)" if uses_margin else "")
     return answer | {"claim": claim, "answer": words, "here": found_here(answer)}
 
 # %% ../../nbs/reproduction/41_written_report.ipynb #1154e1e6
