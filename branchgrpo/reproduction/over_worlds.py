@@ -46,16 +46,18 @@ class Factor:
     def __str__(self) -> str:
         if self.side is None:
             return "–"
-        bound = {1: "≥ ", -1: "≤ "}.get(self.side, "")
-        return f"{bound}{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
+        if self.side:
+            return f"{'≥' if self.side > 0 else '≤'} {self.value:.2f}"
+        return f"{self.value:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 # %% ../../nbs/reproduction/43_over_worlds.ipynb #0321391d
 def factor(curves: Curves, recipe: str, baseline: str, endpoint: str) -> Factor:
     "Return a speed of a recipe against the baseline's, on the seeds that both have."
     asked = Claim("speed", "own", "Exploration.", "none", recipe, baseline, endpoint, 0.1, "world")
     tested = tested_on(asked, curves, sorted(curves[recipe].keys() & curves[baseline].keys()))
-    low, high = tested.difference.interval()
-    return Factor(exp(tested.difference.estimate), exp(low), exp(high), tested.side)
+    found = tested.pair.difference
+    low, high = found.interval()
+    return Factor(exp(found.estimate), exp(low), exp(high), tested.side)
 
 
 def speed_rows(world: str, curves: Curves, baseline: str) -> list[dict[str, str]]:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Curve', 'Curves', 'SHARES', 'MEANS', 'ENDPOINTS', 'curves_of', 'Gain', 'gain_of', 'Measured', 'crossing', 'speed',
-           'Endpoint', 'mean_height', 'measured', 'endpoints_of', 'side']
+           'Endpoint', 'mean_height', 'measured', 'unscaled', 'endpoints_of', 'side']
 
 # %% ../../nbs/reproduction/32_speed_endpoints.ipynb #42c26995
 from collections.abc import Collection, Sequence
@@ -132,14 +132,15 @@ def _all_have(curves: Curves, name: str) -> bool:
     return all(name in row for runs in curves.values() for curve in runs.values() for row in curve)
 
 # %% ../../nbs/reproduction/32_speed_endpoints.ipynb #3f93ba0d
-def endpoints_of(
+def unscaled(
     curves: Curves,
     endpoint: Endpoint,
     baseline: str,
     compared: Collection[str] = (),  # whose runs have all reached the budget; empty: all methods
 ) -> dict[str, dict[int, Measured]]:
-    """Return the endpoint of every run. A budget is the largest that all runs of the methods `compared` have reached.
+    """Return the endpoint of every run, a mean height in the reward's own unit.
 
+    A budget is the largest that all runs of the methods `compared` have reached.
     Raises `ValueError` if the baseline gains nothing, or an evaluation lacks the key or the axis."""
     axis = endpoint.runs_along
     lacking = [name for name in (endpoint.key, axis) if not _all_have(curves, name)]
@@ -147,10 +148,22 @@ def endpoints_of(
         raise ValueError(f"endpoint: some evaluations have no {shown(lacking[0])}")
     gain = gain_of(curves, baseline, endpoint.key)
     budget = min(curve[-1][axis] for label in compared or curves for curve in curves[label].values())
-    found = {
+    return {
         label: {seed: measured(endpoint, curve, gain, budget) for seed, curve in runs.items()}
         for label, runs in curves.items()
     }
+
+# %% ../../nbs/reproduction/32_speed_endpoints.ipynb #c79cd712
+def endpoints_of(
+    curves: Curves,
+    endpoint: Endpoint,
+    baseline: str,
+    compared: Collection[str] = (),  # as of `unscaled`
+) -> dict[str, dict[int, Measured]]:
+    """Return the endpoint of every run, a mean height in units of the baseline's mean.
+
+    Raises `ValueError` as `unscaled` does, and if the baseline lies below its start on average."""
+    found = unscaled(curves, endpoint, baseline, compared)
     if endpoint.name not in MEANS:
         return found
     unit = float(np.mean([run.value for run in found[baseline].values()]))

@@ -16,7 +16,7 @@ import nbformat
 from jinja2 import Environment, StrictUndefined
 
 import branchgrpo
-from .answer_texts import WORDS
+from .answer_texts import BEYOND, WORDS
 from .answers import NOT_LEARNED, NOT_MEASURED, NOT_RUN
 from .equivalence import FAILS, HOLDS, OPEN, SAME
 from .registration import Claim, Registration, read_registration
@@ -27,7 +27,7 @@ ROOT = Path(branchgrpo.__file__).parents[1]
 
 # %% ../../nbs/reproduction/41_written_report.ipynb #c04cce15
 def percent(value: float) -> str:
-    "Return a share of the baseline's gain with its sign: 0.123 is +12 %."
+    "Return a share of the baseline's mean rise with its sign: 0.123 is +12 %."
     return f"{100 * value:+.0f} %".replace("-", "−")
 
 
@@ -83,7 +83,7 @@ def written_report(root: Path = ROOT) -> str:
     read = {name: (root / f"figures/testbed/study_{name}.json").read_text(encoding="utf-8") for name in RECORDS}
     record, tuning, models = (json.loads(text) for text in read.values())
     registered = read_registration(root / "reproduce/registered.yaml")
-    facts = {"record": record, "tuning": tuning, "models": models, "registered": registered}
+    facts = {"record": record, "tuning": tuning, "models": models, "registered": registered, "beyond": BEYOND}
     template = (root / "reproduce/REPORT.md.jinja").read_text(encoding="utf-8")
     rows = claim_rows(registered, record)
     return fill(template, rows=rows, how_many=how_many(record["answers"]), percent=percent, **facts)
@@ -93,7 +93,7 @@ def harm_line(record: dict[str, Any], prefix: str = "") -> str:
     "Return the sentence on scores that fell."
     fell = len(record["harm"])
     if not fell:
-        return "No other score fell under any recipe."
+        return "No other score is shown to fall."
     scores = "1 other score" if fell == 1 else f"{fell} other scores"
     return f"[{scores} fell]({prefix}REPORT.md#harm) under some recipe."
 
@@ -102,7 +102,10 @@ def guidance_line(models: dict[str, Any], claim: Claim) -> str:
     "Return the sentence on what guidance alone gives, beside what a claim's method gives in its world."
     row = next(row for row in models["rows"] if (row["world"], row["label"]) == (claim.world, claim.label))
     base, own, trained = (f"{row[name]:.3f}" for name in ("base", "base, own guidance", "trained"))
-    return f"Without training, guidance alone lifts the reward from {base} to {own}, `{claim.label}` to {trained}."
+    return (
+        f"Guidance alone, without training, lifts the reward from {base} to {own}; "
+        f"training with `{claim.label}`, without guidance, to {trained}."
+    )
 
 # %% ../../nbs/reproduction/41_written_report.ipynb #e87ddeff
 HEADLINES = ("branchgrpo-higher", "branchgrpo-cheaper", "mix-keeps-quality", "pro-grpo-higher", "pro-grpo-cheaper")
@@ -115,7 +118,8 @@ def front(rows: list[dict[str, Any]], record: dict[str, Any], guidance: str, pre
     where = f"{seeds} seeds, tiny models, {record['device']}, {record['date']}"
     lines = [
         f"![every registered claim with its interval]({prefix}figures/testbed/study_answers.png)",
-        f"{how_many(record['answers'])} ([report]({prefix}REPORT.md); {where}). In % of the baseline's gain [95 %]:",
+        f"{how_many(record['answers'])} ([report]({prefix}REPORT.md); {where}). A number says how much higher "
+        "the method's curve lies than its baseline's, in % of the baseline's mean rise, with a 95 % interval:",
         "\n".join(f"- {row['claim'].statement} {row['here']}. {row['answer']}." for row in rows),
         f"{guidance} {harm_line(record, prefix)}",
     ]
