@@ -66,7 +66,14 @@ def claim_rows(registered: Registration, record: dict[str, Any]) -> list[dict[st
 def _row(claim: Claim, answer: dict[str, Any]) -> dict[str, Any]:
     uses_margin = answer["answer"] == SAME or (claim.kind != "above" and answer["answer"] in (HOLDS, FAILS))
     words = WORDS[answer["answer"]].split(":")[0] + (f" (margin {100 * claim.margin:.0f} %)" if uses_margin else "")
-    return answer | {"claim": claim, "answer": words, "here": found_here(answer)}
+    return answer | {"claim": claim, "answer": words, "here": found_here(answer), "power": _power(claim, answer)}
+
+
+def _power(claim: Claim, answer: dict[str, Any]) -> str:
+    if answer.get("smallest") is None:
+        return ""
+    found = f"These seeds find a {BEYOND[claim.kind]} of {percent(answer['smallest'])} in 8 of 10 cases"
+    return f"{found}; {answer['needed']} would find one as large as the margin, and show the same if there is none."
 
 # %% ../../nbs/reproduction/41_written_report.ipynb #1154e1e6
 RECORDS = ("answers", "tuning", "models")
@@ -83,7 +90,7 @@ def written_report(root: Path = ROOT) -> str:
     read = {name: (root / f"figures/testbed/study_{name}.json").read_text(encoding="utf-8") for name in RECORDS}
     record, tuning, models = (json.loads(text) for text in read.values())
     registered = read_registration(root / "reproduce/registered.yaml")
-    facts = {"record": record, "tuning": tuning, "models": models, "registered": registered, "beyond": BEYOND}
+    facts = {"record": record, "tuning": tuning, "models": models, "registered": registered}
     template = (root / "reproduce/REPORT.md.jinja").read_text(encoding="utf-8")
     rows = claim_rows(registered, record)
     return fill(template, rows=rows, how_many=how_many(record["answers"]), percent=percent, **facts)
