@@ -36,7 +36,7 @@ def rollout(
     conditioning: dict[str, Tensor],  # P rows each
     process: Transition,
     noise: Noise,  # of P prompts
-    s: float = float("inf"),  # correlation of siblings (Eq. 2); inf: independent
+    s: float = float("inf"),  # s of Eq. 2: siblings' noise has the correlation 1 / (1 + s²); inf: independent
     dtype: torch.dtype = torch.float32,  # how latents are stored
     max_batch: int | None = None,  # most latents per denoiser call
     select: Callable[[int, Tensor, int], Tensor] | None = None,  # (step, x̂₀ (P, W, …), k) -> survivors (P, k)
