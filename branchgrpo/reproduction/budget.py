@@ -14,7 +14,7 @@ from .page_runs import planned_runs
 from .pages import Job
 from .run_key import cache_key
 from ..training.config import TrainConfig
-from ..training.doctor import found
+from ..training.here import found
 from ..training.estimate import Estimate, advice, estimate, flag
 from ..training.memory import GPU, fits
 
