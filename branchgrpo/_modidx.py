@@ -1463,8 +1463,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'branchgrpo/reproduction/pairs.py'),
                                                'branchgrpo.reproduction.pairs.Pair.below': ( 'reproduction/pairs.html#pair.below',
                                                                                              'branchgrpo/reproduction/pairs.py'),
-                                               'branchgrpo.reproduction.pairs.Pair.difference': ( 'reproduction/pairs.html#pair.difference',
-                                                                                                  'branchgrpo/reproduction/pairs.py'),
                                                'branchgrpo.reproduction.pairs.Pair.moved': ( 'reproduction/pairs.html#pair.moved',
                                                                                              'branchgrpo/reproduction/pairs.py')},
             'branchgrpo.reproduction.panels': { 'branchgrpo.reproduction.panels.draw_family': ( 'reproduction/panels.html#draw_family',

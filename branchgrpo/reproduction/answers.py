@@ -74,7 +74,7 @@ def tested_on(claim: Claim, curves: Curves, seeds: list[int]) -> Tested:
     ours, theirs = ([found[label][seed].value for seed in seeds] for label in two)
     pair = Pair(*two, ours, theirs, [units[seed] for seed in seeds])
     margin, bound = endpoint.width(claim.margin), side(found[claim.label], found[claim.other])
-    p_values = kept(possible(pair, claim.kind, margin), claim.kind, bound, pair.difference.estimate)
+    p_values = kept(possible(pair, claim.kind, margin), claim.kind, bound, pair.moved().estimate)
     if endpoint.is_speed or above_zero(units.values()):
         return Tested(pair, float(np.mean([*units.values()])), margin, p_values, bound)
     return Tested(pair, None, margin, without_margin(p_values, claim.kind), bound)
@@ -151,7 +151,7 @@ def _answer(claim: Claim, registered: Registration, curves: Curves, answer: str,
     tested = tested_on(claim, curves, seeds)
     if tested.unit is None:
         return Answer(claim, answer, decided_at, len(seeds))
-    d, unit, looks = tested.pair.difference, tested.unit, registered.looks
+    d, unit, looks = tested.pair.moved(), tested.unit, registered.looks
     shares = [share / len(registered.claims) for share in spent(looks, registered.alpha)]
     now = max((place for place, count in enumerate(looks) if count <= len(seeds)), default=0)
     smallest = smallest_effect(d.error / unit, d.freedom, alpha=shares[now])

@@ -55,7 +55,7 @@ def factor(curves: Curves, recipe: str, baseline: str, endpoint: str) -> Factor:
     "Return a speed of a recipe against the baseline's, on the seeds that both have."
     asked = Claim("speed", "own", "Exploration.", "none", recipe, baseline, endpoint, 0.1, "world")
     tested = tested_on(asked, curves, sorted(curves[recipe].keys() & curves[baseline].keys()))
-    found = tested.pair.difference
+    found = tested.pair.moved()
     low, high = found.interval()
     return Factor(exp(found.estimate), exp(low), exp(high), tested.side)
 

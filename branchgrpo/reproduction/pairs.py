@@ -8,7 +8,6 @@ __all__ = ['Pair']
 # %% ../../nbs/reproduction/28_pairs.ipynb #6d312881
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -29,16 +28,11 @@ class Pair:
         if not len(self.ours) == len(self.theirs) == len(self.unit) >= 2:
             raise ValueError(f"seeds: {self.label} and {self.other} share fewer than two, or differ in them")
 
-    def moved(self, margin: float) -> Difference:
+    def moved(self, margin: float = 0.0) -> Difference:
         "Return the difference plus `margin` units."
         scores = np.asarray(self.ours, float) - np.asarray(self.theirs, float) + margin * np.asarray(self.unit, float)
         error = float(scores.std(ddof=1) / np.sqrt(len(scores)))
         return Difference(self.label, self.other, float(scores.mean()), error, len(scores) - 1)
-
-    @cached_property
-    def difference(self) -> Difference:
-        "The plain difference."
-        return self.moved(0.0)
 
     def above(self, margin: float) -> float:
         "Return the one-sided p value of the statement that the true difference is above so many units."
