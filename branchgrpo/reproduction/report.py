@@ -76,9 +76,9 @@ HEAD = """# Every figure and number
 
 Made by `branchgrpo reproduce`. A JSON file beside each figure holds its numbers, with the run of each, the date and \
 the machine. A verdict is computed: the claim that one setting beats another *holds* if the 95 % t interval of the \
-difference, paired by seed, lies above zero. It *does not hold* if the interval lies below zero; it is *equal* if a margin was set \
-and holds; else it *cannot be judged* at this scale. Intervals are per claim; p, where a record has it, is corrected for all \
-claims of its page (false discovery rate). \
+difference, paired by seed, lies above zero. It *does not hold* if the interval lies below zero; it is *equal* if a \
+margin was set and holds; else it *cannot be judged* at this scale. Intervals are per claim; p, where a record has it, \
+is corrected for all claims of its page (false discovery rate). \
 *Earlier* marks a page whose runs are not those that it would train today: it says what has changed, and its claims \
 are about the earlier runs. \
 Cost counts the calls of the rollouts and three per trained call, four with a reference model, as Pro-GRPO does. \
