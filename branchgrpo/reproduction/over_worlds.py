@@ -17,9 +17,9 @@ from branchgrpo.reproduction.aggregates import (
     probability_of_improvement,
     stratified,
 )
-from .answers import has_learned, tested_on
+from .answers import above_zero, has_learned, tested_on
 from .registration import Claim, Registration
-from .speed_endpoints import SHARES, Curves, Endpoint, endpoints_of
+from .speed_endpoints import SHARES, Curves, Endpoint, unscaled
 
 # %% ../../nbs/reproduction/43_over_worlds.ipynb #a0932933
 def baselines(registered: Registration) -> dict[str, str]:
@@ -72,7 +72,7 @@ def speed_rows(world: str, curves: Curves, baseline: str) -> list[dict[str, str]
 
 # %% ../../nbs/reproduction/43_over_worlds.ipynb #27e1d995
 def scores_of(worlds: dict[str, Curves], units: dict[str, str], label: str, endpoint: str) -> tuple[Tasks, Tasks]:
-    "Return the scores of a recipe and of the baselines, in each world that has both and whose baseline learned."
+    "Return the scores of a recipe and of the baselines, in each world that has both and whose baseline rises."
     ours: dict[str, Sequence[float]] = {}
     theirs: dict[str, Sequence[float]] = {}
     for world, curves in worlds.items():
@@ -81,9 +81,13 @@ def scores_of(worlds: dict[str, Curves], units: dict[str, str], label: str, endp
             continue
         if not has_learned(curves, baseline, "eval_reward", list(curves[baseline])):
             continue
-        found = endpoints_of(curves, Endpoint(endpoint), baseline, (label, baseline))
-        ours[world] = [run.value for run in found[label].values()]
-        theirs[world] = [run.value for run in found[baseline].values()]
+        found = unscaled(curves, Endpoint(endpoint), baseline, (label, baseline))
+        heights = [run.value for run in found[baseline].values()]
+        if not above_zero(heights):  # up to this budget there is no unit
+            continue
+        unit = sum(heights) / len(heights)
+        ours[world] = [run.value / unit for run in found[label].values()]
+        theirs[world] = [height / unit for height in heights]
     return ours, theirs
 
 # %% ../../nbs/reproduction/43_over_worlds.ipynb #4e780b82
