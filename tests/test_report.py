@@ -1,4 +1,4 @@
-"""The report and README.md say which figures show runs of earlier recipes; each curve has the colour of its recipe."""
+"""The reports say what the records say, and which runs are earlier ones; each curve has the colour of its recipe."""
 
 import json
 import re
@@ -13,6 +13,7 @@ from branchgrpo.reproduction.page_runs import planned_runs
 from branchgrpo.reproduction.pages import jobs, templates
 from branchgrpo.reproduction.run_cache import cache_key
 from branchgrpo.reproduction.run_table import read_record
+from branchgrpo.reproduction.written_report import CLOSING, OPENING, first_answers, written_report
 
 ROOT = Path(__file__).parents[1]
 MARK = "**Runs of earlier recipes**"
@@ -51,15 +52,27 @@ def test_a_page_is_marked_if_and_only_if_its_runs_are_earlier(page):
         assert MARK not in section(page), "it trains nothing"
 
 
-def test_every_claim_of_the_readme_is_marked_as_its_page_is():
-    rows = re.findall(
-        r"^\|.*\]\(reproduce/([\w/]+)\.ipynb\).*$", (text := (ROOT / "README.md").read_text()), re.MULTILINE
+def test_the_written_report_is_made_from_the_records():
+    assert (ROOT / "REPORT.md").read_text(encoding="utf-8") == written_report(), "`make report` is due"
+
+
+def test_the_first_page_has_the_answers_of_the_record():
+    first = json.loads((ROOT / "nbs/index.ipynb").read_text(encoding="utf-8"))
+    block = f"{OPENING}\n{first_answers()}\n{CLOSING}"
+    assert any(block in "".join(cell["source"]) for cell in first["cells"]), "`make report` is due"
+
+
+def test_the_readme_repeats_no_result_beside_its_answers():
+    "A number with a decimal point is a result, unless it belongs to a name, a link or a command."
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    before, _, rest = text.partition(OPENING)
+    outside = re.sub(
+        r"```.*?```|\]\([^)]*\)|\(arXiv [^)]*\)|\[\d{4}\.\d{5}",
+        "",
+        before + rest.partition(CLOSING)[2],
+        flags=re.DOTALL,
     )
-    assert rows, "the table of claims names its pages"
-    for line in text.splitlines():
-        found = re.match(r"^\|.*\]\(reproduce/([\w/]+)\.ipynb\)", line)
-        if found:
-            assert ("earlier recipes" in line) == (MARK in section(found[1])), line
+    assert re.findall(r"\S*\d\.\d\S*|\S*\d %", outside) == ["3.11,"], "results stand between the marks"
 
 
 def test_every_recipe_has_a_colour():
