@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from branchgrpo.reproduction.command import PageOptions, redrawn
 from branchgrpo.reproduction.execution import execute_apart
 from branchgrpo.reproduction.pages import jobs
 from branchgrpo.reproduction.recorded import REDRAW, record_of
@@ -51,3 +52,12 @@ def test_a_page_is_drawn_again_to_the_bit(page, tmp_path):
         if name.endswith(".json"):
             new, old = json.loads(new), json.loads(old)
         assert new == old, f"{name}: `make figures` is due"
+
+
+def test_each_call_draws_a_page_anew(tmp_path):
+    "What draws may have changed since: an executed page is no reason to keep it."
+    figures = shutil.copytree(COMMITTED, tmp_path / "figures")
+    job = PAGES["study/tuning"][0]
+    job = dataclasses.replace(job, parameters=job.parameters | {"output": str(figures)})
+    options = PageOptions(output=str(tmp_path / "executed"))
+    assert [redrawn(job, options).state for _ in range(2)] == ["done", "done"]

@@ -169,6 +169,7 @@ def redrawn(job: Any, o: PageOptions) -> Any:
     except ValueError as error:  # no record, or none with runs
         return Result(job.name, "kept" if o.all else "failed", error=str(error))
     again = replace(job, executed=Path(o.output) / "redraw" / f"{job.name}.ipynb")
+    again.executed.unlink(missing_ok=True)  # what draws may have changed since
     return execute_apart(again, {REDRAW: str(record)})
 
 
