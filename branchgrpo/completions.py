@@ -20,7 +20,7 @@ def check_levels(process: Transition, levels: str) -> None:
     if levels == "even" and not torch.equal(process.times, process.levels[:-1]):
         raise ValueError("preview_levels: 'even' needs a flow model; a diffusion model's levels are those of the grid")
 
-
+# %% ../nbs/09_completions.ipynb #f6b12775
 def completion_grid(process: Transition, depth: int, n: int, levels: str = "grid") -> tuple[Tensor, Tensor]:
     "Return the times `(n,)` and the levels `(n + 1,)` of a completion in `n` steps."
     check_levels(process, levels)

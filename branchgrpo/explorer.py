@@ -101,7 +101,7 @@ def recipe_state(recipe: Recipe) -> dict[str, Any]:
     rules = {name: getattr(s, name) for name in NO_RULES if name != "reference"}
     return plan_state(plan) | _followed(s, plan) | rules | {"reference": s.kl > 0}
 
-
+# %% ../nbs/24_explorer.ipynb #5c1d88e8
 def recipe_entry(recipe: Recipe) -> dict[str, Any]:
     "Return what the page knows of a recipe."
     state = recipe_state(recipe)
@@ -136,7 +136,7 @@ def explorer_frame(plan: RolloutPlan | str = "branchgrpo", height: int = 1500) -
     page = html.escape(explorer_page(plan), quote=False).replace("'", "&#39;")
     return f"<div><iframe style='{style}' title='The explorer' srcdoc='{page}'></iframe></div>"
 
-
+# %% ../nbs/24_explorer.ipynb #1835511b
 def explore(plan: RolloutPlan | str = "branchgrpo", height: int = 1500):
     "Return the page for the output of a notebook's cell, from a plan or a recipe's name."
     from IPython.display import HTML

@@ -22,7 +22,7 @@ def flat_groups(value: Tensor, known: Tensor) -> Tensor:
     high = value.masked_fill(~known, -torch.inf).amax(1, keepdim=True)
     return high - low <= ROUNDING * torch.maximum(low.abs(), high.abs())
 
-
+# %% ../nbs/10_group_std.ipynb #612b6223
 def centre(value: Tensor) -> tuple[Tensor, Tensor]:
     """Return `value (P, W)` minus the mean of each tree, and the number of known nodes `(P, 1)`.
 

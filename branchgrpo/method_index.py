@@ -30,7 +30,7 @@ def counted(n: int, word: str, number: bool = True) -> str:
     "Return a word for `n` things, with their number: `1 chain`, `4 chains`."
     return f"{n} " * number + word + "s" * (n != 1)
 
-
+# %% ../nbs/24_method_index.ipynb #d461a173
 def places_text(s: MethodSettings, places: Any, steps: Collection[int]) -> str:
     "Return where something happens: in the window, or at steps."
     if isinstance(places, str) and places.startswith("window"):
@@ -38,7 +38,7 @@ def places_text(s: MethodSettings, places: Any, steps: Collection[int]) -> str:
         return f"{first} {s.window} window of {s.window_size}"
     return f"{counted(len(set(steps)), 'step', number=False)} {steps_text(steps)}"
 
-
+# %% ../nbs/24_method_index.ipynb #7a82441a
 def branches(s: MethodSettings) -> str:
     "Return where a method branches."
     plan = plan_of(s)
@@ -114,7 +114,7 @@ def differences(recipe: Recipe, other: Recipe) -> list[tuple[str, Any, Any, str]
     pairs = [(name, getattr(recipe.values, name), getattr(other.values, name)) for name in of_the_method()]
     return [(name, own, their, recipe.sources.get(name, "")) for name, own, their in pairs if own != their]
 
-
+# %% ../nbs/24_method_index.ipynb #f946cc2c
 def nearest(recipe: Recipe) -> Recipe:
     "Return the method that differs from `recipe` in the fewest settings; among equals, the one listed first."
     others = [recipes.get(name) for name in recipes.names() if name != recipe.name]

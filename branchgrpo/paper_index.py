@@ -27,7 +27,7 @@ def words_lines(recipe: Recipe) -> list[str]:
     "Return the words behind a recipe's values, one quote per line; none if no quote is kept of its papers."
     return [f"{', '.join(names):22} {q.paper} {q.place}: {said(q)}" for q, names in words_of(recipe, QUOTES)]
 
-
+# %% ../nbs/24_paper_index.ipynb #279bc0ab
 def words_rows(recipe: Recipe) -> list[dict[str, Any]]:
     "Return the words behind a recipe's values as tables, for scripts."
     return [
@@ -58,7 +58,7 @@ def stated(q: Quote) -> list[tuple[str, str]]:
             by_values.setdefault(values, []).append(recipe.name)
     return [(values, some(names)) for values, names in by_values.items()]
 
-
+# %% ../nbs/24_paper_index.ipynb #5c68ec92
 def words_table(paper: str) -> str:
     "Return a paper's quotes as a table: the place, the words, the values, the recipes."
     rows = []

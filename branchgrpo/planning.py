@@ -86,7 +86,7 @@ def flow_process(s: MethodSettings, policy=None, iteration: int = 0) -> Transiti
     process = flow_transition(s.transition, sigmas, s.eta, tail=tail, **split_scales(s, iteration))
     return with_factors(process, noise_factors(s, iteration))
 
-
+# %% ../nbs/23_planning.ipynb #d0e990bd
 def ddim_process(s: MethodSettings, policy, iteration: int = 0) -> Transition:
     "Return the reverse process of a diffusion model, with the policy's own noise schedule."
     timesteps = ddim_timesteps(s.steps, len(policy.alphas_cumprod))

@@ -80,7 +80,7 @@ def latest_split(s: MethodSettings) -> int:
     "Return the last step at which an adaptive split may come."
     return max(int(step) for step in s.splits)
 
-
+# %% ../nbs/23_planning_checks.ipynb #48c3f12a
 def check_depth_window(s: MethodSettings, plan: RolloutPlan) -> None:
     "Raise `ValueError` if the window of depths that pruning drops leads nowhere."
     if s.prune != "depth-window":

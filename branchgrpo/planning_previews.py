@@ -29,7 +29,7 @@ def completions_of(previews: str) -> list[str]:
         raise ValueError(f"previews: {len(words)} completions of a node are more than {MOST_COMPLETIONS}")
     return words
 
-
+# %% ../nbs/23_planning_previews.ipynb #03d3b132
 def steps_of(word: str, left: int, levels: str) -> int:
     "Return the steps of a completion where `left` steps are left."
     if word == "x0":

@@ -28,7 +28,7 @@ def check_steps(depth: int, n: int, steps: int, levels: str) -> None:
     if levels == "grid" and n > left:
         raise ValueError(f"previews: {n} steps at depth {depth} are more than the {left} that are left there")
 
-
+# %% ../nbs/05_previews.ipynb #3c3217cd
 def complete_table(
     previews: Mapping[int, Iterable[int]], steps: int, levels: str = "grid"
 ) -> dict[int, tuple[int, ...]]:

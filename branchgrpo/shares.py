@@ -39,12 +39,12 @@ def share_of(width: int, rank: int, ranks: int) -> Tensor:
     m = ceil(width / ranks)
     return torch.arange(rank * m, (rank + 1) * m).clamp(max=width - 1)
 
-
+# %% ../nbs/08_tree_shares.ipynb #8d669f0b
 def children_of(nodes: Tensor, factor: int) -> Tensor:
     "Return the `factor` children of each of `nodes (m,)`, in their order."
     return (nodes[:, None] * factor + torch.arange(factor)).flatten()
 
-
+# %% ../nbs/08_tree_shares.ipynb #36780861
 def count_of(width: int, m: int, rank: int) -> int:
     "Return how many of a process's `m` places are not spare."
     return min(m, max(0, width - rank * m))

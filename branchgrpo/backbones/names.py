@@ -123,7 +123,7 @@ def read_index(folder: str) -> Any:
 
     return Index.load_config(folder)
 
-
+# %% ../../nbs/backbones/03_names.ipynb #05da8085
 def pipeline_class(name: str) -> str | None:
     "Return the class name in a backbone's `model_index.json`, if it has one. Raises `ValueError` if there is no file."
     folder = resolve(name)

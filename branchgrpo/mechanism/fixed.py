@@ -63,7 +63,7 @@ def rollout_key(s: Settings) -> str:
     looks = s.group_selection if looks_at_images(s.group_selection) else ""
     return json.dumps([kept, looks], sort_keys=True, default=str)
 
-
+# %% ../../nbs/mechanism/09_fixed.ipynb #9a615e09
 def families(settings: dict[str, Settings]) -> list[list[str]]:
     "Return the recipes in groups of equal rollouts, in their order."
     groups: dict[str, list[str]] = {}

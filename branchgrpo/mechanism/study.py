@@ -132,7 +132,7 @@ def as_measured(found: dict) -> Measured:
     squares = [row["squares"] for row in found["rows"] if row["squares"]]
     return Measured(np.stack(by_step), np.array(squares), float(np.mean([row["cost"] for row in found["rows"]])))
 
-
+# %% ../../nbs/mechanism/09_study.ipynb #39f1573f
 def share_by_step(found: dict) -> np.ndarray:  # (T,)
     "Return the mean projection that each step adds; where a solver's tail makes a path shorter, the rest adds 0."
     each = [np.mean(row["projections"], 0) for row in found["rows"]]

@@ -23,7 +23,7 @@ def below(tree: Tree, depth: int) -> Tensor:  # (W_d, leaves)
     "Return 1 for the leaves below each node of a depth, else 0."
     return F.one_hot(ancestors(tree, depth)[0], tree.parents[depth].shape[1]).T.double()
 
-
+# %% ../../nbs/mechanism/07_tree_variance.ipynb #e04661ec
 def noise_to_reward(plan: RolloutPlan, steps: LinearSteps) -> Tensor:  # (V, leaves)
     "Return what each noise adds to each leaf's reward. Raises `ValueError` if rewards choose the tree's shape."
     if plan.prune_at or plan.side:

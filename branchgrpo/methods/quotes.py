@@ -65,7 +65,7 @@ def quotes_of(recipe: Recipe, setting: str, quotes: Iterable[Quote]) -> list[Quo
     named = places(recipe.sources.get(setting, ""))
     return [q for q in quotes if setting in q.says and (q.paper, q.place) in named and belongs(q, recipe)]
 
-
+# %% ../../nbs/methods/10_quotes.ipynb #9195584e
 def words_of(recipe: Recipe, quotes: Iterable[Quote]) -> list[tuple[Quote, list[str]]]:
     "Return every quote behind a recipe, once, with the settings whose values it states there."
     kept = list(quotes)

@@ -19,7 +19,7 @@ def interquartile_mean(scores: Tasks) -> float:
     "Return the mean of the middle half of all scores."
     return float(trim_mean(np.concatenate([np.asarray(found, float) for found in scores.values()]), 0.25))
 
-
+# %% ../../nbs/reproduction/35_aggregates.ipynb #fa5ea956
 def probability_of_improvement(ours: Tasks, theirs: Tasks) -> float:
     "Return how often a run of ours beats one of theirs on the same task; a tie counts half."
     if ours.keys() != theirs.keys():
@@ -27,7 +27,7 @@ def probability_of_improvement(ours: Tasks, theirs: Tasks) -> float:
     shares = [mannwhitneyu(ours[t], theirs[t]).statistic / (len(ours[t]) * len(theirs[t])) for t in ours]
     return float(np.mean(shares))
 
-
+# %% ../../nbs/reproduction/35_aggregates.ipynb #fe89b502
 def profile(scores: Tasks, thresholds: Sequence[float]) -> np.ndarray:
     "Return the share of runs above each threshold, every task with the same weight. Shape: (thresholds,)."
     bounds = np.asarray(thresholds, float)

@@ -22,7 +22,7 @@ def all_within(bound: float, correlation: np.ndarray, freedom: int) -> float:
     options = {"maxpts": 5_000 * count, "random_state": 0, "allow_singular": True}
     return float(multivariate_t.cdf(ends, shape=correlation, df=freedom, lower_limit=-ends, **options))
 
-
+# %% ../../nbs/reproduction/29_dunnett.ipynb #10e9715e
 def quantile(correlation: np.ndarray, freedom: int, level: float = 0.95) -> float:
     "Return the bound that all |T| keep with probability `level`."
     return np.asarray(brentq(lambda c: all_within(c, correlation, freedom) - level, 0.5, 100.0, xtol=1e-4)).item()
@@ -36,7 +36,7 @@ class Simultaneous(Difference):
     high: float
     p_all: float
 
-
+# %% ../../nbs/reproduction/29_dunnett.ipynb #871e128a
 def correlation_of(covariance: np.ndarray) -> np.ndarray:
     "Return the correlations of a covariance matrix."
     spread = np.sqrt(np.diag(covariance))

@@ -29,12 +29,12 @@ class Compared(Protocol):
     def above(self, margin: float, /) -> float: ...
     def below(self, margin: float, /) -> float: ...
 
-
+# %% ../../nbs/reproduction/31_equivalence.ipynb #e3e6506f
 def equivalence_p(d: Compared, margin: float) -> float:
     "Return the p value of the statement that the true difference is within ±`margin` (two one-sided tests)."
     return max(d.above(-margin), d.below(margin))
 
-
+# %% ../../nbs/reproduction/31_equivalence.ipynb #5c5c14b6
 def possible(d: Compared, kind: str, margin: float) -> dict[str, float]:
     "Return the p value of each answer that a claim of this kind can have."
     if kind not in KINDS:
@@ -46,7 +46,7 @@ def possible(d: Compared, kind: str, margin: float) -> dict[str, float]:
     found = {HOLDS: min(1.0, 2 * d.above(bound)), FAILS: min(1.0, 2 * d.below(bound))}
     return found | ({SAME: equivalence_p(d, margin)} if kind == "above" else {})
 
-
+# %% ../../nbs/reproduction/31_equivalence.ipynb #a90324f6
 def decide(p_values: dict[str, float], alpha: float = 0.05) -> str:
     "Return the first answer whose p value is at most `alpha`; else open."
     return next((answer for answer, p in p_values.items() if p <= alpha), OPEN)
@@ -63,13 +63,13 @@ def power_of_same(margin: float, error: float, freedom: int, alpha: float = 0.05
     bound = float(student.ppf(1 - alpha, freedom))
     return max(0.0, 2 * _beyond(bound, freedom, margin / error) - 1)
 
-
+# %% ../../nbs/reproduction/31_equivalence.ipynb #1acfe40a
 def _beyond(bound: float, freedom: int, shift: float) -> float:
     "Return the probability that a noncentral t is above `bound`; SciPy has no number far from it."
     share = float(nct.sf(bound, freedom, shift))
     return share if isfinite(share) else float(shift > bound)
 
-
+# %% ../../nbs/reproduction/31_equivalence.ipynb #2f41ea1c
 def smallest_effect(error: float, freedom: int, wanted: float = 0.8, alpha: float = 0.05) -> float:
     "Return the difference that is seen with probability `wanted`; 0 without noise."
     if error == 0:

@@ -20,7 +20,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     adjusted[order] = np.maximum.accumulate(values[order] * np.arange(len(values), 0, -1))
     return np.minimum(adjusted, 1.0).tolist()
 
-
+# %% ../../nbs/reproduction/30_error_rates.ipynb #baeace65
 def benjamini_hochberg(p_values: Sequence[float]) -> list[float]:
     "Return p values adjusted by Benjamini and Hochberg's procedure: of those at most 0.05, 5 % are wrong on average."
     return false_discovery_control(p_values).tolist() if len(p_values) else []

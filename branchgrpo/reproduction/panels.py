@@ -49,7 +49,7 @@ def draw_family(ax: Axes, methods: dict, members: list[str], x: str, y: str) -> 
     for label in members:
         plot_curve(ax, methods[label], x, y, label)
 
-
+# %% ../../nbs/reproduction/04_panels.ipynb #cc2ddc61
 def label_once(line: np.ndarray) -> None:
     "Remove the names and numbers of the vertical axes of a column, which are those of the column beside it."
     for ax in line:

@@ -89,13 +89,13 @@ def table_of(record: str | Path) -> Path:
     record = Path(record)
     return record.parent / "runs" / f"{record.stem}.parquet"
 
-
+# %% ../../nbs/reproduction/37_run_table.ipynb #d9b1c35e
 def read_record(path: str | Path) -> dict[str, Any]:
     "Return a page's record; its runs are those of its table, if it has one."
     record, table = json.loads(Path(path).read_text(encoding="utf-8")), table_of(path)
     return record | {"runs": read_runs(table)} if "runs" not in record and table.exists() else record
 
-
+# %% ../../nbs/reproduction/37_run_table.ipynb #7193e073
 def write_record(path: str | Path, record: dict[str, Any], runs: Runs) -> None:
     "Write a page's record as JSON, and its runs as a table beside it."
     write_runs(table_of(path), Path(path).stem, runs)

@@ -125,7 +125,7 @@ def contrast(fit: Fit, label: str, other: str) -> np.ndarray:
     signs = [(name == label) - (name == other) for name in fit.methods]
     return np.array(signs + [0] * (len(fit.seeds) - 1), float)
 
-
+# %% ../../nbs/reproduction/28_two_way.ipynb #f4ccf3a4
 def covariance(fit: Fit, contrasts: np.ndarray) -> np.ndarray:
     "Return the covariance of differences. Shape of `contrasts`: (differences, unknowns)."
     return fit.noise**2 * contrasts @ fit.inverse @ contrasts.T
@@ -140,7 +140,7 @@ def difference(fit: Fit, label: str, other: str) -> Difference:
         estimate, error = round(estimate, 12), 0.0
     return Difference(label, other, estimate, error, fit.freedom)
 
-
+# %% ../../nbs/reproduction/28_two_way.ipynb #24f6db8e
 def differences(fit: Fit, pairs: Iterable[tuple[str, str]]) -> list[Difference]:
     "Return the difference of each pair of methods."
     return [difference(fit, label, other) for label, other in pairs]

@@ -22,7 +22,7 @@ class Chapter:
     lessons: list[str] = field(default_factory=list)
     groups: dict[str, list[str]] = field(default_factory=dict)
 
-
+# %% ../../nbs/site/03_contents.ipynb #7db36d55
 LESSON = re.compile(r"\]\(([\w/]+\.ipynb)\)")
 README_END = "<!-- README.md ends here"
 
@@ -49,14 +49,14 @@ def slug(title: str) -> str:
     "Return a title as the name of a file."
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
 
-
+# %% ../../nbs/site/03_contents.ipynb #57cd4756
 def toctree(pages: Iterable[str], page: str, caption: str = "", depth: int = 1) -> str:
     "Return a hidden table of contents of `pages`, seen from `page`; nothing if there are none."
     entries = [re.sub(r"\.(ipynb|md)$", "", relative(target, page)) for target in pages]
     head = [":hidden:", f":maxdepth: {depth}", *([f":caption: {caption}"] if caption else [])]
     return "\n".join(["```{toctree}", *head, "", *entries, "```"]) if entries else ""
 
-
+# %% ../../nbs/site/03_contents.ipynb #ba44f4ce
 def group_page(
     title: str,
     lessons: list[str],
@@ -76,12 +76,12 @@ def group_path(chapter: Chapter, group: str) -> str:
     "Return the page of a list."
     return f"{slug(chapter.title)}/{slug(group)}.md"
 
-
+# %% ../../nbs/site/03_contents.ipynb #b35c838a
 def navigation(parts: dict[str, list[str]]) -> str:
     "Return the first page's tables of contents, {caption: pages}."
     return "\n\n".join(toctree(pages, "index.md", caption, depth=2) for caption, pages in parts.items() if pages)
 
-
+# %% ../../nbs/site/03_contents.ipynb #ecca351b
 def chapter_pages(chapter: Chapter, elsewhere: Iterable[str] = ()) -> list[str]:
     "Return the pages that stand below a chapter; those `elsewhere` in the navigation are left out."
     own = [lesson for lesson in chapter.lessons if lesson not in set(elsewhere)]

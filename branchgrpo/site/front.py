@@ -23,7 +23,7 @@ def from_root(link: str) -> str:
     file, mark, place = link.partition("#")
     return absolute(file, INDEX) + ("" if file.endswith(".ipynb") else mark + place)
 
-
+# %% ../../nbs/site/08_front_page.ipynb #c2b200fa
 def readme(index: dict[str, Any]) -> str:
     "Return the text of `README.md`; raise `ValueError` if the first notebook has no marker."
     texts = [text_of(cell).strip() for cell in index["cells"] if cell["cell_type"] == "markdown"]
@@ -60,7 +60,7 @@ def write_front(root: str | Path = ".") -> None:
     (Path(root) / "README.md").write_text(text, encoding="utf-8")
     (Path(root) / PICTURE).write_bytes(pixels)
 
-
+# %% ../../nbs/site/08_front_page.ipynb #334ca13e
 def main() -> None:
     "Write the front page of the repository in this folder, and say how long it is."
     write_front()

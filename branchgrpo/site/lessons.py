@@ -43,7 +43,7 @@ def with_links(text: str, turned: Callable[[str], str]) -> str:
     "Return Markdown with every target of a link turned; addresses of other places and anchors stay."
     return LINK.sub(lambda m: m[0] if re.match(r"[a-z]+:|#", m[0]) else turned(m[0]), text)
 
-
+# %% ../../nbs/site/01_lessons.ipynb #3424ad19
 def relative(target: str, page: str) -> str:
     "Return a path from the folder of `page` to `target`; both are paths below the site's root."
     return PurePosixPath(os.path.relpath(target, PurePosixPath(page).parent)).as_posix()
@@ -60,7 +60,7 @@ def title_of(notebook: dict[str, Any]) -> tuple[str, str]:
     sentence = [line.removeprefix("> ") for line in lines[1:] if line.startswith("> ")]
     return lines[0].removeprefix("# "), " ".join(sentence)
 
-
+# %% ../../nbs/site/01_lessons.ipynb #a91f30d6
 def module_of(notebook: dict[str, Any]) -> str | None:
     "Return the module that a lesson exports to, without the package's name; None if it exports nothing."
     sources = [text_of(cell) for cell in notebook["cells"] if cell["cell_type"] == "code"]
@@ -80,7 +80,7 @@ def markdown_cell(text: str) -> dict[str, Any]:
     "Return a new cell of text."
     return {"cell_type": "markdown", "metadata": {}, "source": text}
 
-
+# %% ../../nbs/site/01_lessons.ipynb #669f84a3
 def _cells(notebook: dict[str, Any], turned: Callable[[str], str]) -> Iterator[dict[str, Any]]:
     for cell in filter(None, map(shown_cell, copy.deepcopy(notebook["cells"]))):
         if cell["cell_type"] == "markdown":
@@ -91,7 +91,7 @@ def _cells(notebook: dict[str, Any], turned: Callable[[str], str]) -> Iterator[d
                 data["text/markdown"] = with_links("".join(data["text/markdown"]), turned)
         yield cell
 
-
+# %% ../../nbs/site/01_lessons.ipynb #637ede1c
 def lesson_page(notebook: dict[str, Any], turned: Callable[[str], str], reference: str = "") -> dict[str, Any]:
     "Return a notebook as a page, with `reference`, a line of Markdown, below its title."
     first, *others = _cells(notebook, turned)

@@ -28,7 +28,7 @@ class Item:
     comments: dict[str, str] = field(default_factory=dict)
     items: list["Item"] = field(default_factory=list)  # of a class
 
-
+# %% ../../nbs/site/04_reference.ipynb #b311ce12
 def line_comments(source: str) -> dict[int, str]:
     "Return the comment at the end of each line, {line: text}."
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
@@ -36,7 +36,7 @@ def line_comments(source: str) -> dict[int, str]:
         t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT and t.line.strip() != t.string
     }
 
-
+# %% ../../nbs/site/04_reference.ipynb #e886d2d7
 def text_of_node(node: ast.FunctionDef | ast.ClassDef) -> str:
     "Return a docstring without its indentation."
     return inspect.cleandoc(ast.get_docstring(node) or "")
@@ -52,7 +52,7 @@ def imported_names(tree: ast.Module, module: str) -> dict[str, str]:
             found |= {alias.asname or alias.name: f"{source}.{alias.name}" for alias in node.names}
     return found
 
-
+# %% ../../nbs/site/04_reference.ipynb #b8da2765
 class FullNames(ast.NodeTransformer):
     "Writes imported names in full."
 
@@ -69,7 +69,7 @@ def signature_of(node: ast.FunctionDef) -> str:
     result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
     return f"({ast.unparse(node.args)}){result}"
 
-
+# %% ../../nbs/site/04_reference.ipynb #99de500e
 def argument_comments(node: ast.FunctionDef, comments: dict[int, str]) -> dict[str, str]:
     "Return the comments beside the arguments of a function, and beside its result."
     every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
@@ -88,13 +88,13 @@ def function_item(node: ast.FunctionDef, comments: dict[int, str], method: bool 
     signature = "" if kind == "property" else signature_of(node)
     return Item(kind, node.name, signature, text_of_node(node), argument_comments(node, comments))
 
-
+# %% ../../nbs/site/04_reference.ipynb #6b97645b
 def fields_of(node: ast.ClassDef, comments: dict[int, str]) -> dict[str, str]:
     "Return the comments beside the fields of a class."
     named = [n for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)]
     return {n.target.id: comments.get(n.end_lineno, "") for n in named}  # pyrefly: ignore
 
-
+# %% ../../nbs/site/04_reference.ipynb #8d8de7f3
 def class_item(node: ast.ClassDef, comments: dict[int, str]) -> Item:
     "Return a class with its public methods."
     methods = [n for n in node.body if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")]
@@ -112,7 +112,7 @@ def with_full_names(tree: ast.Module, module: str) -> ast.Module:
                 setattr(node, part, full.visit(getattr(node, part)))
     return tree
 
-
+# %% ../../nbs/site/04_reference.ipynb #60e42585
 def public_names(tree: ast.Module) -> list[str]:
     "Return `__all__` of a module, in the order of its source."
     for node in tree.body:
@@ -154,14 +154,14 @@ def comment_table(comments: dict[str, str]) -> str:
     rows = [f"| `{name}` | {plain(text)} |" for name, text in comments.items() if text]
     return "\n".join(["| | |", "|---|---|", *rows]) if rows else ""
 
-
+# %% ../../nbs/site/04_reference.ipynb #2af5a0f3
 def directive(item: Item, depth: int = 0) -> str:
     "Return an item as a directive of the Python domain; the fences of a class are longer than those inside."
     fence = "`" * (5 - depth)
     inner = [plain(item.text), comment_table(item.comments), *(directive(x, depth + 1) for x in item.items)]
     return "\n\n".join([f"{fence}{{py:{item.kind}}} {item.name}{item.signature}\n", *filter(None, inner), fence])
 
-
+# %% ../../nbs/site/04_reference.ipynb #f621de53
 def module_page(name: str, source: str, lesson: str = "") -> str:
     """Return the page of a module; `lesson` is a line of Markdown below its sentence.
 

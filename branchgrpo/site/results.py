@@ -23,7 +23,7 @@ def sections(report: str) -> dict[str, str]:
     found = [(NOTEBOOK.findall(part), part.strip()) for part in parts]
     return {links[-1].removeprefix("../"): text for links, text in found if links}
 
-
+# %% ../../nbs/site/02_results.ipynb #5466eb0e
 def anchors(report: str) -> dict[str, str]:
     "Return the notebook of each section by the anchor that its heading has on GitHub."
     heads = re.findall(r"^## (.+)$", report, flags=re.MULTILINE)

@@ -44,7 +44,7 @@ def digit_pairs() -> PromptSet:
     "Return captions of two digits in a relation."
     return digit_prompts("digit-pairs")
 
-
+# %% ../../nbs/testbed/19_prompt_sets.ipynb #0c4ede54
 def digit_pairs_tuning() -> PromptSet:
     "Return the captions of `digit_pairs`, with 128 other test captions."
     return digit_prompts("digit-pairs", test=128, skip=256)

@@ -52,7 +52,7 @@ def revisited(
     size = (s.train_batch or s.max_batch) if s.pad_batches else None
     return revisit(rolled.tree, policy, rolled.conditioning, rolled.process, batch.step, batch.rows, size, output)
 
-
+# %% ../../nbs/training/08_edge_terms.ipynb #8e6da10a
 def reference_mean(learner: Learner, rolled: Rolled, batch: MicroBatch) -> Tensor | None:
     "Return the means (N, …) of the policy before training; none if the KL term has no weight."
     if not learner.settings.kl:

@@ -45,7 +45,7 @@ def until_told(learner: Learner, batches: list[MicroBatch]) -> Iterator[MicroBat
             learner.check_stop()
         yield batch
 
-
+# %% ../../nbs/training/08_gradient.ipynb #46e54387
 def agree(learner: Learner) -> None:
     "Raise `Preempted` on all processes if one was told to stop. Collective; after a forward, before its backward."
     if not learner.is_sharded:  # else they have agreed before every micro-batch

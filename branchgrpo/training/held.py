@@ -67,7 +67,7 @@ def call_rows(s: Settings, share: Share) -> int:
         return s.max_batch
     return max(share.prompts * max(share.plan.widths) // s.ranks_per_prompt, share.evaluated)
 
-
+# %% ../../nbs/training/16_held.ipynb #9a370f1b
 def update_rows(s: Settings, share: Share) -> int:
     "Return the latents of a micro-batch of the update."
     plan = share.plan

@@ -47,7 +47,7 @@ def chosen_leaves(rewards: list[float]) -> list[int]:
     half = MOST_LEAVES // 2
     return sorted(order if len(order) <= MOST_LEAVES else order[:half] + order[-half:])
 
-
+# %% ../../nbs/training/26_kept_trees.ipynb #3c39e5a2
 def kept_nodes(parents: list[list[int]], leaves: list[int]) -> list[list[int]]:
     "Return the kept nodes of every depth: all if they are at most `MOST_NODES`, else those above the leaves."
     if sum(map(len, parents)) <= MOST_NODES:
@@ -66,7 +66,7 @@ class KeptTree:
     x0_hats: dict[int, Tensor]  # {depth: (n, …)} latents of its first n nodes
     images: Tensor  # (n, …) of its first n leaves
 
-
+# %% ../../nbs/training/26_kept_trees.ipynb #175e7c15
 def plain(values: Tensor) -> list[float | None]:
     "Return numbers with six digits; None for one that is not finite."
     return [float(f"{v:.6g}") if math.isfinite(v) else None for v in values.tolist()]

@@ -51,7 +51,7 @@ def edges_of(tree: Tree, edge_mask: list[Tensor], step: int) -> Tensor:
     first, _, factor = tree.plan.families(step)
     return edge_mask[step + 1][:, first:].reshape(-1, factor)
 
-
+# %% ../../nbs/training/08_micro_batches.ipynb #017987d0
 def no_edges(tree: Tree, edge_mask: list[Tensor]) -> MicroBatch:
     "Return one parent of the last trained step, without edges."
     last = max(tree.plan.trained)
@@ -85,7 +85,7 @@ def as_many(learner: Learner, batches: list[MicroBatch], tree: Tree, edge_mask: 
         batches = batches + [no_edges(tree, edge_mask) for _ in range(missing)]
     return [batch.to(learner.accelerator.device) for batch in batches]
 
-
+# %% ../../nbs/training/08_micro_batches.ipynb #1a02066e
 def shared_micro_batches(learner: Learner, tree: Tree, edge_mask: list[Tensor]) -> list[MicroBatch]:
     "Return the micro-batches of all trained edges on the learner's device."
     s = learner.settings

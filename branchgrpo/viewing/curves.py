@@ -36,7 +36,7 @@ def axis(values: list[float], whole: bool = False) -> tuple[float, float, list[f
     ticks = MaxNLocator(4, steps=(1, 2, 5, 10), integer=whole).tick_values(low, high)
     return low, high, [tick for tick in ticks if low <= tick <= high]
 
-
+# %% ../../nbs/viewing/03_curves.ipynb #0fc13cfb
 def tick_text(value: float, step: float) -> str:
     "Return the text of a tick, with as many digits as the distance between two ticks needs."
     if value and not 1e-3 <= abs(value) < 1e6:
@@ -53,7 +53,7 @@ def scaled(value: float, bounds: tuple[float, float], start: float, end: float) 
     "Return the place of a value on an axis that goes from `start` to `end`, in pixels."
     return round(start + (value - bounds[0]) / (bounds[1] - bounds[0]) * (end - start), 1)
 
-
+# %% ../../nbs/viewing/03_curves.ipynb #524dcf9a
 def ticks_svg(x: tuple[float, float, list[float]], y: tuple[float, float, list[float]]) -> str:
     "Return the grid and the numbers beside it."
     parts = []

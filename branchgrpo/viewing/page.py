@@ -40,7 +40,7 @@ def swatch(n: int) -> str:
     "Return a small square in the colour of a run."
     return f'<span class="swatch" style="background:{COLOURS[n % len(COLOURS)]}"></span>'
 
-
+# %% ../../nbs/viewing/06_page.ipynb #f9c436bc
 def run_lines(records: list[Record]) -> str:
     "Return one line per run, and what could not be read of it."
     lines = []
@@ -56,7 +56,7 @@ def html_table(rows: list[list[str]]) -> str:
     text = "".join(f"<tr>{''.join(f'<td>{t}</td>' for t in row)}</tr>" for row in body)
     return f'<div class="scroll"><table><tr>{"".join(f"<th>{t}</th>" for t in head)}</tr>{text}</table></div>'
 
-
+# %% ../../nbs/viewing/06_page.ipynb #39730177
 def differing(records: list[Record]) -> list[list[str]]:
     "Return the settings that are not the same in all runs, one row each; nothing for one run."
     names = sorted({name for r in records for name in r.settings} - {"output"})
@@ -69,7 +69,7 @@ def lines_of(records: list[Record], name: str) -> list[Line]:
     found = [(f"{n + 1} {r.name}", COLOURS[n % len(COLOURS)], series(r, name)) for n, r in enumerate(records)]
     return [line for line in found if line[2]]
 
-
+# %% ../../nbs/viewing/06_page.ipynb #05054487
 def figure(title: str, about: str, lines: list[Line]) -> str:
     "Return a panel with its title and a line that says what it shows; nothing without a point."
     picture = panel(lines)
@@ -77,7 +77,7 @@ def figure(title: str, about: str, lines: list[Line]) -> str:
         return ""
     return f"<figure><h3>{escape(title)}</h3>{picture}<figcaption>{escape(about)}</figcaption></figure>"
 
-
+# %% ../../nbs/viewing/06_page.ipynb #e49b5ebb
 def panels(records: list[Record], names: list[str]) -> str:
     "Return the panels of some metrics."
     figures = [figure(name, METRICS.get(name, ""), lines_of(records, name)) for name in names]

@@ -28,7 +28,7 @@ def number(value: Any) -> float | None:
     usable = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST
     return float(value) if usable else None
 
-
+# %% ../../nbs/viewing/01_records.ipynb #6a59f910
 def whole_row(line: bytes) -> dict[str, float | None] | None:
     "Return the numbers of a line; None if it is no row with an iteration. A number that was not finite is None."
     try:

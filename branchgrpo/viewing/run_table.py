@@ -31,13 +31,13 @@ def series(record: Record, name: str) -> list[tuple[float, float]]:
     rows = record.evaluations if name.startswith("eval_") else record.rows
     return [(row["iteration"], row[name]) for row in rows if row.get(name) is not None]
 
-
+# %% ../../nbs/viewing/02_run_table.ipynb #f6ea0cfc
 def place(name: str) -> tuple[int, bool, str]:
     "Return what sorts a metric: that of which it is a part, then by name."
     base = "eval_reward" if name.startswith("eval_") else name.split("/")[0]
     return (list(METRICS).index(base), name != base, name)
 
-
+# %% ../../nbs/viewing/02_run_table.ipynb #cdbd3701
 def names_of(records: list[Record]) -> tuple[list[str], list[str]]:
     "Return the names of the metrics that some run has: those to look at first, and the others."
     found = {name for r in records for row in r.rows for name in row if not name.startswith("eval_")}
@@ -56,7 +56,7 @@ def ends(points: list[tuple[float, float]], single: bool = False) -> tuple[float
     values = [value for _, value in points]
     return sum(values[:n]) / n, sum(values[-n:]) / n
 
-
+# %% ../../nbs/viewing/02_run_table.ipynb #33eb91d0
 def cell(record: Record, name: str) -> str:
     "Return a metric of a run as it stands in the table."
     found = ends(series(record, name), name.startswith("eval_") or name in COUNTERS)
@@ -71,7 +71,7 @@ def printable(text: str) -> str:
     "Return a text without what a terminal would obey."
     return "".join(c if c.isprintable() else "?" for c in text)
 
-
+# %% ../../nbs/viewing/02_run_table.ipynb #e20443f9
 def run_table(records: list[Record]) -> str:
     "Return the table of some runs, as plain text; the columns are numbered as the runs are."
     lines = [f"{n}  {r.name}  {r.about()}" for n, r in enumerate(records, 1)]

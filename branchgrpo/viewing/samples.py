@@ -32,14 +32,14 @@ def rows_of_sheet(prompts: int) -> int:
     "Return how many rows a sheet of so many prompts' images has."
     return max(1, min(prompts, SHEET) // COLUMNS)
 
-
+# %% ../../nbs/viewing/04_samples.ipynb #58c0bee5
 def data_uri(image: Any) -> str:
     "Return a PIL image as text for a page: PNG where pixels are few, else JPEG."
     file, small = BytesIO(), image.height <= 48
     image.convert("RGB").save(file, format="png" if small else "jpeg", **({} if small else {"quality": 88}))
     return f"data:image/{'png' if small else 'jpeg'};base64,{base64.b64encode(file.getvalue()).decode()}"
 
-
+# %% ../../nbs/viewing/04_samples.ipynb #9dca4a2e
 def strip(path: Path, prompts: int) -> str:
     "Return the first row of a sheet as a data URI, each image at most `SIDE` pixels high."
     from PIL import Image

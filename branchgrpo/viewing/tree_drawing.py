@@ -107,7 +107,7 @@ def is_image(data: Any) -> bool:
     "Return whether a text is what base64 is made of."
     return isinstance(data, str) and data.isascii() and data.replace("+", "").replace("/", "").rstrip("=").isalnum()
 
-
+# %% ../../nbs/viewing/05_tree_drawing.ipynb #eb65b8ad
 def node_svg(tree: dict, d: int, n: int, x: float, y: float, tone: str) -> str:
     "Return one node: its image in a frame with its two numbers, or a dot."
     depth, of_depth = tree["depths"][d], tree["images"].get(str(d))

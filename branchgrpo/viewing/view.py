@@ -30,7 +30,7 @@ class ViewOptions:
     live: bool = False  # look again while a run is trained
     interval: float = 10.0  # seconds between two looks
 
-
+# %% ../../nbs/viewing/07_view.ipynb #1e85aa6f
 def page_file(o: ViewOptions) -> Path:
     "Return where the page goes. Raise `ValueError` if it cannot be written there."
     first = Path(o.runs[0])
