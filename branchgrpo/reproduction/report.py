@@ -30,8 +30,9 @@ class Part:
     earlier: bool = False
 
     def count(self, pattern: str) -> int:
-        "Return how many verdicts begin with a pattern."
-        return sum(bool(re.search(rf"\*\*({pattern})[^*]*\*\*$", line)) for line in self.verdicts)
+        "Return how many verdicts begin with a pattern; a verdict stands in bold at the end of its line, or begins it."
+        bold = rf"\*\*({pattern})[^*]*\*\*"
+        return sum(bool(re.search(rf"^{bold}|{bold}$", line, re.IGNORECASE)) for line in self.verdicts)
 
 # %% ../../nbs/reproduction/09_report.ipynb #7794e641
 def outputs(source: str, figures: str | Path) -> list[Path]:
@@ -71,14 +72,20 @@ def part_of(name: str, path: Path, folder: Path, figures: str | Path, report: st
     return Part(title, "\n\n".join(filter(None, text)), lines, bool(old))
 
 # %% ../../nbs/reproduction/09_report.ipynb #8ff02401
-KINDS = {"hold": "hold", "do not": "does not|do not|differ", "equal": "equal", "cannot be judged": "cannot"}
+KINDS = {
+    "hold": "hold",
+    "do not": "does not|do not|differ",
+    "equal": "equal|the same",
+    "cannot be judged": "cannot|open|not|no ",
+}
 HEAD = """# Every figure and number
 
 Made by `branchgrpo reproduce`. A JSON file beside each figure holds its numbers, with the run of each, the date and \
 the machine. A verdict is computed: the claim that one setting beats another *holds* if the 95 % t interval of the \
 difference, paired by seed, lies above zero. It *does not hold* if the interval lies below zero; it is *equal* if a \
-margin was set and holds; else it *cannot be judged* at this scale. Intervals are per claim; p, where a record has it, \
-is corrected for all claims of its page (false discovery rate). \
+margin was set and holds; else it *cannot be judged* at this scale. \
+For a registered claim the verdict is its answer, and *open* is counted as not to be judged. \
+Intervals are per claim; p, where a record has it, is corrected for all claims of its page (false discovery rate). \
 *Earlier* marks a page whose runs are not those that it would train today: it says what has changed, and its claims \
 are about the earlier runs. \
 Cost counts the calls of the rollouts and three per trained call, four with a reference model, as Pro-GRPO does. \

@@ -62,10 +62,11 @@ def verdict_line(tested: dict) -> str:
 
 # %% ../../nbs/reproduction/09_report_parts.ipynb #0e8c0048
 def verdicts(record: dict) -> list[str]:
-    "Return the verdicts of a record, one line each: a page's own claims, then those of comparisons."
+    "Return the verdicts of a record, one line each: registered claims, a page's own, then those of comparisons."
+    answers = [answer["sentence"] for answer in record.get("answers", [])]
     own = [f"{claim}: **{verdict}**" for claim, verdict in (record.get("verdict") or {}).items()]
     tested = [item for item in record.get("verdicts", []) if isinstance(item, dict) and "verdict" in item]
-    return own + [verdict_line(item) for item in tested]
+    return answers + own + [verdict_line(item) for item in tested]
 
 # %% ../../nbs/reproduction/09_report_parts.ipynb #c8ddf2f9
 def origin(record: dict) -> str:

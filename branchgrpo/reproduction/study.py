@@ -42,6 +42,7 @@ class StudyArms:
     registered: Registration
     seeds: dict[str, int]  # of each world, how many; a world without is left out
     runs: str  # the folder of cached runs
+    only: dict[str, list[str]] | None = None  # recipes of each world; None: all that the claims need
 
     def __post_init__(self):
         for world, count in self.seeds.items():
@@ -52,7 +53,7 @@ class StudyArms:
 
     def labels(self) -> dict[str, tuple[str, str]]:
         "Return the world and the recipe of each label."
-        needed = recipes_of(self.registered)
+        needed = self.only or recipes_of(self.registered)
         return {f"{world}: {recipe}": (world, recipe) for world in self.seeds for recipe in needed.get(world, [])}
 
     def configs(self) -> dict[tuple[str, int], TrainConfig]:
