@@ -13,7 +13,8 @@ from branchgrpo.planning import plan_of, process_of
 from branchgrpo.rollout import replay, rollout
 from branchgrpo.spread import Spread
 from branchgrpo.training.config import TrainConfig
-from branchgrpo.training.trainer import Trainer, assign_credit, resume
+from branchgrpo.training.rolled import assign_credit
+from branchgrpo.training.trainer import Trainer, resume
 from branchgrpo.training.update import accumulate, shared_micro_batches
 
 SMALL = dict(prompts_per_iteration=2, iterations=1, evaluation_prompts=2, tracker="none")

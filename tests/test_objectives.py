@@ -16,7 +16,7 @@ from branchgrpo.rewards.sums import RewardSum
 from branchgrpo.suspects import win_rate
 from branchgrpo.training.checkpoint_folders import newest
 from branchgrpo.training.checkpoints import read_table
-from branchgrpo.training.trainer import assign_credit
+from branchgrpo.training.rolled import assign_credit
 from branchgrpo.training.update import accumulate
 
 SMALL = dict(steps=5, splits=(0, 2), prompts_per_iteration=2, iterations=2, evaluate_every=0, tracker="none")

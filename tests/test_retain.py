@@ -101,7 +101,7 @@ def test_where_edges_are_dropped_the_gradient_is_the_same_up_to_rounding(tmp_pat
 
 TOGETHER = """
 import dataclasses
-from branchgrpo.training.trainer import step
+from branchgrpo.training.iteration import step
 found = []
 for u in (Trainer(TrainConfig.from_dict(json.loads(sys.argv[1]) | {"retain": 0})), t):
     grads, counts = {}, []

@@ -9,7 +9,7 @@ from branchgrpo import TrainConfig, Trainer, recipes
 from branchgrpo.planning import process_of
 from branchgrpo.training.export import averaged_weights
 from branchgrpo.training.parts import part_mask
-from branchgrpo.training.trainer import assign_credit
+from branchgrpo.training.rolled import assign_credit
 
 
 def config(output, **changes):

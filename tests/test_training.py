@@ -22,7 +22,8 @@ from branchgrpo.rollout import edge_log_probs
 from branchgrpo.training.checkpoint_folders import newest
 from branchgrpo.training.checkpoints import read_table
 from branchgrpo.training.config import TrainConfig
-from branchgrpo.training.trainer import Trainer, assign_credit
+from branchgrpo.training.rolled import assign_credit
+from branchgrpo.training.trainer import Trainer
 from branchgrpo.training.update import accumulate
 
 SMALL = dict(steps=6, splits=(0, 2), prompts_per_iteration=2, evaluate_every=0, tracker="none", checkpoint_every=2)
@@ -157,7 +158,7 @@ def test_a_killed_run_ends_as_one_that_was_not(tmp_path, changes):
 PROCESSES = """
 import sys, json, torch
 from branchgrpo import TrainConfig, Trainer, process_of
-from branchgrpo.training.trainer import assign_credit
+from branchgrpo.training.rolled import assign_credit
 from branchgrpo.training.update import accumulate
 t = Trainer(TrainConfig.from_dict(json.loads(sys.argv[1])))
 collected, process = t.collector(3), process_of(t.settings, t.policy, 3)
@@ -230,7 +231,7 @@ def test_two_processes_do_what_one_does(tmp_path, changes):
 GATED = """
 import sys, json, torch
 from branchgrpo import TrainConfig, Trainer, process_of
-from branchgrpo.training.trainer import assign_credit
+from branchgrpo.training.rolled import assign_credit
 t = Trainer(TrainConfig.from_dict(json.loads(sys.argv[1])))
 rolled, _ = assign_credit(t.learner, t.collector(0), process_of(t.settings, t.policy, 0), t.collector.noise(0))
 found = [t.accelerator.gather(x[-1].contiguous().float()) for x in (rolled.advantages, rolled.kl_mask)]

@@ -13,7 +13,7 @@ from branchgrpo.reproduction import warm
 
 # Each kind of fault is put where it would arise, for one prompt of the last process, while `faulty` holds its name.
 INJECT = """
-import branchgrpo.training.trainer as trainer
+import branchgrpo.training.iteration as trained_iteration
 faulty, last = set(), rank == t.accelerator.num_processes - 1
 nan = float("nan")
 predict, decode, reward = t.policy.predict, t.policy.decode, t.scorer.reward
@@ -48,12 +48,12 @@ if hasattr(reward, "members"):
 else:
     t.scorer.reward = scored
 t.policy.predict, t.policy.decode, t.scorer.wait, t.scorer.retries = predicted, decoded, 0.0, 0
-assign = trainer.assign_credit
+assign = trained_iteration.assign_credit
 def assigned(learner, collected, process, noise):
     rolled, leaf_mask = assign(learner, collected, process, noise)
     if last and "loss" in faulty: rolled.advantages = [a * nan for a in rolled.advantages]
     return rolled, leaf_mask
-trainer.assign_credit = assigned
+trained_iteration.assign_credit = assigned
 def gradients(lose):
     calls.update(decode=0, predict=0)
     collected, process = t.collector(3), process_of(t.settings, t.policy, 3)

@@ -31,12 +31,12 @@ from branchgrpo.spread import Spread, held_tree, held_values, trained_here
 from branchgrpo.step_weights import STEP_WEIGHTS, weights_of
 from branchgrpo.training.credit_assignment import fusion_beta
 from branchgrpo.training.gradient import accumulate
+from branchgrpo.training.iteration import step
 from branchgrpo.training.micro_batches import shared_micro_batches
 from branchgrpo.training.model import DTYPES
 from branchgrpo.training.parts import STEP_UNITS, part_mask
 from branchgrpo.training.retain_batches import first_batches
 from branchgrpo.training.rolled import assign_credit
-from branchgrpo.training.trainer import step
 from branchgrpo.transition import TRANSITIONS
 from branchgrpo.tree import Tree, alive, ancestors
 from branchgrpo.windows import WINDOWS
