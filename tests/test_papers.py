@@ -9,11 +9,12 @@ import pytest
 
 from branchgrpo import recipes
 from branchgrpo.commands_json import recipe_table
-from branchgrpo.methods.errata import ERRATA
+from branchgrpo.methods import branchgrpo_errata, pro_grpo_errata
 from branchgrpo.methods.quotes import KINDS, PAPERS, PLACE, kind_of, places, quotes_of
 from branchgrpo.paper_index import QUOTES, words_lines
 
 ROOT = Path(__file__).parents[1]
+ERRATA = (*branchgrpo_errata.ERRATA, *pro_grpo_errata.ERRATA)
 ALL = [recipes.get(name) for name in recipes.names()]
 SAID = [*QUOTES, *(q for e in ERRATA for q in e.quotes)]
 
