@@ -18,6 +18,7 @@ from branchgrpo.methods import (
     noise_and_merged,
     objectives,
     one_value,
+    other_trees,
     previews,
     pro_grpo,
     released,
@@ -32,6 +33,7 @@ from .settings import MethodSettings, field_types
 METHODS = (
     *branchgrpo.METHODS,
     *pro_grpo.METHODS,
+    *other_trees.METHODS,
     *one_value.METHODS,
     *released.METHODS,
     *branch_once.METHODS,
