@@ -8,12 +8,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from branchgrpo.recipes import RECIPES
-from branchgrpo.reproduction.answers import NOT_RUN, answer_line, answers
+from branchgrpo.reproduction.answers import answer_line, answers
 from branchgrpo.reproduction.comparisons import recorded
 from branchgrpo.reproduction.equivalence import FAILS, HOLDS, OPEN, SAME, decide, possible
 from branchgrpo.reproduction.registration import Claim, Registration, read_registration
-from branchgrpo.reproduction.speed_endpoints import Endpoint, curves_of, endpoints_of
+from branchgrpo.reproduction.speed_endpoints import Endpoint, unscaled
+from branchgrpo.reproduction.speeds import curves_of
 from branchgrpo.reproduction.study import recipes_of
+from branchgrpo.reproduction.tested_claims import NOT_RUN
 from branchgrpo.reproduction.two_way import Fit, difference
 
 ROOT = Path(__file__).parents[1]
@@ -176,7 +178,7 @@ def test_every_world_is_valid_and_compares_like_with_like():
 
 def test_speeds_of_the_committed_runs_are_those_of_an_independent_audit():
     "Cost to half of DanceGRPO's gain, three seeds, pooled noise; the numbers were computed elsewhere, by other code."
-    found = endpoints_of(
+    found = unscaled(
         curves_of(recorded(ROOT / "figures/testbed/beyond_methods.json")), Endpoint("speed to half"), "dancegrpo"
     )
     fit = Fit({label: {seed: run.value for seed, run in runs.items()} for label, runs in found.items()})

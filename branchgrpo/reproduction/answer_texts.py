@@ -13,10 +13,11 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .answers import NOT_LEARNED, NOT_MEASURED, NOT_RUN, Answer
+from .answers import Answer
 from .equivalence import FAILS, HOLDS, OPEN, SAME
 from .looks import colour_of
 from .registration import Claim
+from .tested_claims import NOT_LEARNED, NOT_MEASURED, NOT_RUN
 
 # %% ../../nbs/reproduction/39_answer_texts.ipynb #c87720ae
 WORDS = {HOLDS: "Holds", FAILS: "Does not hold", SAME: "The same", OPEN: "Open"}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .speed_endpoints import Curves
+from .speeds import Curves
 from .statistics import mean_interval
 
 # %% ../../nbs/reproduction/42_gain_and_harm.ipynb #99af5189

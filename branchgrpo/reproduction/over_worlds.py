@@ -17,9 +17,10 @@ from branchgrpo.reproduction.aggregates import (
     probability_of_improvement,
     stratified,
 )
-from .answers import above_zero, has_learned, tested_on
 from .registration import Claim, Registration
-from .speed_endpoints import SHARES, Curves, Endpoint, unscaled
+from .speed_endpoints import SHARES, Endpoint, unscaled
+from .speeds import Curves
+from .tested_claims import above_zero, has_learned, tested_on
 
 # %% ../../nbs/reproduction/43_over_worlds.ipynb #a0932933
 def baselines(registered: Registration) -> dict[str, str]:

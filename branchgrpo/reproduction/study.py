@@ -19,7 +19,7 @@ from .cost_axis import with_cost
 from .recorded import REDRAW, RecordedRun, recorded_runs
 from .registration import Registration
 from .run_table import Runs, read_runs, table_of, write_runs
-from .speed_endpoints import Curves
+from .speeds import Curves
 from .tables import run_record
 from .timing import TimedRun, time_iterations
 from ..training.config import TrainConfig

@@ -19,9 +19,9 @@ from jinja2 import Environment, StrictUndefined
 
 import branchgrpo
 from .answer_texts import BEYOND, WORDS
-from .answers import NOT_LEARNED, NOT_MEASURED, NOT_RUN
 from .equivalence import FAILS, HOLDS, OPEN, SAME
 from .registration import Claim, Registration, read_registration
+from .tested_claims import NOT_LEARNED, NOT_MEASURED, NOT_RUN
 from ..site.front import INDEX
 from ..training.files import write_text
 
