@@ -83,9 +83,9 @@ def test_a_recipe_has_the_same_colour_in_every_committed_figure():
     "A curve's colour depends on the recipe of its run alone, whatever the page calls it."
     from matplotlib.figure import Figure
 
+    from branchgrpo.reproduction.comparison_curves import draw_curves, own_recipes
     from branchgrpo.reproduction.comparisons import recorded
     from branchgrpo.reproduction.looks import variants
-    from branchgrpo.reproduction.tables import draw_curves, own_recipes
 
     for path in sorted((ROOT / "figures/testbed").glob("*.json")):
         record = read_record(path)
