@@ -1,4 +1,4 @@
-"""Every command of the page for GPU nodes is parsed by the program that it calls."""
+"""Every command of the pages for GPU nodes is parsed by the program that it calls."""
 
 import json
 import re
@@ -20,13 +20,13 @@ from branchgrpo.reproduction.slurm import sbatch_options
 from branchgrpo.training.config import TrainConfig
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "nbs/gpu_nodes.ipynb"
-CELLS = [cell for cell in json.loads(PAGE.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "markdown"]
+PAGES = [json.loads((ROOT / f"nbs/{name}.ipynb").read_text(encoding="utf-8")) for name in ("gpu_nodes", "gpu_memory")]
+CELLS = [cell for page in PAGES for cell in page["cells"] if cell["cell_type"] == "markdown"]
 TEXT = "\n".join("".join(cell["source"]) for cell in CELLS)
 
 
 def blocks(kind: str = "") -> list[str]:
-    "Return the blocks of code of one kind in the page's text."
+    "Return the blocks of code of one kind in the pages' text."
     text = TEXT.replace("\\\n", " ")  # a long command is several lines
     return [code for of, code in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S) if of == kind]
 
@@ -39,7 +39,7 @@ CALLS = [line for line in (*LINES, *INLINE) if re.search(r"\b(branchgrpo|torchru
 
 @pytest.fixture(autouse=True)
 def settings(tmp_path, monkeypatch):
-    "The page's file of settings, in the current folder."
+    "The pages' file of settings, in the current folder."
     monkeypatch.chdir(tmp_path)
     Path("flux.yaml").write_text(blocks("yaml")[0])
 
