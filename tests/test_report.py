@@ -8,12 +8,13 @@ import nbformat
 import pytest
 
 from branchgrpo import recipes
+from branchgrpo.reproduction.first_answers import CLOSING, OPENING, first_answers
 from branchgrpo.reproduction.looks import colour_of
 from branchgrpo.reproduction.page_runs import planned_runs
 from branchgrpo.reproduction.pages import jobs, templates
 from branchgrpo.reproduction.run_cache import cache_key
 from branchgrpo.reproduction.run_table import read_record
-from branchgrpo.reproduction.written_report import CLOSING, OPENING, first_answers, written_report
+from branchgrpo.reproduction.written_report import written_report
 
 ROOT = Path(__file__).parents[1]
 MARK = "**Runs of earlier recipes**"
@@ -72,7 +73,9 @@ def test_the_readme_repeats_no_result_beside_its_answers():
         before + rest.partition(CLOSING)[2],
         flags=re.DOTALL,
     )
-    assert re.findall(r"\S*\d\.\d\S*|\S*\d %", outside) == ["3.11", "3.13,", "Apache-2.0."], "results stand between the marks"
+    assert re.findall(r"\S*\d\.\d\S*|\S*\d %", outside) == ["3.11", "3.13,", "Apache-2.0."], (
+        "results stand between the marks"
+    )
 
 
 def test_every_recipe_has_a_colour():

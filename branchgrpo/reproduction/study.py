@@ -62,8 +62,7 @@ class StudyArms:
         for label, (world, recipe) in self.labels().items():
             for seed in self.registered.seeds(self.seeds[world]):
                 places[label, seed] = self.registered.worlds[world].config(recipe, seed)
-        for config in places.values():
-            config.settings()  # raises on a wrong setting
+                places[label, seed].settings()  # raises on a wrong setting
         return dict(sorted(places.items(), key=lambda item: item[0][1]))
 
 # %% ../../nbs/reproduction/38_study.ipynb #2b0bc20b
