@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PageOptions', 'SlurmOptions', 'reproduce', 'check_options', 'check_gpus', 'parameter', 'table', 'given_parameters',
-           'run_here', 'redrawn', 'redraw', 'hand_to_slurm', 'train_only', 'write_snakefile']
+           'take_recorded', 'run_here', 'redrawn', 'redraw', 'hand_to_slurm', 'train_only', 'write_snakefile']
 
 # %% ../../nbs/reproduction/15_command.ipynb #6d34bf9e
 import json
@@ -36,6 +36,7 @@ class PageOptions:
     output: str = "runs/reproduce"  # where executed notebooks go
     launch: str | None = None  # how a run starts on several GPUs: 'torchrun --standalone --nproc-per-node 8'
     redraw: bool = False  # draw again from the recorded runs; nothing is trained
+    recorded: bool = False  # take the runs that the tables of figures/ hold, and train only the others
     only: tuple[str, ...] = ()  # train only these runs of the notebooks (names of their folders)
     dry_run: bool = False  # list every run with its GPUs, memory and hours, and every file it needs
     tflops: float = 400.0  # sustained speed of one GPU, for --dry-run
@@ -64,6 +65,8 @@ def reproduce(given: dict[str, Any]) -> int:
     check_options(o, slurm)
     parameters = given_parameters(o.set)
     jobs = pages.jobs(list(o.names), o.scale, o.folder, o.output, parameters)
+    if o.recorded and not o.dry_run:
+        take_recorded(jobs)
     if slurm.snakefile is not None:
         return write_snakefile(jobs, o, slurm)
     if slurm.slurm:
@@ -131,6 +134,13 @@ def given_parameters(pairs: tuple[str, ...]) -> dict[str, Any]:
         if sum(name == other for other, _ in found) > 1:
             raise ValueError(f"set: {name!r} is given twice")
     return dict(found)
+
+# %% ../../nbs/reproduction/15_command.ipynb #20123d5b
+def take_recorded(jobs: list) -> None:
+    "Write the folders of the runs that tables hold, and print how many."
+    from branchgrpo.reproduction.restored_runs import restore_runs
+
+    print(f"{restore_runs(jobs)} runs come from the tables of figures/", flush=True)
 
 # %% ../../nbs/reproduction/15_command.ipynb #a7d24c3d
 def run_here(jobs: list, o: PageOptions) -> int:
