@@ -62,16 +62,15 @@ class Linked(Folder):
     def target(self, file: str, seen_from: str) -> str:
         """Return where a file of the repository is on the site, copied if it has no page.
 
-        Raises `ValueError` if it is not there."""
-        if not (self.root / file).exists():
-            raise ValueError(f"{seen_from}: links {file}, which is not there")
+        Raises `ValueError` if it is not there, or is a folder, of which a site has no page."""
+        if not (self.root / file).is_file():
+            raise ValueError(f"{seen_from}: links {file}, which is no file")
         page = page_path(file)
         if page:
             return page
         copied = self.out / file
         copied.parent.mkdir(parents=True, exist_ok=True)
-        if (self.root / file).is_file():
-            shutil.copyfile(self.root / file, copied)
+        shutil.copyfile(self.root / file, copied)
         return file
 
     def turned(self, file: str, page: str) -> Callable[[str], str]:
