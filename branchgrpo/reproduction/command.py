@@ -146,6 +146,7 @@ def take_recorded(jobs: list) -> None:
 def run_here(jobs: list, o: PageOptions) -> int:
     "Make the missing runs, execute the notebooks, and print what failed."
     from branchgrpo.reproduction.report import write_page
+    from branchgrpo.reproduction.restored_runs import make_way
     from branchgrpo.reproduction.scheduling import make_runs, run_all
 
     if o.launch:
@@ -155,6 +156,7 @@ def run_here(jobs: list, o: PageOptions) -> int:
     if o.redraw:
         return redraw(jobs, o)
     gpus = o.gpus.split(",") if o.gpus else None
+    make_way(jobs)
     make_runs(jobs, o.jobs, gpus)
     results = run_all(jobs, o.jobs, gpus)
     failed = [result for result in results if result.state == "failed"]
