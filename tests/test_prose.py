@@ -72,7 +72,7 @@ def ours(words):
     return None
 
 
-OURS = {" ".join(found): command for command in FOUND if (found := ours(words_of(command))) is not None}
+OURS = {shlex.join(found): command for command in FOUND if (found := ours(words_of(command))) is not None}
 MAKE = {target for command in FOUND if command.startswith("make ") for target in words_of(command)[1:]}
 OTHERS = [command for command in FOUND if ours(words_of(command)) is None and not command.startswith("make ")]
 
