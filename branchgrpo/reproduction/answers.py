@@ -32,6 +32,9 @@ class Answer:
     side: int | None = 0  # see `Tested`
     smallest: float | None = None  # the smallest effect that these seeds see with probability 0.8
     needed: int | None = None  # seeds for a difference as large as the margin, and for none
+    level: float | None = None  # the p value that decides at this look
+    sure_low: float | None = None  # the interval of that level; "above" holds where it lies above zero
+    sure_high: float | None = None
 
 # %% ../../nbs/reproduction/36_answers.ipynb #405714cf
 def seeds_made(claim: Claim, registered: Registration, curves: Curves) -> int:
@@ -77,9 +80,10 @@ def _answer(claim: Claim, registered: Registration, curves: Curves, answer: str,
     smallest = smallest_effect(d.error / unit, d.freedom, alpha=shares[now])
     noise = d.error / unit * np.sqrt(len(seeds) / 2)  # of a run
     needed = seeds_needed(noise, 2, tested.margin, tested.margin, alpha=shares[-1]) if noise else 2
-    low, high = d.interval()
-    numbers = (d.estimate / unit, low / unit, high / unit, tested.margin, tested.side, smallest, needed)
-    return Answer(claim, answer, decided_at, len(seeds), *numbers)
+    numbers = [x / unit for x in (d.estimate, *d.interval())]
+    sure = [x / unit for x in d.interval(1 - shares[now])]
+    more = (tested.margin, tested.side, smallest, needed, shares[now], *sure)
+    return Answer(claim, answer, decided_at, len(seeds), *numbers, *more)
 
 # %% ../../nbs/reproduction/36_answers.ipynb #af91ed43
 def answer_line(found: Answer) -> str:

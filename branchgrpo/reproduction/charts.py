@@ -14,7 +14,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from matplotlib.transforms import ScaledTranslation
 
 from .figure_style import STYLE, save_figure, small_figure, use_style  # noqa: F401
-from .looks import COLOURS, colour_of, free_look  # noqa: F401
+from .looks import COLOURS, Look, colour_of, free_look  # noqa: F401
 
 # %% ../../nbs/reproduction/04_charts.ipynb #72d02c5b
 def smoothed(values, window: int = 1) -> np.ndarray:
@@ -34,14 +34,15 @@ FEW = 6  # a curve of fewer points shows them
 MANY = 4  # so many curves of one panel have bars at their ends instead of bands
 
 
-def end_bar(ax: Axes, x: float, ys: np.ndarray, colour: str) -> None:
-    "Draw the range of `ys` as a bar right of `x`; bars of the same `x` stand beside each other."
+def end_bar(ax: Axes, x: float, ys: np.ndarray, look: Look) -> None:
+    "Draw the range of `ys` as a bar right of `x`, with a dot at the mean; bars of the same `x` stand beside each other."
     bars = [bar for bar in ax.collections if isinstance(bar, LineCollection)]
     beside = sum(bool(bar.get_segments()[0][0, 0] == x) for bar in bars)
-    right = ScaledTranslation((4 + 2.8 * beside) / 72, 0, ax.figure.dpi_scale_trans)
+    right = ScaledTranslation((4 + 3.4 * beside) / 72, 0, ax.figure.dpi_scale_trans)
+    where = {"transform": ax.transData + right, "clip_on": False}
     ends = [(x, ys.min()), (x, ys.max())]
-    bar = LineCollection([ends], colors=colour, linewidths=1.6, transform=ax.transData + right, clip_on=False)
-    ax.add_collection(bar, autolim=False)
+    ax.add_collection(LineCollection([ends], colors=look.colour, linestyles=look.line, linewidths=1.4, **where), False)
+    ax.scatter(x, ys.mean(), s=9, color=look.colour, lw=0, **where)
     ax.update_datalim(ends)
     ax.autoscale_view()
 
@@ -61,7 +62,7 @@ def draw_line(
     if len(ys) > 1 and band:
         ax.fill_between(xs, ys.min(0), ys.max(0), color=look.colour, alpha=0.15, lw=0)
     elif len(ys) > 1:
-        end_bar(ax, xs[-1], ys[:, -1], look.colour)
+        end_bar(ax, xs[-1], ys[:, -1], look)
 
 # %% ../../nbs/reproduction/04_charts.ipynb #eb63ceec
 def plot_curve(

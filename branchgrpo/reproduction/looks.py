@@ -19,7 +19,7 @@ from matplotlib.colors import to_hex, to_rgb
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#332288", "#999933")
 COLOURS = {
     "branchgrpo": "#0072B2",
-    "branchgrpo-mixed": "#1F3A93",
+    "branchgrpo-mixed": "#3D85FF",
     "branchgrpo-sparse": "#A07CC5",
     "branchgrpo-widpru": "#332288",
     "branchgrpo-extreme": "#AA4499",
@@ -30,7 +30,7 @@ COLOURS = {
     "branch-pro": "#EE6677",
     "treegrpo": "#66A61E",
     "dancegrpo": "#D55E00",
-    "dancegrpo-tf0.6": "#999933",
+    "dancegrpo-tf0.6": "#FFB08A",
     "dancegrpo-released": "#B03060",
     "mixgrpo": "#E69F00",
     "mixgrpo-shared": "#B8860B",
@@ -91,7 +91,7 @@ def shade(colour: str, amount: float) -> str:
     return to_hex([part + abs(amount) * (end - part) for part in to_rgb(colour)])
 
 # %% ../../nbs/reproduction/26_looks.ipynb #9f4aa6ef
-SHADES = (0.0, -0.5, 0.45, -0.75, 0.65)
+SHADES = (0.0, -0.5, 0.5, -0.25, 0.7)
 LINES = ("-", "--", "-.", ":")
 
 

@@ -13,10 +13,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .charts import column, ordered_legend, plot_curve
+from .charts import MANY, column, ordered_legend, plot_curve
 
 # %% ../../nbs/reproduction/04_panels.ipynb #ce7b43e3
-AGAINST = (("denoiser_calls", "denoiser calls"), ("seconds", "seconds of training"))
+AGAINST = (("denoiser_calls", "denoiser calls"), ("seconds", "seconds, as timed on this page"))
 
 
 def progress_panels(
@@ -26,7 +26,7 @@ def progress_panels(
     window: int = 1,
 ) -> Figure:
     "Draw one panel per pair of `rows` and `xs`, with a curve per method."
-    size = (4.2 * len(xs), 2.3 * len(rows) + 0.3)
+    size = (3.9 * len(xs), 2.3 * len(rows) + 0.3)
     fig, axes = plt.subplots(len(rows), len(xs), figsize=size, sharey="row", sharex="col", squeeze=False)
     for (key, name), line in zip(rows, axes):
         for (x, _), ax in zip(xs, line):
@@ -47,7 +47,7 @@ def draw_family(ax: Axes, methods: dict, members: list[str], x: str, y: str) -> 
             count = min(map(len, runs))
             ax.plot(column(runs, x, count).mean(0), column(runs, y, count).mean(0), color="0.88", lw=1, zorder=0)
     for label in members:
-        plot_curve(ax, methods[label], x, y, label)
+        plot_curve(ax, methods[label], x, y, label, band=len(members) < MANY)
 
 # %% ../../nbs/reproduction/04_panels.ipynb #cc2ddc61
 def label_once(line: np.ndarray) -> None:
@@ -62,18 +62,19 @@ def family_panels(
     families: dict[str, list[str]],  # title of a row: its recipes
     columns: tuple,  # (x, y, label of x, label of y) of each column
 ) -> Figure:
-    "Draw one row of panels per family. The axes of a column are the same; its label is beside the middle row."
-    size = (3.5 * len(columns) + 1.6, 2.0 * len(families))
+    "Draw one row of panels per family. The axes of a column are the same."
+    size = (3.1 * len(columns) + 1.2, 2.0 * len(families))
     shape = (len(families), len(columns))
     fig, axes = plt.subplots(*shape, figsize=size, sharex="col", sharey="col", squeeze=False)
     for (title, members), line in zip(families.items(), axes):
         for (x, y, _, _), ax in zip(columns, line):
             draw_family(ax, methods, members, x, y)
         line[0].set_title(title, loc="left", fontweight="bold")
-        ordered_legend(line[-1], loc="center left", bbox_to_anchor=(1.02, 0.5))
-    for middle, last, (_, _, x_name, y_name) in zip(axes[len(axes) // 2], axes[-1], columns):
-        middle.set_ylabel(y_name)
-        last.set_xlabel(x_name)
+        ordered_legend(line[-1], loc="center left", bbox_to_anchor=(1.08, 0.5))
+    for line, (_, _, x_name, y_name) in zip(axes.T, columns):
+        line[-1].set_xlabel(x_name)
+        for ax in line:
+            ax.set_ylabel(y_name)
     for line, before, after in zip(axes.T[1:], columns, columns[1:]):
         if before[1] == after[1]:
             label_once(line)
