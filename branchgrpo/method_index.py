@@ -81,7 +81,7 @@ def scores(s: MethodSettings) -> str:
 
 # %% ../nbs/24_method_index.ipynb #3f29aa5a
 PRUNED = {
-    "parent-top1": "the best child of each last split",
+    "parent-top1": "every step with noise; below each last split only the best child",
     "extreme": "chains of the best and worst leaves",
     "depth-window": "all but a moving window of depths",
 }
@@ -153,7 +153,7 @@ def card(recipe: Recipe) -> str:
     lines = [f"**{recipe.name}** — {recipe.summary}. {recipe.paper or 'Ours'}.", ""]
     lines += [f"`{recipe.equation}`", ""] if recipe.equation else []
     lines += [f"Nearest: {other.name}. It changes:", ""]
-    lines += [
-        f"- `{name}`: {own!r} (there {their!r}). {source}" for name, own, their, source in differences(recipe, other)
-    ]
+    for name, own, their, source in differences(recipe, other):
+        said = "This method does not use it." if source == "off" else source
+        lines.append(f"- `{name}`: {own!r} (there {their!r}). {said}")
     return "\n".join(lines)

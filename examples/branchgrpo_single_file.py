@@ -3,7 +3,8 @@
 It needs torch, diffusers and what the pipeline needs; nothing of the package `branchgrpo`. `tests/test_single_file.py`
 holds it equal to the package in trees, log-densities, advantages, loss, gradients and trained weights. For SD3 or
 another flow model, write a class with the methods of `Flux`. What a long run needs is left out: adapters, several GPUs,
-checkpoints, evaluation, pruning.
+checkpoints, evaluation, pruning. `main` trains a tiny model with small settings, all weights in float32, and saves
+nothing. For FLUX.1-dev call `train` with `Options()`, cast and shard the model yourself, and save what it yields.
 
     python examples/branchgrpo_single_file.py --model branchgrpo/testbed/weights/tiny-flux --iterations 5
 

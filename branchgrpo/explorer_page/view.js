@@ -282,7 +282,7 @@ const KEY = [
   ["edge noise", "noise, no gradient"],
   ["edge plain", "no noise"],
   ["node branch", "branches"],
-  ["node pruned", "pruned at a checkpoint"],
+  ["node pruned", "pruned in the rollout"],
   ["node scored", "completed and scored"],
 ];
 
@@ -313,7 +313,7 @@ function rowsOf(o) {
     noise: { name: "noise", on: (i) => plan.drawn.has(i), click: setNoise, off: (i) => i === plan.steps - 1 && !plan.noisy_last },
     gradient: { name: "gradient", on: (i) => plan.trained.has(i), click: setGradient, off: (i) => !plan.drawn.has(i) },
     survivors: {
-      name: "checkpoint", on: (i) => i in plan.prune_at, text: (i) => plan.prune_at[i], click: (i) => cut("prune_at", i, half(i)),
+      name: "survivors", on: (i) => i in plan.prune_at, text: (i) => plan.prune_at[i], click: (i) => cut("prune_at", i, half(i)),
       add: (i, n) => i in plan.prune_at && setTable("prune_at", i, Math.max(1, plan.prune_at[i] + n)), off: () => false,
     },
   };
@@ -476,10 +476,10 @@ function buildControls() {
       slider("steps inside", get("window_size"), setWindowSize, () => [1, state.steps]),
     )),
     group(
-      "Checkpoints: pruned while they are made",
-      make("p", { class: "note", style: "margin:0 0 6px" }, "Set survivors in the row checkpoint, or below the tree."),
+      "Pruned while they are made",
+      make("p", { class: "note", style: "margin:0 0 6px" }, "Set survivors in the row below the tree, or beside the chosen step."),
       pick("keep", { ovf: "most spread (ovf)", best: "the best", random: "any (random)", diverse: "ovf and looks" }, get("selection"), put("selection")),
-      when(() => Plan.keys(state.prune_at).length, press("Remove all checkpoints", () => change((s) => (s.prune_at = {})))),
+      when(() => Plan.keys(state.prune_at).length, press("Remove all pruning steps", () => change((s) => (s.prune_at = {})))),
     ),
     group(
       "Gradient: pruned afterwards",
@@ -556,7 +556,7 @@ function buildStep() {
     title,
     unless(() => sided(shown.plan) || chosen === state.steps - 1, number("children", table("splits"), (n) => setTable("splits", chosen, n), 64)),
     when(() => sided(shown.plan) && chosen < state.steps - 1, number("side branches", table("side"), (n) => setTable("side", chosen, n), 64, 0)),
-    unless(() => sided(shown.plan), number("survivors (0: no checkpoint)", table("prune_at"), (n) => setTable("prune_at", chosen, n), 4096, 0)),
+    unless(() => sided(shown.plan), number("survivors (0: no pruning here)", table("prune_at"), (n) => setTable("prune_at", chosen, n), 4096, 0)),
     unless(() => sided(shown.plan), check("noise", () => shown.plan.drawn.has(chosen), () => setNoise(chosen))),
     when(() => shown.plan.drawn.has(chosen), check("gradient", () => shown.plan.trained.has(chosen), () => setGradient(chosen))),
   );

@@ -29,7 +29,7 @@ def forest_panel(
         found = row[key]
         low, high, value = (max(found[name], floor) for name in ("low", "high", "value"))
         colour = colour_of(row["label"]) or "0.4"
-        ax.plot([low, high], [place, place], color=colour, lw=1.6)
+        ax.plot([low, high], [place, place], color=colour, lw=1.6, solid_capstyle="butt")
         ax.plot(value, place, "o", ms=4, color=colour)
     if line is not None:
         ax.axvline(line, color="0.5", lw=0.8, zorder=0)

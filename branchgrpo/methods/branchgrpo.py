@@ -70,12 +70,12 @@ BRANCHGRPO = SHARED.variant(
 # %% ../../nbs/methods/01_branchgrpo.ipynb #11994f26
 BRANCHGRPO_MIXED = BRANCHGRPO.variant(
     "branchgrpo-mixed",
-    "the same with later splits",
+    "BranchGRPO with later splits",
     splits=((0, 4, 8, 12), "BranchGRPO Sec. 4.2: Mixed"),
 )
 BRANCHGRPO_SPARSE = BRANCHGRPO.variant(
     "branchgrpo-sparse",
-    "the same with splits far apart",
+    "BranchGRPO with splits far apart",
     splits=((0, 5, 10, 15), "BranchGRPO Sec. 4.2: Sparse"),
 )
 BRANCHGRPO_ADAPTIVE = BRANCHGRPO.variant(
@@ -136,7 +136,8 @@ DANCEGRPO = SHARED.variant(
 )
 DANCEGRPO_TF06 = DANCEGRPO.variant(
     "dancegrpo-tf0.6",
-    "the same, training a fresh random 60 % of the steps of each trajectory",
+    "DanceGRPO, training a fresh random 60 % of the steps of each trajectory",
+    equation="A = (r − mean r) / std r;  loss −min(ρA, clip(ρ, 1 ± ε)A) on the steps drawn for a trajectory",
     train_fraction=(0.6, "BranchGRPO Table 1: DanceGRPO (tf = 0.6)"),
 )
 
@@ -158,7 +159,7 @@ MIXGRPO = DANCEGRPO.variant(
 )
 MIXGRPO_FLASH = MIXGRPO.variant(
     "mixgrpo-flash",
-    "the same, with a second-order solver after the window",
+    "MixGRPO with a second-order solver after the window",
     tail_ratio=(0.4, "MixGRPO: finetune_flux_grpo_MixGRPO_Flash.sh l. 75-79, DPM-Solver++ of order 2"),
 )
 

@@ -59,14 +59,14 @@ FLOW_GRPO = FLOW_GRPO_SIZES.variant(
 # %% ../../nbs/methods/02_pro_grpo.ipynb #fd195ae7
 UNIFORM_SUBSAMPLE = FLOW_GRPO.variant(
     "uniform-subsample",
-    "the same, training a random half of the group",
+    "Flow-GRPO, training a random half of the group",
     paper="Pro-GRPO (Expand and Prune), arXiv 2512.15347",
     group_selection=("random", "Pro-GRPO Fig. 1b"),
     group_keep=(12, "Pro-GRPO Fig. 1: k = 12 of 24"),
 )
 OVF = FLOW_GRPO.variant(
     "ovf",
-    "the same, training the half of largest variance",
+    "Flow-GRPO, training the half of largest variance",
     paper="Pro-GRPO (Expand and Prune), arXiv 2512.15347",
     equation="S = argmax Var(r_S) over subsets of k;  only S is trained",
     group_selection=("ovf", "Pro-GRPO Eq. 10"),
@@ -92,7 +92,7 @@ PRO_GRPO = FLOW_GRPO.variant(
 )
 PRO_GRPO_FLASH = FLOW_GRPO.variant(
     "pro-grpo-flash",
-    "the same from 24 by way of 16",
+    "Pro-GRPO from 24 chains by way of 16",
     paper="Pro-GRPO (Expand and Prune), arXiv 2512.15347",
     equation="at each pruning step: S = argmax Var(r(x̂₀)_S), |S| = N_k;  only S goes on",
     **funnel((24, 16, 12), (5, 7), "Pro-GRPO Sec. 6.1, Table 7 (Flash)"),
@@ -155,7 +155,7 @@ DANCEGRPO_SD = SD.variant(
 )
 PRO_GRPO_SD = SD.variant(
     "pro-grpo-sd",
-    "the same with a group cut in flight: 48, 32, 8",
+    "DanceGRPO on SD-1.x with a group cut in flight: 48, 32, 8",
     paper="Pro-GRPO (Expand and Prune), arXiv 2512.15347",
     equation="at each pruning step: S = argmax Var(r(x̂₀)_S), |S| = N_k;  only S goes on",
     **funnel((48, 32, 8), (30, 40), "Pro-GRPO Sec. 6.1, Table 8"),

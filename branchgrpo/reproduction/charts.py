@@ -35,7 +35,7 @@ MANY = 4  # so many curves of one panel have bars at their ends instead of bands
 
 
 def end_bar(ax: Axes, x: float, ys: np.ndarray, look: Look) -> None:
-    "Draw the range of `ys` as a bar right of `x`, with a dot at the mean; bars of the same `x` stand beside each other."
+    "Draw the range of `ys` as a bar right of `x`, with a dot at the mean; bars of one `x` stand beside each other."
     bars = [bar for bar in ax.collections if isinstance(bar, LineCollection)]
     beside = sum(bool(bar.get_segments()[0][0, 0] == x) for bar in bars)
     right = ScaledTranslation((4 + 3.4 * beside) / 72, 0, ax.figure.dpi_scale_trans)

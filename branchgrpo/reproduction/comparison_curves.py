@@ -73,7 +73,7 @@ WIDTHS = {1: 4.4, 2: 3.2}  # of a panel, in inches, by the number of columns
 
 
 def panels(c: Comparison, key: str = "eval_reward", name: str | None = None, xs=THREE_AXES) -> Figure:
-    "Draw `key` of every label against each of `xs` (key, axis label), at most two in a row; `name` is the other axis's."
+    "Draw `key` of every label against each of `xs` (key, axis label), at most two in a row; `name` is the score's."
     rows, columns = math.ceil(len(xs) / 2), min(len(xs), 2)
     size = (WIDTHS[columns] * columns, 2.7 * rows)
     fig, axes = plt.subplots(rows, columns, figsize=size, sharey=True, squeeze=False)

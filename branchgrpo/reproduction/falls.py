@@ -16,7 +16,7 @@ from .score_sources import BASE, base_value
 def score_name(metric: str) -> str:
     "Return how a sentence names a score of the evaluations."
     name = metric.removeprefix("eval_")
-    return name.replace("check_", "the checker's score of ").replace("reward/", "the held-out reward ")
+    return name.replace("check_", "the checker's score of ").replace("reward/", "the untrained reward ")
 
 # %% ../../nbs/reproduction/25_falls.ipynb #66c957c4
 def fall_verdict(high: float | None) -> str:

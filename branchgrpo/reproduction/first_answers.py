@@ -34,8 +34,8 @@ def guidance_line(models: dict[str, Any], claim: Claim) -> str:
     row = next(row for row in models["rows"] if (row["world"], row["label"]) == (claim.world, claim.label))
     base, own, trained = (f"{row[name]:.3f}" for name in ("base", "base, own guidance", "trained"))
     return (
-        f"Guidance alone lifts the untrained reward from {base} to {own}; "
-        f"training `{claim.label}`, without guidance, to {trained}."
+        f"One seed: guidance alone lifts the reward from {base} to {own}, "
+        f"training `{claim.label}` without it to {trained}."
     )
 
 # %% ../../nbs/reproduction/44_first_answers.ipynb #f8dcfbd3

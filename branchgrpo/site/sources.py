@@ -117,7 +117,8 @@ EXPLORER_HEAD = """---
 hide-toc: true
 ---
 # The explorer
-<a href="explore.html">On a page of its own</a>{}.
+Change a plan by hand: press the cells below the tree, or use the controls. Tree, calls and cost follow at once.
+The band marks the step whose settings are shown. <a href="explore.html">On a page of its own</a>{}.
 """
 
 
