@@ -51,13 +51,13 @@ def thumbnail(ax: Axes, image, x: float, y: float, colour) -> None:
 
 # %% ../../nbs/reproduction/10_tree_figures.ipynb #4b75a1ef
 def frame_colours(values: list, low: float, high: float) -> list:
-    "Return a colour from red (`low`) to green (`high`) per value."
-    return [plt.get_cmap("RdYlGn")((value - low) / max(high - low, 1e-9)) for value in values]
+    "Return a colour from violet (`low`) to yellow (`high`) per value."
+    return [plt.get_cmap("viridis")((value - low) / max(high - low, 1e-9)) for value in values]
 
 # %% ../../nbs/reproduction/10_tree_figures.ipynb #b1c79e30
 def value_bar(ax: Axes, low: float, high: float, name: str) -> None:
     "Put a bar beside `ax` that says which value a colour of `frame_colours` stands for."
-    scale = ScalarMappable(Normalize(low, high), "RdYlGn")
+    scale = ScalarMappable(Normalize(low, high), "viridis")
     ax.figure.colorbar(scale, ax=ax, label=name, shrink=0.4, aspect=30, pad=0.02)
 
 # %% ../../nbs/reproduction/10_tree_figures.ipynb #c0ffee11
