@@ -92,10 +92,10 @@ def log_axis(ax: Axes) -> None:
     ax.xaxis.set_minor_formatter(NullFormatter())
 
 # %% ../../nbs/reproduction/04_charts.ipynb #6ba4c46b
-def ordered_legend(ax: Axes, **options) -> None:
-    "Put a legend on `ax` whose order is that of the last points of the curves, the highest first."
+def ordered_legend(ax: Axes, on: Axes | None = None, **options) -> None:
+    "Put a legend of the curves of `ax` there, or `on` another: in the order of their last points, the highest first."
     handles, labels = ax.get_legend_handles_labels()
     pairs = sorted(zip(handles, labels), key=lambda pair: -pair[0].get_ydata()[-1])
     if pairs:
         handles, labels = zip(*pairs)
-        ax.legend(handles, labels, **options)
+        (on or ax).legend(handles, labels, **options)

@@ -82,11 +82,11 @@ def panels(c: Comparison, key: str = "eval_reward", name: str | None = None, xs=
         ax.set_xlabel(x_name)
     for ax in axes[:, 0]:
         ax.set_ylabel(name or reward_label(c))
-    free = axes.flat[len(xs) :]  # three panels leave a place for the legend
-    for ax in free:
-        ax.axis("off")
-    place = (0.0, 0.5, free[0].transAxes) if len(free) else (1.06, 0.5, axes[0, -1].transAxes)
-    ordered_legend(axes[0, 0], loc="center left", bbox_to_anchor=place[:2], bbox_transform=place[2])
+    if len(xs) < axes.size:  # three panels leave a place for the legend
+        axes.flat[-1].axis("off")
+        ordered_legend(axes[0, 0], axes.flat[-1], loc="center left")
+    else:
+        ordered_legend(axes[0, -1], loc="center left", bbox_to_anchor=(1.06, 0.5))
     say_unlearned(axes.flat[: len(xs)], c, key)
     fig.tight_layout(w_pad=2 if len(c.runs) >= MANY else None)  # room for the bars
     return fig
