@@ -80,8 +80,10 @@ def plot_curve(
     count = min(map(len, rows))
     ys = np.stack([smoothed(values, window) for values in column(rows, y, count)])
     draw_line(ax, column(rows, x, count).mean(0), ys, label, recipe or label, band)
-    ax.xaxis.set_major_formatter("{x:,.0f}" if ax.get_xlim()[1] >= 1000 else "{x:g}")
-    ax.xaxis.set_major_locator(MaxNLocator(5, steps=(1, 2, 5, 10), integer=x == "iteration"))
+    most = ax.get_xlim()[1]
+    ax.xaxis.set_major_formatter("{x:,.0f}" if most >= 1000 else "{x:g}")
+    ticks = 3 if most >= 100_000 else 5  # long numbers need room
+    ax.xaxis.set_major_locator(MaxNLocator(ticks, steps=(1, 2, 5, 10), integer=x == "iteration"))
 
 # %% ../../nbs/reproduction/04_charts.ipynb #55fda21e
 def log_axis(ax: Axes) -> None:
