@@ -1611,6 +1611,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                             'branchgrpo/reproduction/restored_runs.py'),
                                                        'branchgrpo.reproduction.restored_runs.is_restored': ( 'reproduction/restored_runs.html#is_restored',
                                                                                                               'branchgrpo/reproduction/restored_runs.py'),
+                                                       'branchgrpo.reproduction.restored_runs.keep_runs': ( 'reproduction/restored_runs.html#keep_runs',
+                                                                                                            'branchgrpo/reproduction/restored_runs.py'),
                                                        'branchgrpo.reproduction.restored_runs.make_way': ( 'reproduction/restored_runs.html#make_way',
                                                                                                            'branchgrpo/reproduction/restored_runs.py'),
                                                        'branchgrpo.reproduction.restored_runs.restore_runs': ( 'reproduction/restored_runs.html#restore_runs',
