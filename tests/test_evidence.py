@@ -14,6 +14,8 @@ from branchgrpo.reproduction.equivalence import FAILS, HOLDS, OPEN, SAME, decide
 from branchgrpo.reproduction.registration import Claim, Registration, read_registration
 from branchgrpo.reproduction.speed_endpoints import Endpoint, unscaled
 from branchgrpo.reproduction.speeds import curves_of
+from branchgrpo.reproduction.run_key import cache_key
+from branchgrpo.reproduction.run_table import read_runs
 from branchgrpo.reproduction.study import recipes_of
 from branchgrpo.reproduction.tested_claims import NOT_RUN
 from branchgrpo.reproduction.two_way import Fit, difference
@@ -204,3 +206,16 @@ def test_the_committed_runs_are_one_table():
     assert {f"{page}.parquet" for page in pages} == {path.name for path in (ROOT / "figures/testbed/runs").iterdir()}
     size = sum(path.stat().st_size for path in (ROOT / "figures/testbed/runs").iterdir())
     assert size < 15e6
+
+
+def test_runs_that_wait_are_of_registered_seeds_that_no_answer_has_used():
+    "They are named by their settings, and come after the seeds of the table of answers."
+    tables = ROOT / "figures/testbed/runs"
+    if not (tables / "study_waiting.parquet").exists():
+        pytest.skip("no run waits")
+    seeds = read_registration(ROOT / "reproduce/registered.yaml").seeds(20)
+    answered = {int(seed) for found in read_runs(tables / "study_answers.parquet").values() for seed in found}
+    for name, found in read_runs(tables / "study_waiting.parquet").items():
+        for seed, run in found.items():
+            assert int(seed) in set(seeds) - answered, name
+            assert cache_key(run["settings"]) == name
