@@ -12,10 +12,10 @@ from branchgrpo.reproduction.answers import answer_line, answers
 from branchgrpo.reproduction.comparisons import recorded
 from branchgrpo.reproduction.equivalence import FAILS, HOLDS, OPEN, SAME, decide, possible
 from branchgrpo.reproduction.registration import Claim, Registration, read_registration
-from branchgrpo.reproduction.speed_endpoints import Endpoint, unscaled
-from branchgrpo.reproduction.speeds import curves_of
 from branchgrpo.reproduction.run_key import cache_key
 from branchgrpo.reproduction.run_table import read_runs
+from branchgrpo.reproduction.speed_endpoints import Endpoint, unscaled
+from branchgrpo.reproduction.speeds import curves_of
 from branchgrpo.reproduction.study import recipes_of
 from branchgrpo.reproduction.tested_claims import NOT_RUN
 from branchgrpo.reproduction.two_way import Fit, difference
