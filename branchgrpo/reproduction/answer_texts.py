@@ -48,7 +48,7 @@ def found_text(answer: Answer) -> str:
     decided = f", decided at {answer.decided_at}" if 0 < answer.decided_at < answer.seeds else ""
     return f"{shown[0]} {what} [{shown[1]}, {shown[2]}], {answer.seeds} seeds{decided}"
 
-# %% ../../nbs/reproduction/39_answer_texts.ipynb #0741a165
+# %% ../../nbs/reproduction/39_answer_texts.ipynb #71b682f6
 def power_words(kind: str, seeds: int, smallest: str, margin: str, needed: int | None) -> str:
     "Return which effect so many seeds find of a kind of claim, and how many seeds its margin would take."
     seen = f"With {seeds} seeds the test finds"
@@ -68,7 +68,7 @@ def power_text(answer: Answer) -> str:
     sizes = [size(answer, value or 0.0) for value in (answer.smallest, answer.margin)]
     return " " + power_words(answer.claim.kind, answer.seeds, *sizes, answer.needed)
 
-
+# %% ../../nbs/reproduction/39_answer_texts.ipynb #0741a165
 def sentence(answer: Answer) -> str:
     "Return an answer as a line of Markdown: claim, answer, our number, the paper's."
     claim = answer.claim
@@ -91,7 +91,7 @@ def claim_label(claim: Claim) -> str:
     endpoint = claim.endpoint.removeprefix("mean ")
     return f"{claim.label} {SIGNS[claim.kind]} {claim.other}, {endpoint}, {claim.world}"
 
-# %% ../../nbs/reproduction/39_answer_texts.ipynb #98e8e474
+# %% ../../nbs/reproduction/39_answer_texts.ipynb #15627b2b
 def draw_answer(ax: Axes, place: int, answer: Answer) -> None:
     "Draw one answer: its margin, the interval that decides, the one of 95 %, the difference, and the answer's word."
 
@@ -109,7 +109,7 @@ def draw_answer(ax: Axes, place: int, answer: Answer) -> None:
         ax.plot(shown(answer.difference), place, "o", ms=5, color=colour, mec="white", mew=0.7)
     ax.text(1.02, place, WORDS[answer.answer], transform=ax.get_yaxis_transform(), va="center", fontsize=8)
 
-
+# %% ../../nbs/reproduction/39_answer_texts.ipynb #98e8e474
 def draw_answers(ax: Axes, found: list[Answer]) -> None:
     "Draw answers of one kind, the first on top."
     factor = is_speed(found[0])

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SECONDS', 'THREE_AXES', 'FOUR_AXES', 'WIDTHS', 'own_recipes', 'reward_label', 'draw_curves', 'unlearned',
-           'say_unlearned', 'panels']
+           'say_unlearned', 'panels', 'make_room', 'legend_in_order', 'apart', 'mean_metric']
 
 # %% ../../nbs/reproduction/11_comparison_curves.ipynb #bcd79fd3
 import math
@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Iterable
 
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -90,3 +91,30 @@ def panels(c: Comparison, key: str = "eval_reward", name: str | None = None, xs=
     say_unlearned(axes.flat[: len(xs)], c, key)
     fig.tight_layout(w_pad=2 if len(c.runs) >= MANY else None)  # room for the bars
     return fig
+
+# %% ../../nbs/reproduction/11_comparison_curves.ipynb #b7133bea
+def make_room(ax: Axes, share: float = 0.25) -> None:
+    "Raise the top of an axis, so that a legend in its upper corner covers no curve."
+    low, high = ax.get_ylim()
+    ax.set_ylim(top=high + share * (high - low))
+
+
+def legend_in_order(ax: Axes, labels: list[str]) -> list[str]:
+    "Put a legend of `labels` into the upper left corner, in their order; return those that are not drawn."
+    handles, drawn = ax.get_legend_handles_labels()
+    lines = dict(zip(drawn, handles))
+    order = [label for label in labels if label in lines]
+    ax.legend([lines[label] for label in order], order, loc="upper left")
+    return [label for label in labels if label not in lines]
+
+# %% ../../nbs/reproduction/11_comparison_curves.ipynb #4f948348
+def apart(c: Comparison, labels: list[str], key: str = "eval_reward") -> float:
+    "Return how far the mean curves of two labels are from each other, at most."
+    means = [np.mean([[row[key] for row in rows] for rows in c.evaluations(label)], 0) for label in labels]
+    return float(np.abs(means[0] - means[1]).max())
+
+
+def mean_metric(c: Comparison, label: str, name: str) -> float | None:
+    "Return the mean of a metric over all iterations and seeds of a label; None if no row has it."
+    values = [row[name] for run in c.runs[label] for row in run.metrics if name in row]
+    return float(np.mean(values)) if values else None
