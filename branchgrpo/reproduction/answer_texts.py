@@ -65,8 +65,8 @@ def power_text(answer: Answer) -> str:
     "Return what so many seeds find of an open claim, and how many it would take; empty if that is unknown."
     if answer.answer != OPEN or answer.smallest is None:
         return ""
-    sizes = [size(answer, value or 0.0) for value in (answer.smallest, answer.margin)]
-    return " " + power_words(answer.claim.kind, answer.seeds, *sizes, answer.needed)
+    smallest, margin = (size(answer, value or 0.0) for value in (answer.smallest, answer.margin))
+    return " " + power_words(answer.claim.kind, answer.seeds, smallest, margin, answer.needed)
 
 # %% ../../nbs/reproduction/39_answer_texts.ipynb #0741a165
 def sentence(answer: Answer) -> str:

@@ -80,10 +80,10 @@ def _answer(claim: Claim, registered: Registration, curves: Curves, answer: str,
     smallest = smallest_effect(d.error / unit, d.freedom, alpha=shares[now])
     noise = d.error / unit * np.sqrt(len(seeds) / 2)  # of a run
     needed = seeds_needed(noise, 2, tested.margin, tested.margin, alpha=shares[-1]) if noise else 2
-    numbers = [x / unit for x in (d.estimate, *d.interval())]
-    sure = [x / unit for x in d.interval(1 - shares[now])]
-    more = (tested.margin, tested.side, smallest, needed, shares[now], *sure)
-    return Answer(claim, answer, decided_at, len(seeds), *numbers, *more)
+    estimate, low, high = (x / unit for x in (d.estimate, *d.interval()))
+    sure_low, sure_high = (x / unit for x in d.interval(1 - shares[now]))
+    numbers = (estimate, low, high, tested.margin, tested.side, smallest, needed, shares[now], sure_low, sure_high)
+    return Answer(claim, answer, decided_at, len(seeds), *numbers)
 
 # %% ../../nbs/reproduction/36_answers.ipynb #af91ed43
 def answer_line(found: Answer) -> str:

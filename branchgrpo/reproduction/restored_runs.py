@@ -61,8 +61,10 @@ def restore_runs(todo: list[Job]) -> int:
     wanted = wanted_runs([job for job in todo if not (job.done or job.runner.get("models"))])
     found, count = by_folder(tables_of(todo)), 0
     for folder, (config, _) in wanted.items():
-        table, record = found.get(folder.name, (None, None))
-        if table is None or folder.exists() or len(record["metrics"]) < config.iterations:
+        if folder.name not in found or folder.exists():
+            continue
+        table, record = found[folder.name]
+        if len(record["metrics"]) < config.iterations:
             continue
         if cache_key(record["settings"]) == folder.name:  # else a table of another version
             write_run(folder, table, record)
