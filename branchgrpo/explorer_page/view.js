@@ -477,7 +477,7 @@ function buildControls() {
     )),
     group(
       "Pruned while they are made",
-      make("p", { class: "note", style: "margin:0 0 6px" }, "Set survivors in the row below the tree, or beside the chosen step."),
+      make("p", { class: "note", style: "margin:0 0 6px" }, "Set them in the row survivors, or for the chosen step."),
       pick("keep", { ovf: "most spread (ovf)", best: "the best", random: "any (random)", diverse: "ovf and looks" }, get("selection"), put("selection")),
       when(() => Plan.keys(state.prune_at).length, press("Remove all pruning steps", () => change((s) => (s.prune_at = {})))),
     ),

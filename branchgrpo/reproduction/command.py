@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PageOptions', 'SlurmOptions', 'reproduce', 'check_options', 'check_gpus', 'parameter', 'table', 'given_parameters',
-           'take_recorded', 'run_here', 'redrawn', 'redraw', 'hand_to_slurm', 'train_only', 'write_snakefile']
+           'ready_folders', 'run_here', 'redrawn', 'redraw', 'hand_to_slurm', 'train_only', 'write_snakefile']
 
 # %% ../../nbs/reproduction/15_command.ipynb #6d34bf9e
 import json
@@ -65,8 +65,8 @@ def reproduce(given: dict[str, Any]) -> int:
     check_options(o, slurm)
     parameters = given_parameters(o.set)
     jobs = pages.jobs(list(o.names), o.scale, o.folder, o.output, parameters)
-    if o.recorded and not o.dry_run:
-        take_recorded(jobs)
+    if not (o.dry_run or o.redraw):
+        ready_folders(jobs, o.recorded)
     if slurm.snakefile is not None:
         return write_snakefile(jobs, o, slurm)
     if slurm.slurm:
@@ -136,17 +136,18 @@ def given_parameters(pairs: tuple[str, ...]) -> dict[str, Any]:
     return dict(found)
 
 # %% ../../nbs/reproduction/15_command.ipynb #20123d5b
-def take_recorded(jobs: list) -> None:
-    "Write the folders of the runs that tables hold, and print how many."
-    from branchgrpo.reproduction.restored_runs import restore_runs
+def ready_folders(jobs: list, recorded: bool) -> None:
+    "Write the folders of the runs that tables hold, if asked to, and remove those that lack weights a notebook needs."
+    from branchgrpo.reproduction.restored_runs import make_way, restore_runs
 
-    print(f"{restore_runs(jobs)} runs come from the tables of figures/", flush=True)
+    if recorded:
+        print(f"{restore_runs(jobs)} runs come from the tables of figures/", flush=True)
+    make_way(jobs)
 
 # %% ../../nbs/reproduction/15_command.ipynb #a7d24c3d
 def run_here(jobs: list, o: PageOptions) -> int:
     "Make the missing runs, execute the notebooks, and print what failed."
     from branchgrpo.reproduction.report import write_page
-    from branchgrpo.reproduction.restored_runs import make_way
     from branchgrpo.reproduction.scheduling import make_runs, run_all
 
     if o.launch:
@@ -156,7 +157,6 @@ def run_here(jobs: list, o: PageOptions) -> int:
     if o.redraw:
         return redraw(jobs, o)
     gpus = o.gpus.split(",") if o.gpus else None
-    make_way(jobs)
     make_runs(jobs, o.jobs, gpus)
     results = run_all(jobs, o.jobs, gpus)
     failed = [result for result in results if result.state == "failed"]

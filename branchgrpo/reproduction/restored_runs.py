@@ -6,6 +6,7 @@
 __all__ = ['Recorded', 'tables_of', 'by_folder', 'write_run', 'restore_runs', 'make_way', 'is_restored', 'keep_runs']
 
 # %% ../../nbs/reproduction/37_restored_runs.ipynb #ef8e4e58
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -44,14 +45,19 @@ def by_folder(tables: list[Path]) -> Recorded:
 # %% ../../nbs/reproduction/37_restored_runs.ipynb #f1c3210b
 def write_run(folder: Path, table: Path, record: dict[str, Any]) -> None:
     "Write a finished run from its record: settings, metrics and evaluations, no weights."
-    beside = folder.with_name(f".{folder.name}.tmp")
+    beside = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     beside.mkdir(parents=True, exist_ok=True)
     run = Run(beside)
     for name in ROWS:
         run.write_rows(name, record[name])
     write_text(beside / "run.json", "{}")
     run.set_state(settings=record["settings"], state="finished", recorded_in=str(table))
-    beside.rename(folder)
+    try:
+        beside.rename(folder)
+    except OSError:  # another process was first
+        shutil.rmtree(beside)
+        if not folder.exists():
+            raise
 
 # %% ../../nbs/reproduction/37_restored_runs.ipynb #ec70e217
 def restore_runs(todo: list[Job]) -> int:
