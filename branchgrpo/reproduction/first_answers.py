@@ -15,6 +15,7 @@ from typing import Any
 import nbformat
 
 from .registration import Claim, read_registration
+from .report_parts import seeds_text
 from .written_report import ROOT, claim_rows, how_many, to_come, written_report
 from ..site.front import INDEX
 from ..training.files import write_text
@@ -59,9 +60,7 @@ def front(table: str, record: dict[str, Any], ahead: str, guidance: str, prefix:
 
     `ahead` is the sentence of `to_come`, `guidance` that of `guidance_line`; links begin with `prefix`.
     """
-    fewest, most = min(record["seeds"].values()), max(record["seeds"].values())
-    seeds = f"{fewest}" if fewest == most else f"{fewest} to {most}"
-    where = f"{seeds} seeds, tiny models, {record['device']}, {record['date']}"
+    where = f"{seeds_text(record['seeds'].values())}, tiny models, {record['device']}, {record['date']}"
     paragraphs = [
         f"![every registered claim with its interval]({prefix}figures/testbed/study_answers.png)",
         f"{how_many(record['answers'])} ([report]({prefix}REPORT.md); {where}). {ahead}".rstrip(),

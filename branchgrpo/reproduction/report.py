@@ -18,6 +18,7 @@ from .earlier import EARLIER, earlier
 from .pages import jobs, templates
 from .report_parts import origin, tables, verdicts
 from .run_table import read_record
+from ..site.lessons import with_links
 from ..training.runs import write_text
 
 # %% ../../nbs/reproduction/09_report.ipynb #bdd7576d
@@ -59,11 +60,11 @@ def captions(cells: list) -> dict[str, str]:
 def seen_from(text: str, page: Path, report: Path) -> str:
     "Return Markdown of a page with its links as the report has them."
 
-    def turn(found: re.Match) -> str:
-        path, mark, anchor = found[1].partition("#")
-        return f"]({os.path.relpath(page.parent / path, report.parent) if path else ''}{mark}{anchor})"
+    def turn(link: str) -> str:
+        path, mark, anchor = link.partition("#")
+        return f"{os.path.relpath(page.parent / path, report.parent)}{mark}{anchor}"
 
-    return re.sub(r"\]\((?![a-z]+:)([^)]*)\)", turn, text)
+    return with_links(text, turn)
 
 # %% ../../nbs/reproduction/09_report.ipynb #34dd8f06
 def age(name: str, folder: Path, records: list[dict]) -> str:

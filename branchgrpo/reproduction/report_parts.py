@@ -7,6 +7,7 @@ __all__ = ['folded', 'has_timed_runs', 'shown_rows', 'tables', 'verdict_line', '
 
 # %% ../../nbs/reproduction/09_report_parts.ipynb #a7a7ce1a
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 from .paper_tables import PRINTED, markdown_table, published
@@ -69,16 +70,19 @@ def verdicts(record: dict) -> list[str]:
     return answers + own + [verdict_line(item) for item in tested]
 
 # %% ../../nbs/reproduction/09_report_parts.ipynb #c8ddf2f9
-def seeds_text(seeds: list | dict | None) -> str:
-    "Return how many seeds a record has; a study has a number of each world."
-    counts = sorted(set(seeds.values())) if isinstance(seeds, dict) else [len(seeds)] if seeds else []
-    words = " to ".join(dict.fromkeys(str(count) for count in counts[:1] + counts[-1:]))
-    return f", {words} seed{'' if words == '1' else 's'}" if words else ""
+def seeds_text(counts: Collection[int]) -> str:
+    "Return how many seeds there are: 8 seeds, or 8 to 14 seeds where counts differ; empty without any."
+    if not counts:
+        return ""
+    words = " to ".join(dict.fromkeys(str(count) for count in (min(counts), max(counts))))
+    return f"{words} seed{'' if words == '1' else 's'}"
 
 
 def origin(record: dict) -> str:
     "Return when and where a record was made, of how many seeds, and what it cost."
-    text = f"{record.get('date', '')}, {record.get('device', '')}{seeds_text(record.get('seeds'))}"
+    seeds = record.get("seeds") or []  # a list, or of a study how many each world has
+    counts = seeds.values() if isinstance(seeds, dict) else [len(seeds)] if seeds else []
+    text = ", ".join(filter(None, (record.get("date", ""), record.get("device", ""), seeds_text(counts))))
     if "seconds" in record:
         text += f", {record['seconds']:.0f} s"
     if record.get("training_seconds"):
