@@ -40,7 +40,7 @@ faults: env  ## kill, starve and mislead it: the whole of tests/faults, and its 
 	$(BIN)/python -m pytest tests/faults --faults -n 3
 
 figures: env  ## draw every figure again from its recorded runs, and compute every verdict (about a minute)
-	$(BIN)/branchgrpo reproduce --all --redraw
+	$(BIN)/branchgrpo reproduce --all --redraw --jobs 2
 
 benchmark: env  ## seconds against their floor, the published way, and the papers (branchgrpo bench)
 	$(BIN)/branchgrpo bench

@@ -54,10 +54,11 @@ def test_a_page_is_drawn_again_to_the_bit(page, tmp_path):
         assert new == old, f"{name}: `make figures` is due"
 
 
-def test_each_call_draws_a_page_anew(tmp_path):
+def test_each_call_draws_a_page_anew(tmp_path, monkeypatch):
     "What draws may have changed since: an executed page is no reason to keep it."
     figures = shutil.copytree(COMMITTED, tmp_path / "figures")
     job = PAGES["study/tuning"][0]
     job = dataclasses.replace(job, parameters=job.parameters | {"output": str(figures)})
     options = PageOptions(output=str(tmp_path / "executed"))
+    monkeypatch.setenv(REDRAW, "")  # `redrawn` sets it for its process
     assert [redrawn(job, options).state for _ in range(2)] == ["done", "done"]

@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +172,7 @@ def run_here(jobs: list, o: PageOptions) -> int:
 # %% ../../nbs/reproduction/15_command.ipynb #c0ffee08
 def redrawn(job: Any, o: PageOptions) -> Any:
     "Execute a notebook with the runs of its record; its result is `kept` if it needs a model, or has no record."
-    from branchgrpo.reproduction.execution import Result, execute_apart
+    from branchgrpo.reproduction.execution import Result, execute
     from branchgrpo.reproduction.recorded import REDRAW, record_of
 
     if job.runner.get("models"):
@@ -182,17 +183,23 @@ def redrawn(job: Any, o: PageOptions) -> Any:
         return Result(job.name, "kept" if o.all else "failed", error=str(error))
     again = replace(job, executed=Path(o.output) / "redraw" / f"{job.name}.ipynb")
     again.executed.unlink(missing_ok=True)  # what draws may have changed since
-    return execute_apart(again, {REDRAW: str(record)})
+    return execute(again, {REDRAW: str(record)})
 
-
+# %% ../../nbs/reproduction/15_command.ipynb #a75ae52e
 def redraw(jobs: list, o: PageOptions) -> int:
-    "Draw notebooks from their recorded runs, and print which were kept; 1 if one failed."
+    "Draw notebooks from their recorded runs, `--jobs` at a time, and print which were kept; 1 if one failed."
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    from branchgrpo.reproduction import warm
     from branchgrpo.reproduction.report import write_page
 
+    warm.start()  # the libraries are imported once, not by every kernel
     results = []
-    for job in jobs:
-        results.append(redrawn(job, o))
-        print(f"{results[-1].state:7} {job.name:32} {results[-1].error}", flush=True)
+    with ProcessPoolExecutor(o.jobs, get_context("spawn")) as pool:  # a page's record is a variable of its process
+        for result in pool.map(partial(redrawn, o=o), jobs):
+            results.append(result)
+            print(f"{result.state:7} {result.name:32} {result.seconds:4.0f} s   {result.error}".rstrip(), flush=True)
     if o.scale == "testbed":
         write_page(o.folder)
     return 1 if any(result.state == "failed" for result in results) else 0

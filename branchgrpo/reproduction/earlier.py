@@ -7,6 +7,7 @@ __all__ = ['EARLIER', 'recorded_settings', 'settings_today', 'differing', 'chang
 
 # %% ../../nbs/reproduction/27_earlier.ipynb #ac991573
 import json
+import warnings
 from pathlib import Path
 
 from .page_runs import page_arms
@@ -29,7 +30,8 @@ def settings_today(job: Job) -> dict[str, dict] | None:
     arms = page_arms(job)
     if arms is None:
         return None
-    settings = [config.settings().to_dict() for config in arms.configs().values()]
+    with warnings.catch_warnings(action="ignore"):  # they concern a training
+        settings = [config.settings().to_dict() for config in arms.configs().values()]
     return {cache_key(found): found for found in settings}
 
 # %% ../../nbs/reproduction/27_earlier.ipynb #a4c6ceac
