@@ -202,7 +202,6 @@ def count_update(policy: Countable) -> Tensor:
         output.float().sum().backward()
     return torch.tensor([update.flops, update.peak, kept])
 
-
 # %% ../../nbs/training/16_counting.ipynb #3c5ec702
 def count(policy: Countable, checkpointing: bool = True, rank: int = 0) -> Counted:
     "Count one call of a policy without weights; gradient `checkpointing` holds less, and an adapter of `rank` too."
