@@ -45,7 +45,7 @@ figures: env  ## draw every figure again from its recorded runs, and compute eve
 benchmark: env  ## seconds against their floor, the published way, and the papers (branchgrpo bench)
 	$(BIN)/branchgrpo bench
 
-browser: env site  ## what only Chromium shows: explorer against costs, search, screenshots in build/browser/
+browser: env site  ## what only Chromium shows: explorer against costs and in JupyterLab, search, screenshots in build/browser/
 	$(BIN)/pip install --quiet --quiet -c constraints.txt -e '.[browser]'
 	$(BIN)/python tests/browser.py
 

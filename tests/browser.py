@@ -3,17 +3,25 @@
 1. The explorer's page: a hundred plans changed by hand, its numbers against `branchgrpo.costs`.
 2. The site: its search finds a lesson.
 3. Screenshots of its first pages and of a run's page, narrow and wide, light and dark: to be looked at.
+4. JupyterLab: the explorer's notebook is run in it, and a plan is changed by hand there.
 """
 
 import argparse
 import functools
+import os
 import random
 import re
 import shutil
+import socket
+import subprocess
+import sys
+import tempfile
 import threading
+from contextlib import contextmanager, suppress
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from playwright.sync_api import Error as PlaywrightError
 from playwright.sync_api import sync_playwright
 
 from branchgrpo.costs import plan_cost
@@ -24,6 +32,7 @@ QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
 QUIET += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
 PAGES = ["index.html", "00_tour.html", "explorer.html", "24_gallery.html", "results.html"]
 SIZES = {"narrow": (390, 844), "wide": (1400, 900)}
+ROOT = Path(__file__).parents[1]
 GRID = "#grid [data-row][data-step]"
 
 
@@ -150,13 +159,57 @@ def served(folder):
     return f"http://127.0.0.1:{server.server_port}"
 
 
+@contextmanager
+def jupyter_lab():
+    "Run JupyterLab on a copy of the explorer's notebook, with settings of its own; yield its address."
+    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        words = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}"]
+        words += [f"--ServerApp.root_dir={folder}", "--IdentityProvider.token=", "--LabApp.news_url="]
+        own = {"JUPYTERLAB_SETTINGS_DIR": folder, "JUPYTERLAB_WORKSPACES_DIR": folder, "JUPYTER_RUNTIME_DIR": folder}
+        shutil.copy(ROOT / "nbs/24_explorer.ipynb", folder)
+        with open(Path(folder) / "log", "w") as log:
+            server = subprocess.Popen(words, env=os.environ | own, stdout=log, stderr=log)
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.terminate()
+            server.wait()
+
+
+def check_lab(browser, out):
+    "Run the explorer's notebook in JupyterLab, and change a plan in the frame that its cell shows."
+    page = browser.new_page(viewport={"width": 1400, "height": 1000})
+    with jupyter_lab() as address:
+        for _ in range(60):
+            with suppress(PlaywrightError):
+                page.goto(f"{address}/lab/tree/24_explorer.ipynb?reset")
+                break
+            page.wait_for_timeout(1000)
+        page.get_by_text("Python 3 (ipykernel) | Idle").wait_for(timeout=120_000)
+        page.locator(".lm-MenuBar-itemLabel", has_text="Run").click()
+        page.locator(".lm-Menu-itemLabel", has_text="Run All Cells").first.click()
+        frame = page.frame_locator("iframe[title='The explorer']")
+        frame.locator("#tiles .tile").first.wait_for(timeout=300_000)
+        before = frame.locator("#tiles").inner_text()
+        frame.locator(GRID).nth(4).click()
+        after = frame.locator("#tiles").inner_text()
+        assert after != before, "a plan changed by hand changes its counts"
+        frame.locator("#tiles").scroll_into_view_if_needed()
+        page.screenshot(path=out / "jupyterlab.png")
+        page.close()
+    print("JupyterLab: the explorer's cell is run, and answers a hand")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--site", default="_site", help="a built site (make site)")
     parser.add_argument("--out", default="build/browser", help="where screenshots go")
     parser.add_argument("--pages", nargs="*", default=PAGES, help="pages of the site, or other pages in its folder")
     parser.add_argument("--plans", type=int, default=100)
-    parser.add_argument("--only", choices=("explorer", "site"))
+    parser.add_argument("--only", choices=("explorer", "site", "lab"))
     given = parser.parse_args()
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
@@ -165,9 +218,11 @@ def main():
     out.mkdir(parents=True, exist_ok=True)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=QUIET)
-        if given.only != "site":
+        if given.only in (None, "explorer"):
             check_explorer(browser, out, given.plans)
-        if given.only != "explorer":
+        if given.only in (None, "lab"):
+            check_lab(browser, out)
+        if given.only in (None, "site"):
             if not Path(given.site, "index.html").exists():
                 raise SystemExit(f"browser: {given.site}/index.html is not there; make site builds it")
             address = served(str(Path(given.site).resolve()))
