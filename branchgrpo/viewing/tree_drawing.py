@@ -66,17 +66,16 @@ def heights(parents: list[list[int]]) -> list[list[float]]:
     return found
 
 # %% ../../nbs/viewing/05_tree_drawing.ipynb #5c1c9fcd
-SCALE = ((165, 0, 38), (254, 224, 139), (0, 104, 55))
+SCALE = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
 
 
 def colour(value: float | None, low: float, high: float) -> str:
-    "Return the colour of a value between `low` (red) and `high` (green); grey without a value."
+    "Return the colour of a value between `low` (violet) and `high` (yellow); grey without a value."
     if value is None:
         return "#999999"
-    share = min(1.0, max(0.0, (value - low) / (high - low))) * 2 if high > low else 1.0
-    a, b = SCALE[:2] if share <= 1 else SCALE[1:]
-    part = share if share <= 1 else share - 1
-    return "#" + "".join(f"{round(x + (y - x) * part):02x}" for x, y in zip(a, b))
+    place = min(1.0, max(0.0, (value - low) / (high - low) if high > low else 0.5)) * (len(SCALE) - 1)
+    left = min(int(place), len(SCALE) - 2)
+    return "#" + "".join(f"{round(x + (y - x) * (place - left)):02x}" for x, y in zip(SCALE[left], SCALE[left + 1]))
 
 # %% ../../nbs/viewing/05_tree_drawing.ipynb #25791615
 IMAGE, NARROW, DOT = 40, 22, 4  # sides of an image and of a column without one, radius of a node, in pixels
@@ -119,7 +118,7 @@ def node_svg(tree: dict, d: int, n: int, x: float, y: float, tone: str) -> str:
     picture = f'<image {box} href="data:image/jpeg;base64,{data}"/>'
     frame = f'<rect {box} fill="none" stroke="{tone}" stroke-width="3">{title}</rect>'
     value, advantage = number(depth["values"][n]), number(depth["advantages"][n])
-    numbers = ["" if value is None else f"{value:.4g}", "" if advantage is None or not d else f"{advantage:+.2f}"]
+    numbers = ["" if value is None else f"{value:#.4g}", "" if advantage is None or not d else f"{advantage:+.2f}"]
     left = x + IMAGE / 2 + 4
     texts = [f'<text x="{left:.1f}" y="{y - 3 + 12 * line:.1f}">{escape(t)}</text>' for line, t in enumerate(numbers)]
     return f"<g>{picture}{frame}{''.join(texts)}</g>"
