@@ -126,7 +126,8 @@ def trees_part(records: list[Record]) -> str:
     for n, r in enumerate(records):
         found = trees_of(r)
         parts += [tree_part(f"{n + 1} {r.name}", tree, tree is found[-1] and n < 2) for tree in reversed(found)]
-    about = "Beside an image: the fused reward of the leaves below, and the advantage. Strong lines: trained."
+    about = "Beside an image: the fused reward of the leaves below (violet: low, yellow: high), and the advantage. "
+    about += "Strong lines: trained."
     none = "No tree is kept; branchgrpo train keeps one with every evaluation, or every --tree-every iterations."
     return f'<p class="soft">{about if parts else none}</p>{"".join(parts)}'
 
