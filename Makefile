@@ -39,7 +39,7 @@ faults: env  ## kill, starve and mislead it: the whole of tests/faults, and its 
 	@rm -rf .pytest_cache/faults
 	$(BIN)/python -m pytest tests/faults --faults -n 3
 
-figures: env  ## draw every figure again from its recorded runs, and compute every verdict (about a minute)
+figures: env  ## draw figures and verdicts again from their recorded runs (a minute); pages that need a model keep theirs
 	$(BIN)/branchgrpo reproduce --all --redraw --jobs 2
 
 benchmark: env  ## seconds against their floor, the published way, and the papers (branchgrpo bench)

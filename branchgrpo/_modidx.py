@@ -1183,6 +1183,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                  'branchgrpo/reproduction/command.py'),
                                                  'branchgrpo.reproduction.command.check_options': ( 'reproduction/command.html#check_options',
                                                                                                     'branchgrpo/reproduction/command.py'),
+                                                 'branchgrpo.reproduction.command.check_ways': ( 'reproduction/command.html#check_ways',
+                                                                                                 'branchgrpo/reproduction/command.py'),
                                                  'branchgrpo.reproduction.command.given_parameters': ( 'reproduction/command.html#given_parameters',
                                                                                                        'branchgrpo/reproduction/command.py'),
                                                  'branchgrpo.reproduction.command.hand_to_slurm': ( 'reproduction/command.html#hand_to_slurm',

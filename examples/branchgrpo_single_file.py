@@ -1,10 +1,14 @@
 """BranchGRPO (arXiv 2509.06040) in one file, for a FLUX pipeline: copy it, and change it.
 
-It needs torch, diffusers and what the pipeline needs; nothing of the package `branchgrpo`. `tests/test_single_file.py`
-holds it equal to the package in trees, log-densities, advantages, loss, gradients and trained weights. For SD3 or
-another flow model, write a class with the methods of `Flux`. What a long run needs is left out: adapters, several GPUs,
-checkpoints, evaluation, pruning. `main` trains a tiny model with small settings, all weights in float32, and saves
-nothing. For FLUX.1-dev call `train` with `Options()`, cast and shard the model yourself, and save what it yields.
+It needs torch, diffusers and what the pipeline needs; nothing of the package `branchgrpo`.
+`tests/test_single_file.py` holds it equal to the package, given its draws, in trees, log-densities, advantages, loss,
+gradients and trained weights. Alone, it draws from one generator: a seed gives other images than in the package. For
+another flow model, write a class like `Flux`. Left out: adapters, several GPUs, checkpoints, evaluation, pruning.
+`main` trains a tiny model and saves nothing.
+
+For FLUX.1-dev: `Flux(pipeline, 720, 720, 3.5)`, `Options(max_batch=4, decode_batch=4)`, weights in float32 (bfloat16
+loses steps of 1e-5), `velocity` under bfloat16 autocast, `denoiser.enable_gradient_checkpointing()`, and 20 bytes per
+parameter, 238 GB, split over GPUs. Save `model.denoiser`; `train` also yields the averaged weights.
 
     python examples/branchgrpo_single_file.py --model branchgrpo/testbed/weights/tiny-flux --iterations 5
 
@@ -26,7 +30,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Options:
-    "The paper's values: Sec. 4.2 and Table 2."
+    "The paper's values: Sec. 4.2 and Table 2; s and beta: Sec. 4.4."
 
     steps: int = 20  # T
     splits: tuple[int, ...] = (0, 3, 6, 9)  # steps that branch ("Dense"): 16 leaves
@@ -173,7 +177,7 @@ def rows_of(text: dict[str, Tensor], rows: Tensor, width: int) -> dict[str, Tens
 def rollout(model: Flux, text: dict[str, Tensor], o: Options, noise: Noise) -> Tree:
     "Denoise the trees of P prompts: a split gives each node K children, any other step one."
     sigmas, device = flow_sigmas(o.steps, o.shift), model.denoiser.device
-    prompts, shape = len(text["pooled"]), model.latent_shape
+    prompts, shape = len(next(iter(text.values()))), model.latent_shape
     tree = Tree([noise.roots(prompts, shape).to(device)], [torch.zeros(prompts, 1, device=device)])
     for i in range(o.steps):
         x = tree.latents[i].flatten(0, 1)
@@ -322,7 +326,8 @@ def main() -> None:
         if isinstance(part, torch.nn.Module):
             part.requires_grad_(False).eval()
     model = Flux(pipeline, given.size, given.size, given.guidance_scale)
-    texts = Path(given.prompts).read_text(encoding="utf-8").splitlines() if given.prompts else ["a red 3", "a blue 7"]
+    lines = Path(given.prompts).read_text(encoding="utf-8").splitlines() if given.prompts else ["a red 3", "a blue 7"]
+    texts = [line.strip() for line in lines if line.strip()]
     generator = torch.Generator().manual_seed(given.seed)
     places = (torch.randint(len(texts), (o.prompts,), generator=generator) for _ in range(given.iterations))
     draws = ([texts[i] for i in some] for some in places)

@@ -88,7 +88,7 @@ def test_all_kinds_of_starts_are_there():
 
 
 def test_other_programs_are_known():
-    known = {"python", "python3", ".venv/bin/pip", "conda", "export", "hf", "tail", "srun", "if"}
+    known = {"python", "python3", ".venv/bin/pip", "conda", "export", "hf", "tail", "source", "srun", "if"}
     first = {re.split(r"[ =]", line)[0] for line in LINES} - {"branchgrpo", "torchrun", "accelerate", "head"}
     assert first <= known, first - known
     for line in LINES:
