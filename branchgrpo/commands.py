@@ -166,7 +166,7 @@ def check_sample(o: SampleOptions) -> None:
     for prompt in o.prompt:
         if not prompt.strip():
             raise ValueError(f"prompt: {prompt!r} is empty; write --prompt 'a cat' 'a dog'")
-    require(o, "steps", 1, 1000)
+    require(o, "steps", 1, 999)
     require(o, "seed", 0, 2**63 - 1)
     check_file(o.output, ".png")
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from .plan import RolloutPlan
+from .plan_checks import check_rising
 
 # %% ../nbs/18_costs.ipynb #789d0aad
 def papers_cost(calls: float, trained_calls: float, reference: bool = False, retained_calls: float = 0) -> float:
@@ -114,6 +115,7 @@ def pro_grpo_flops(
 # %% ../nbs/18_costs.ipynb #760f245c
 def cost_ratio(group_sizes: Sequence[int], prune_at: Sequence[int], steps: int) -> float:
     "Return the denoiser steps of a funnel over those of its first group kept to the end. Source: Pro-GRPO Table 9."
+    check_rising("prune_at", prune_at)
     bounds = [0, *prune_at, steps]
     # Σ_k N_k Δt_k / (N_0 T)
     taken = sum(n * (end - start) for n, start, end in zip(group_sizes, bounds, bounds[1:]))

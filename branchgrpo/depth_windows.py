@@ -31,7 +31,8 @@ def depth_window(
 ) -> list[Tensor]:  # (1, W_d) bool per depth
     """Return a depth mask that drops a moving window of steps.
 
-    Raises `ValueError` if the window is not within the steps. Source: BranchGRPO Sec. 4.4, DepPru."""
+    Raises `ValueError` if the window is longer than the steps, or begins after them.
+    Source: BranchGRPO Sec. 4.4, DepPru."""
     if start is None:
         start = max(plan.splits, default=0)
     if stop is None:

@@ -61,7 +61,7 @@ def swapped(table: Tensor, kept: Tensor) -> Tensor:
 def diverse(rewards: Tensor, k: int, generators, seen: Seen) -> Tensor:
     "Return the indices `(P, k)` of images that differ in reward and in looks, by `seen.diversity`. Ours."
     check_selection(rewards, k)
-    kept = torch.zeros(rewards.shape, dtype=torch.bool).scatter(1, ends_of_rows(rewards.float(), k), True)
+    kept = torch.zeros_like(rewards, dtype=torch.bool).scatter(1, ends_of_rows(rewards.float(), k), True)
     table = pair_table(rewards, seen.features.to(rewards.device), seen.diversity)
     kept = torch.stack([swapped(*row) for row in zip(table, kept)])
     return kept.nonzero()[:, 1].reshape(len(rewards), k)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from .counts import Families, families
-from .plan_checks import check_fields, check_side, complete_fields
+from .plan_checks import check_fields, check_rising, check_side, complete_fields
 from .previews import PreviewCounts
 
 # %% ../nbs/06_plan.ipynb #5b4b2388
@@ -40,6 +40,7 @@ class PlanShapes:
         "Return chains of which `group_sizes[k + 1]` survive step `prune_at[k]`. Source: Pro-GRPO Sec. 3.3."
         if len(group_sizes) != len(prune_at) + 1:
             raise ValueError(f"group_sizes: {len(group_sizes)} sizes for {len(prune_at)} pruning steps, not one more")
+        check_rising("prune_at", prune_at)
         return cls(steps, roots=group_sizes[0], prune_at=dict(zip(prune_at, group_sizes[1:])), **options)
 
 # %% ../nbs/06_plan.ipynb #e6b98218

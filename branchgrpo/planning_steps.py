@@ -37,6 +37,8 @@ def make_window(s: MethodSettings) -> Window:
     if max(start, stop) + size > steps:
         name, first = ("window_stop", stop) if stop >= start else ("window_start", start)
         raise ValueError(f"{name}: {first} lets a window of {size} steps end after the last of {steps} steps")
+    if s.window_stop is None and s.window_stride > 0 and start > stop:
+        raise ValueError(f"window_start: {start} is above {stop}; {size} steps must end before the last of {steps}")
     return Window(size, stop, start, s.window_every, s.window_stride, s.window)
 
 

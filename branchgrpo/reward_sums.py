@@ -28,7 +28,7 @@ def decoupled_advantages(
     parts: dict[str, tuple[float, Tensor]],  # {reward: (its weight, its scores (P, leaves))}
     estimator: str = "depthwise",  # a name in ADVANTAGES
     options: CreditOptions = CreditOptions(),
-    clip: float | None = 5.0,  # A_max, of the sum; None: no clipping
+    clip: float | None = 5.0,  # A_max, of the sum (of each reward if the estimator clips itself); None: no clipping
     batch: bool = False,  # normalise the sums of a depth over all trees
 ) -> list[Tensor]:  # per depth (P, W_d)
     "Return the weighted sums of the advantages that each reward has alone. Source: GDPO; Multi-GRPO, its figure."

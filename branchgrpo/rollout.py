@@ -90,5 +90,5 @@ def _roots(plan: RolloutPlan, job: RolloutJob) -> Tree:
     "Return trees that have only their roots' latents."
     tree = Tree.from_plan(plan, len(job.noise.prompts), job.policy.device)
     noise = job.noise.roots(plan.roots, tuple(job.policy.latent_shape), plan.same_root)
-    tree.latents[0] = noise.to(tree.device).to(job.dtype)
+    tree.latents[0] = noise.to(tree.device).to(job.dtype).contiguous()  # equal roots are views of one
     return tree

@@ -39,7 +39,7 @@ class RolloutJob:
     share: Whole  # which nodes are on this process
     pad: bool = False
     preview: Callable[[int, int, Tensor], None] | None = None
-    watch: Callable[[], None] = lambda: None  # called before each denoiser call of a preview
+    watch: Callable[[], None] = lambda: None  # called before each step, and before each denoiser call of a preview
     caller: Callable[[Tree, int, Tensor], Policy] | None = None
 
 # %% ../nbs/09_rollout_steps.ipynb #0c3c099f

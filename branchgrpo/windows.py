@@ -25,7 +25,7 @@ class Window:
     """
 
     size: int  # steps in the window
-    stop: int  # its last place: the first step of the window at the end
+    stop: int  # no place is after it: the first step of the window at the end
     start: int = 0  # its first place
     every: int = 25  # iterations at one place
     stride: int = 1  # steps to the next place; negative: towards earlier steps

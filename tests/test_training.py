@@ -322,6 +322,19 @@ def test_prompts_that_come_again_are_encoded_as_the_first_time(tmp_path):
     assert rows("stopped", 4) == rows("whole", 4)
 
 
+@pytest.mark.parametrize("left", [0, 1])
+def test_lost_metrics_stop_no_run(left, tmp_path):
+    "Rows are lost, the checkpoint is not: the run goes on, and no row gets the evaluation of another iteration."
+    table = SMALL | {"output": str(tmp_path / "run"), "evaluate_every": 2, "checkpoint_every": 1}
+    Trainer(TrainConfig.from_dict(table | {"iterations": 2})).fit()
+    file = tmp_path / "run/metrics.jsonl"
+    file.write_text("".join(file.read_text().splitlines(True)[:left]))
+    with pytest.warns(UserWarning):
+        run = Trainer(TrainConfig.from_dict(table | {"iterations": 4})).fit()
+    assert [row["iteration"] for row in run.metrics][left:] == [3, 4]
+    assert all("eval_reward" not in row for row in run.metrics[:left])
+
+
 def test_another_run_in_the_folder_is_refused(tmp_path):
     Trainer(config(tmp_path / "run", iterations=2)).fit()
     before = (tmp_path / "run/metrics.jsonl").read_text()

@@ -8,6 +8,7 @@ __all__ = ['BENCHMARKS', 'Benchmark', 'run_command', 'run_benchmark']
 # %% ../../nbs/evaluation/10_benchmarks.ipynb #2c2d4801
 import json
 import shlex
+import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -58,11 +59,17 @@ BENCHMARKS.entries["t2i-compbench-spatial"] = Benchmark(
 
 # %% ../../nbs/evaluation/10_benchmarks.ipynb #da8a0784
 def run_command(name: str, command: str, images: Path, results: Path) -> None:
-    "Run a tool's command. Raise `ValueError` with its last line if it fails."
-    words = [word.format(images=images, results=results) for word in shlex.split(command)]
+    "Run a tool's command. Raise `ValueError` if it is no program, or with its last line if it fails."
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ValueError(f"run: {command!r} is not a command ({error})") from None
+    words = [word.replace("{images}", str(images)).replace("{results}", str(results)) for word in words]
+    if not words or shutil.which(words[0]) is None:
+        raise ValueError(f"run: {(words or [''])[0]!r} is not a program on this machine")
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
-        last = (done.stderr or done.stdout).strip().splitlines()[-1:]
+        last = ((done.stderr or done.stdout).strip().splitlines() or ["it said nothing"])[-1]
         raise ValueError(f"benchmark: {name} ended with code {done.returncode}: {last}")
 
 # %% ../../nbs/evaluation/10_benchmarks.ipynb #52e8e469

@@ -42,7 +42,7 @@ class Evaluation:
 BOUNDS = {
     "limit": (1, 10**9),
     "samples": (1, 10**6),
-    "steps": (1, 1000),
+    "steps": (1, 999),  # a diffusion model has no more
     "block": (1, 10**6),
     "seed": (0, 2**63 - 1),
     "height": (1, 16_384),

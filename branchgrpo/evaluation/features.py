@@ -39,10 +39,10 @@ class InceptionFeatures(nn.Module):
         except (ImportError, NameError, RuntimeError) as error:
             needs = "torch-fidelity and torchvision (`pip install torch-fidelity torchvision`)"
             raise ValueError(f"features: Inception needs {needs}: {error}") from None
-        self.net = net.to(device)
+        self.net, self.device = net.to(device), device
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.net(images.mul(255).round().byte())
+        return self.net(images.to(self.device).mul(255).round().byte())
 
 # %% ../../nbs/evaluation/07_features.ipynb #29d6b486
 @torch.no_grad()

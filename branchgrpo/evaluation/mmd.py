@@ -107,5 +107,6 @@ def mmd2(
     generator = torch.Generator().manual_seed(seed)
     drawn = [drawn_weights(len(sample), bootstraps, generator).to(device) for sample in (x, y)]
     ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64, device=device)
-    low, high = torch.quantile(weighted_mmd2(matrices, *drawn), ends).tolist()
+    # a draw of one row alone has no pairs: it is left out
+    low, high = torch.nanquantile(weighted_mmd2(matrices, *drawn), ends).tolist()
     return Distance(value, low, high)

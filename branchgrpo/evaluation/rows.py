@@ -47,7 +47,7 @@ def score_images(
 def scores_at(table: dict[str, list[float]], i: int) -> dict[str, float | None]:
     "Return the scores of image `i`, rounded to six digits; None for a missing one."
     values = {name: column[i] for name, column in table.items()}
-    return {name: None if math.isnan(value) else round(value, 6) for name, value in values.items()}
+    return {name: round(value, 6) if math.isfinite(value) else None for name, value in values.items()}
 
 # %% ../../nbs/evaluation/03_rows.ipynb #52b1eca1
 def image_rows(

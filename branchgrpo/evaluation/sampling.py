@@ -38,7 +38,7 @@ def sample_block(
 ) -> Tensor:  # (B, 3, H, W), or clips (B, 3, F, H, W), float32 in [0, 1] on the CPU
     "Draw one image per prompt, without noise on the way."
     plan = RolloutPlan.chains(steps, 1, stochastic=())
-    process = sampling_process(policy, steps)
+    process = sampling_process(policy, steps, getattr(policy, "shift", 3.0))
     tree = rollout(plan, policy, policy.encode(prompts), process, Noise(seed, 0, tuple(numbers)))
     return policy.decode(tree.latents[-1][:, 0]).float().cpu()
 
@@ -96,6 +96,7 @@ def open_run_policy(run: Run, weights: str, device: str | torch.device, options:
     model = run.path / "model"
     whole = weights != "base" and model.is_dir()
     policy: Any = load(str(model) if whole else recorded.backbone, device=device, **options)
+    policy.shift = getattr(recorded, "shift", 3.0)  # images are drawn at the noise levels of the training
     if weights != "base" and recorded.lora_rank:
         # the checkpoint names the averaged adapter "default"
         named = {"adapter_name": "default"} if weights == "ema" else {}

@@ -30,9 +30,8 @@ def preprocess(images: Tensor, processor: Any) -> Tensor:
     short = processor.size["shortest_edge"]
     crop = processor.crop_size
     h, w = images.shape[-2:]
-    scale = short / min(h, w)
-    if scale != 1:
-        size = (round(h * scale), round(w * scale))
+    if min(h, w) != short:
+        size = (short * h // min(h, w), short * w // min(h, w))  # cut off, as the processor does
         images = F.interpolate(images, size, mode="bicubic", antialias=True).clamp(0, 1)
     top = (images.shape[-2] - crop["height"]) // 2
     left = (images.shape[-1] - crop["width"]) // 2

@@ -56,4 +56,5 @@ class UnifiedReward(ChatClient):
         check_prompts(images, prompts)
         stills = images[:, :, images.shape[2] // 2] if images.ndim == 5 else images
         self.silence.once_more()
+        self.last_error = ""
         return torch.tensor(finished(score_all(self, stills.cpu(), prompts)), dtype=torch.float32)

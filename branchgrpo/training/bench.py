@@ -158,10 +158,11 @@ def node_by_node(work: Work) -> None:
         nodes = [work.rolled.tree.latents[0][p, root : root + 1] for root in range(plan.roots)]
         for i in range(plan.steps):
             first, parents, children = plan.families(i)
-            steps = [process.step(i, x, policy.predict(x, process.times[i], row)) for x in nodes]
-            going_on = [dist.mean for dist in steps[len(steps) - first :]]
-            families = [dist for dist in steps[:parents] for _ in range(children)]
-            nodes = going_on + [dist.sample(torch.randn_like(dist.mean)) for dist in families]
+            outputs = [policy.predict(x, process.times[i], row) for x in nodes]
+            dist = process.step(i, torch.cat(nodes), torch.cat(outputs))  # once: a solver counts its steps
+            means = list(dist.mean.split(1))
+            families = [mean for mean in means[:parents] for _ in range(children)]
+            nodes = means[len(means) - first :] + [m + dist.std * torch.randn_like(m) for m in families]
 
 # %% ../../nbs/training/19_bench.ipynb #9de3b8ee
 def edge_gradient(work: Work, step: int, prompt: int, child: int) -> None:

@@ -151,5 +151,6 @@ def verdict(s: Settings, gpus: int = 8, gpu: float = GPU) -> str:
     if fits(gb, gpu):
         return f"fits: yes, {where}"
     changes = advice(s, gpus, gpu)
-    help_ = "none of the known settings helps" if changes is None else " ".join(flag(*item) for item in changes.items())
-    return f"fits: NO, {where} (10 % stay free); it fits with {help_}"
+    if changes is None:
+        return f"fits: NO, {where} (10 % stay free); none of the known settings helps"
+    return f"fits: NO, {where} (10 % stay free); it fits with {' '.join(flag(*item) for item in changes.items())}"

@@ -158,13 +158,13 @@ def encoder_sizes(name: str) -> list[int]:
 def encoder_parts(s: Settings, share: Share) -> list[Part]:
     "Return the text and image encoders, and what they hold while they encode."
     sizes = encoder_sizes(s.backbone)
-    rows = 32 if s.embeddings else max(share.prompts, share.evaluated)
+    rows = 32 if s.embeddings else 1  # without a folder, one prompt at a time
     largest = max(sizes, default=0) / T5_XXL
     held = ENCODING_BYTES * weight_bytes(s) / 4 * min(1.0, largest) * rows / 32
     phases = ("encoding",) if s.embeddings else PHASES
     return [
         Part("encoders", 0 if s.offload else weight_bytes(s) * sum(sizes), phases),
-        Part("encoding prompts", held, ("encoding",) if s.embeddings else ("encoding", "rollout")),
+        Part("encoding prompts", held, ("encoding",) if s.embeddings else ("encoding", "evaluation", "rollout")),
     ]
 
 # %% ../../nbs/training/16_held.ipynb #5b132936

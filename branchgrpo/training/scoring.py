@@ -74,14 +74,10 @@ def decode_and_score(
 # %% ../../nbs/training/05_scoring.ipynb #2a7148d3
 def joined(waiting: list[Future], scorer: Scorer, watch: Callable[[], None] = nothing) -> dict[str, Tensor]:
     "Wait for the chunks, and return the scores `{name: (B,)}` of every part. Raise what a chunk or `watch` raised."
-    try:
-        for future in waiting:
-            while not wait([future], LOOK).done:
-                watch()
-        parts = [future.result() for future in waiting]
-    finally:
-        for future in waiting:
-            future.cancel()  # if one failed: those that have not begun
+    for future in waiting:
+        while not wait([future], LOOK).done:
+            watch()
+    parts = [future.result() for future in waiting]
     return {name: torch.cat([part[name] for part in parts] or [torch.zeros(0)]) for name in part_names(scorer.reward)}
 
 # %% ../../nbs/training/05_scoring.ipynb #b9880355
@@ -121,6 +117,7 @@ class RolloutRewards:
 def own_scores(r: RolloutRewards, nodes: Tensor) -> dict[str, Tensor]:
     "Return the scores `{part: (P, n)}` of this process's nodes `(P, n, …)`; an error of one is an error of all."
     names = [p for p in r.prompts for _ in range(nodes.shape[1])]
+    r.scorer.last_error = ""  # what an earlier call met is not the cause
     with together(r.processes):
         r.images, waiting = decode_and_score(
             r.policy, nodes.flatten(0, 1), {"": r.scorer}, names, r.metadata(names), r.size, r.watch

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from ..plan import RolloutPlan
 from ..planning import plan_of
+from .blocks import BLOCK
 from .config import Settings
 
 # %% ../../nbs/training/16_share.ipynb #2370f4e0
@@ -52,8 +53,8 @@ class Share:
 
     @property
     def evaluated(self) -> int:
-        "Return the held-out prompts of an evaluation on one GPU."
-        return math.ceil(self.settings.evaluation_prompts / self.gpus)
+        "Return the held-out prompts that one GPU samples, decodes and scores together."
+        return min(BLOCK, self.settings.evaluation_prompts)
 
     @property
     def plan(self) -> RolloutPlan:

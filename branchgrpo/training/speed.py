@@ -15,6 +15,7 @@ from torch import nn
 from ..registry import unknown
 from .activations import checkpoint_blocks, skip_adapter_casts
 from .config import Settings
+from .distributed import blocks_of
 
 # %% ../../nbs/training/18_speed.ipynb #f40278cc
 def check_attention(name: str | None) -> None:
@@ -41,8 +42,7 @@ def check_speed(s: Settings) -> None:
 # %% ../../nbs/training/18_speed.ipynb #4502b22b
 def repeated_blocks(denoiser: nn.Module) -> list[nn.Module]:
     "Return the blocks that the model repeats, in order. Raise `ValueError` if it declares none."
-    classes = getattr(denoiser, "_repeated_blocks", None) or getattr(denoiser, "_no_split_modules", None) or ()
-    blocks = [module for module in denoiser.modules() if type(module).__name__ in classes]
+    blocks = blocks_of(denoiser)
     if not blocks:
         raise ValueError(f"compile: {type(denoiser).__name__} declares no repeated blocks, so it cannot be compiled")
     return blocks

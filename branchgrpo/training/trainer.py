@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['AT', 'open_models', 'Trainer', 'fit', 'finish_row', 'store_tree', 'iterate', 'save', 'evaluate', 'is_evaluated',
-           'complete']
+           'row_reached', 'complete']
 
 # %% ../../nbs/training/14_trainer.ipynb #2b1c1ccf
 from typing import Any
@@ -166,12 +166,18 @@ def is_evaluated(t: Trainer) -> bool:
     return bool(s.evaluate_every and done) and (done == s.iterations or done % s.evaluate_every == 0)
 
 # %% ../../nbs/training/14_trainer.ipynb #e9e84e83
+def row_reached(t: Trainer, run: Run) -> dict[str, Any] | None:
+    "Return the row of the iteration that was reached; None if it is lost."
+    return next((row for row in run.metrics if row["iteration"] == t.progress.iteration), None)
+
+
 def complete(t: Trainer, run: Run) -> None:
     "Do the evaluation that a signal broke off, and add its scores to the row of its iteration."
-    row = from_main(t.accelerator, lambda: run.metrics[-1]) if is_evaluated(t) else {"eval_reward": None}
-    if "eval_reward" in row:
+    row = from_main(t.accelerator, lambda: row_reached(t, run)) if is_evaluated(t) else None
+    if row is None or "eval_reward" in row:
         return
     row |= evaluate(t, run, {key: row[key] for key in AT})
     if t.accelerator.is_main_process:
-        run.write_rows("metrics", [*run.metrics[:-1], row])
+        rows = run.metrics
+        run.write_rows("metrics", [row if old["iteration"] == row["iteration"] else old for old in rows])
     notify(t, "on_iteration", row)
