@@ -62,7 +62,7 @@ def levels(registered: Registration) -> dict[int, float]:
     shares = spent(registered.looks, registered.alpha)
     return {look: share / len(registered.claims) for look, share in zip(registered.looks, shares)}
 
-
+# %% ../../nbs/reproduction/36_answers.ipynb #bef5976e
 def _p_values(claim: Claim, registered: Registration, runs: dict[str, Curves], count: int) -> dict[str, float]:
     "Return the p values at a look; 1 for a claim that has not as many seeds, or that cannot be answered."
     seeds, curves = registered.seeds(count), runs.get(claim.world, {})
