@@ -49,7 +49,7 @@ def to_come(registered: Registration, record: dict[str, Any]) -> str:
     open_at = [answer["seeds"] for answer in record["answers"] if answer["answer"] == OPEN]
     made = [look for look in registered.looks if open_at and look <= min(open_at)]
     left = [str(look) for look in registered.looks if open_at and look > min(open_at)]
-    tests = f"Next tests: {' and '.join(left)} seeds." if left else ""
+    tests = f"Next test{'s' * (len(left) > 1)}: {' and '.join(left)} seeds." if left else ""
     level = f"Open: p > {levels(registered)[made[-1]]:.2g}." if made else ""
     return " ".join(filter(None, (level, tests)))
 
