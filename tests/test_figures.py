@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from branchgrpo.reproduction.command import PageOptions, redrawn
+from branchgrpo.reproduction.command import PageOptions
 from branchgrpo.reproduction.execution import execute_apart
 from branchgrpo.reproduction.pages import jobs
 from branchgrpo.reproduction.recorded import REDRAW, record_of
+from branchgrpo.reproduction.redraw import redrawn
 
 ROOT = Path(__file__).parents[1]
 COMMITTED = ROOT / "figures/testbed"

@@ -4,17 +4,14 @@
 
 # %% auto #0
 __all__ = ['PageOptions', 'SlurmOptions', 'reproduce', 'check_options', 'check_gpus', 'check_ways', 'parameter', 'table',
-           'given_parameters', 'ready_folders', 'run_here', 'redrawn', 'redraw', 'hand_to_slurm', 'train_only',
-           'write_snakefile']
+           'given_parameters', 'ready_folders', 'run_here', 'hand_to_slurm', 'train_only', 'write_snakefile']
 
 # %% ../../nbs/reproduction/15_command.ipynb #6d34bf9e
 import json
 import os
 import re
 import shlex
-from dataclasses import dataclass, field, replace
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..commands import options, require
@@ -168,6 +165,8 @@ def run_here(jobs: list, o: PageOptions) -> int:
     if o.only:
         return train_only(jobs, o.only)
     if o.redraw:
+        from branchgrpo.reproduction.redraw import redraw
+
         return redraw(jobs, o)
     gpus = o.gpus.split(",") if o.gpus else None
     make_runs(jobs, o.jobs, gpus)
@@ -180,41 +179,6 @@ def run_here(jobs: list, o: PageOptions) -> int:
         print(f"figures/README.md and the files beside it show {write_page(o.folder)} of them")
     refused = all(result.error.startswith("Refused: ") for result in failed)
     return 0 if not failed else REFUSED if refused else 1
-
-# %% ../../nbs/reproduction/15_command.ipynb #c0ffee08
-def redrawn(job: Any, o: PageOptions) -> Any:
-    "Execute a notebook with the runs of its record; its result is `kept` if it needs a model, or has no record."
-    from branchgrpo.reproduction.execution import Result, execute
-    from branchgrpo.reproduction.recorded import REDRAW, record_of
-
-    if job.runner.get("models"):
-        return Result(job.name, "kept", error="it draws from models")
-    try:
-        record = record_of(job)
-    except ValueError as error:  # no record, or none with runs
-        return Result(job.name, "kept" if o.all else "failed", error=str(error))
-    again = replace(job, executed=Path(o.output) / "redraw" / f"{job.name}.ipynb")
-    again.executed.unlink(missing_ok=True)  # what draws may have changed since
-    return execute(again, {REDRAW: str(record)})
-
-# %% ../../nbs/reproduction/15_command.ipynb #a75ae52e
-def redraw(jobs: list, o: PageOptions) -> int:
-    "Draw notebooks from their recorded runs, `--jobs` at a time, and print which were kept; 1 if one failed."
-    from concurrent.futures import ProcessPoolExecutor
-    from multiprocessing import get_context
-
-    from branchgrpo.reproduction import warm
-    from branchgrpo.reproduction.report import write_page
-
-    warm.start()  # the libraries are imported once, not by every kernel
-    results = []
-    with ProcessPoolExecutor(o.jobs, get_context("spawn")) as pool:  # a page's record is a variable of its process
-        for result in pool.map(partial(redrawn, o=o), jobs):
-            results.append(result)
-            print(f"{result.state:7} {result.name:32} {result.seconds:4.0f} s   {result.error}".rstrip(), flush=True)
-    if o.scale == "testbed":
-        write_page(o.folder)
-    return 1 if any(result.state == "failed" for result in results) else 0
 
 # %% ../../nbs/reproduction/15_command.ipynb #8444447d
 def hand_to_slurm(jobs: list, o: PageOptions, slurm: SlurmOptions) -> int:

@@ -178,7 +178,7 @@ def provisioner(**options):
             if socket_for(cmd, environment) is None:
                 return await super().launch_kernel(cmd, **options)
             folder = options.get("cwd") or os.getcwd()
-            quiet = [*cmd, "--IPKernelApp.log_level=CRITICAL"]  # the interrupt at a kernel's end is no error
+            quiet = [*cmd, "--IPKernelApp.log_level=CRITICAL"]
             self.process = popen(quiet, environment, folder, options.get("stdout"), options.get("stderr"))
             self.pid = self.pgid = self.process.pid
             self.cwd = folder

@@ -4,17 +4,14 @@
 
 # %% auto #0
 __all__ = ['read_config', 'scale_factors', 'meta_pipeline', 'Countable', 'default_frames', 'published_policy', 'meta_policy',
-           'Counted', 'add_adapter', 'make_trainable', 'largest_block', 'equal_runs', 'shortened', 'of_all_blocks',
-           'count_call', 'count_update', 'count', 'same_model', 'counted_policy']
+           'Counted', 'add_adapter', 'make_trainable', 'count_call', 'count_update', 'count', 'same_model',
+           'counted_policy']
 
 # %% ../../nbs/training/16_counting.ipynb #e52c820f
 import inspect
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -27,6 +24,7 @@ from ..backbones.published import PUBLISHED
 from ..backbones.live_bytes import Operations, fused_attention
 from ..policy import Policy
 from ..registry import import_target
+from .block_counts import largest_block, of_all_blocks
 from .config import Settings
 
 # %% ../../nbs/training/16_counting.ipynb #9f061565
@@ -138,51 +136,6 @@ def make_trainable(policy: Countable, rank: int, checkpointing: bool) -> list[to
         policy.denoiser.enable_gradient_checkpointing()
         policy.denoiser.train()
     return [p for p in policy.denoiser.parameters() if p.requires_grad]
-
-# %% ../../nbs/training/16_counting.ipynb #9ae94175
-def largest_block(denoiser: torch.nn.Module) -> int:
-    "Return the parameters of the largest block: a module in a list of modules of the denoiser."
-    lists = [m for m in denoiser.modules() if isinstance(m, torch.nn.ModuleList)]
-    return max((sum(p.numel() for p in block.parameters()) for blocks in lists for block in blocks), default=0)
-
-# %% ../../nbs/training/16_counting.ipynb #ad91a7eb
-def equal_runs(denoiser: torch.nn.Module) -> list[tuple[str, range]]:
-    "Return where more than three equal blocks follow one another in the lists of blocks that the denoiser itself has."
-    runs = []
-    for name, blocks in denoiser.named_children():
-        if not isinstance(blocks, torch.nn.ModuleList):
-            continue
-        looks = [repr(sorted((key, value.shape) for key, value in block.named_parameters())) for block in blocks]
-        starts = [place for place, look in enumerate(looks) if place == 0 or look != looks[place - 1]]
-        runs += [(name, range(*ends)) for ends in pairwise([*starts, len(looks)])]
-    return [(name, run) for name, run in runs if len(run) > 3]
-
-# %% ../../nbs/training/16_counting.ipynb #a498cf35
-@contextmanager
-def shortened(denoiser: torch.nn.Module, kept: dict[tuple[str, range], int]) -> Iterator[None]:
-    "Leave out blocks in this context; of each run, as many as `kept` says stay."
-    whole = {name: getattr(denoiser, name) for name, _ in kept}
-    out = {(name, place) for (name, run), few in kept.items() for place in run[few:]}
-    for name, blocks in whole.items():
-        stay = [block for place, block in enumerate(blocks) if (name, place) not in out]
-        setattr(denoiser, name, torch.nn.ModuleList(stay))
-    try:
-        yield
-    finally:
-        for name, blocks in whole.items():
-            setattr(denoiser, name, blocks)
-
-# %% ../../nbs/training/16_counting.ipynb #aa53aab5
-def of_all_blocks(denoiser: torch.nn.Module, measure: Callable[[], Tensor]) -> Tensor:
-    "Return what `measure` would count with all blocks of a denoiser, from counts with two and three of each kind."
-    two = dict.fromkeys(equal_runs(denoiser), 2)
-    with shortened(denoiser, two):
-        total = measure()
-        base = measure() if two else total  # without what a first call makes once
-    for name, run in two:
-        with shortened(denoiser, two | {(name, run): 3}):
-            total = total + (len(run) - 2) * (measure() - base)
-    return total
 
 # %% ../../nbs/training/16_counting.ipynb #2016d7c9
 def count_call(policy: Countable) -> Tensor:
