@@ -11,6 +11,7 @@ import functools
 import os
 import random
 import re
+import secrets
 import shutil
 import socket
 import subprocess
@@ -33,6 +34,7 @@ QUIET += ["--disable-background-networking", "--disable-component-update", "--di
 PAGES = ["index.html", "00_tour.html", "explorer.html", "24_gallery.html", "results.html"]
 SIZES = {"narrow": (390, 844), "wide": (1400, 900)}
 ROOT = Path(__file__).parents[1]
+TOKEN = secrets.token_hex(16)  # of the JupyterLab that is started: nobody else on this machine may use it
 GRID = "#grid [data-row][data-step]"
 
 
@@ -167,7 +169,7 @@ def jupyter_lab():
         port = free.getsockname()[1]
         free.close()
         words = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}"]
-        words += [f"--ServerApp.root_dir={folder}", "--IdentityProvider.token=", "--LabApp.news_url="]
+        words += [f"--ServerApp.root_dir={folder}", f"--IdentityProvider.token={TOKEN}", "--LabApp.news_url="]
         own = {"JUPYTERLAB_SETTINGS_DIR": folder, "JUPYTERLAB_WORKSPACES_DIR": folder, "JUPYTER_RUNTIME_DIR": folder}
         shutil.copy(ROOT / "nbs/24_explorer.ipynb", folder)
         with open(Path(folder) / "log", "w") as log:
@@ -185,7 +187,7 @@ def check_lab(browser, out):
     with jupyter_lab() as address:
         for _ in range(60):
             with suppress(PlaywrightError):
-                page.goto(f"{address}/lab/tree/24_explorer.ipynb?reset")
+                page.goto(f"{address}/lab/tree/24_explorer.ipynb?reset&token={TOKEN}")
                 break
             page.wait_for_timeout(1000)
         page.get_by_text("Python 3 (ipykernel) | Idle").wait_for(timeout=120_000)
