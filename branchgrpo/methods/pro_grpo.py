@@ -26,7 +26,11 @@ FLOW_GRPO_SIZES = neutral().variant(
     prompts_per_iteration=(96, "Pro-GRPO Table 7 (Flow-GRPO: config/grpo.py l. 120 has 48)"),
     s=(float("inf"), "derived: chains alone; every step draws its own noise"),
     beta=(0.0, "derived: a chain has one leaf, so there is nothing to fuse"),
-    std=("global", "Pro-GRPO Table 7 ('Global Noise σ_std'); Flow-GRPO: stat_tracking.py l. 27, of all rewards"),
+    std=(
+        "global",
+        "Pro-GRPO Table 7 ('Global Noise σ_std'), though its Eq. 18 divides by the survivors' own; "
+        "Flow-GRPO: stat_tracking.py l. 27, of all rewards",
+    ),
     kl=(0.01, "Pro-GRPO Table 7; Flow-GRPO: config/grpo.py l. 128"),
     lora_rank=(32, "Flow-GRPO: train_sd3.py l. 430, on attention (l. 419-428); Pro-GRPO Table 7: LoRA"),
     lora_alpha=(64, "Flow-GRPO: train_sd3.py l. 431"),
@@ -158,6 +162,7 @@ PRO_GRPO_SD = SD.variant(
     "DanceGRPO on SD-1.x with a group cut in flight: 48, 32, 8",
     paper="Pro-GRPO (Expand and Prune), arXiv 2512.15347",
     equation="at each pruning step: S = argmax Var(r(x̂₀)_S), |S| = N_k;  only S goes on",
+    same_root=(True, "DanceGRPO: train_grpo_sd.py l. 415-435; Pro-GRPO draws one noise per trajectory (errata)"),
     **funnel((48, 32, 8), (30, 40), "Pro-GRPO Sec. 6.1, Table 8"),
 )
 

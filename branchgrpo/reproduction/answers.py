@@ -14,7 +14,8 @@ from .equivalence import HOLDS, OPEN, seeds_needed, smallest_effect
 from .registration import Claim, Registration
 from .sequential import sequence, spent
 from .speeds import Curves
-from .tested_claims import has_all, tested_on, why_not
+from .tested_claims import Tested, has_all, tested_on, why_not
+from .two_way import Difference
 
 # %% ../../nbs/reproduction/36_answers.ipynb #e551cf8e
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class Answer:
     level: float | None = None  # the p value that decides at this look
     sure_low: float | None = None  # the interval of that level; "above" holds where it lies above zero
     sure_high: float | None = None
+    unit: float | None = None  # the baseline's mean height, in the reward's own unit
+    budget: float | None = None  # up to which it is a mean, as a share of the baseline's training
 
 # %% ../../nbs/reproduction/36_answers.ipynb #405714cf
 def seeds_made(claim: Claim, registered: Registration, curves: Curves) -> int:
@@ -62,6 +65,22 @@ def levels(registered: Registration) -> dict[int, float]:
     shares = spent(registered.looks, registered.alpha)
     return {look: share / len(registered.claims) for look, share in zip(registered.looks, shares)}
 
+# %% ../../nbs/reproduction/36_answers.ipynb #a7d1c0df
+def _judged(tested: Tested, kind: str) -> Difference:
+    "Return the difference that a claim of this kind is tested on; for both sides of `same`, the one of larger error."
+    sides = {"above": [0.0], "not below": [tested.margin], "same": [tested.margin, -tested.margin]}
+    return max((tested.pair.moved(side) for side in sides[kind]), key=lambda found: found.error)
+
+
+def _power(tested: Tested, kind: str, level: float, last: float) -> tuple[float, int]:
+    "Return the smallest effect that is seen at a p value `level`, and the seeds that the margin takes at `last`."
+    found, unit, m = _judged(tested, kind), tested.unit or 1.0, tested.margin
+    error = found.error / unit
+    noise = error * np.sqrt((found.freedom + 1) / 2)  # of a run
+    wanted = {"above": {"effect": m, "margin": m}, "not below": {"effect": m}, "same": {"margin": m}}[kind]
+    needed = seeds_needed(noise, 2, **wanted, alpha=last) if noise else 2
+    return smallest_effect(error, found.freedom, alpha=level), needed
+
 # %% ../../nbs/reproduction/36_answers.ipynb #bef5976e
 def _p_values(claim: Claim, registered: Registration, runs: dict[str, Curves], count: int) -> dict[str, float]:
     "Return the p values at a look; 1 for a claim that has not as many seeds, or that cannot be answered."
@@ -82,12 +101,10 @@ def _answer(claim: Claim, registered: Registration, curves: Curves, answer: str,
         return Answer(claim, answer, decided_at, len(seeds))
     d, unit, at_look = tested.pair.moved(), tested.unit, levels(registered)
     level = at_look[max((count for count in at_look if count <= len(seeds)), default=registered.looks[0])]
-    smallest = smallest_effect(d.error / unit, d.freedom, alpha=level)
-    noise = d.error / unit * np.sqrt(len(seeds) / 2)  # of a run
-    needed = seeds_needed(noise, 2, tested.margin, tested.margin, alpha=at_look[registered.looks[-1]]) if noise else 2
+    smallest, needed = _power(tested, claim.kind, level, at_look[registered.looks[-1]])
     estimate, low, high = (x / unit for x in (d.estimate, *d.interval()))
-    sure_low, sure_high = (x / unit for x in d.interval(1 - level))
-    numbers = (estimate, low, high, tested.margin, tested.side, smallest, needed, level, sure_low, sure_high)
+    sure = tuple(x / unit for x in d.interval(1 - level))
+    numbers = (estimate, low, high, tested.margin, tested.side, smallest, needed, level, *sure, unit, tested.budget)
     return Answer(claim, answer, decided_at, len(seeds), *numbers)
 
 # %% ../../nbs/reproduction/36_answers.ipynb #af91ed43

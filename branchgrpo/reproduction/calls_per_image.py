@@ -13,8 +13,9 @@ from ..training.runs import Run
 # %% ../../nbs/reproduction/26_calls_per_image.ipynb #9acff233
 def calls_per_image(config: TrainConfig, run: Run) -> dict[str, float]:
     "Return a run's denoiser calls per image, in rollouts and in training."
-    s, last = config.settings(), run.metrics[-1]
-    images = last["iteration"] * s.prompts_per_iteration * plan_of(s).leaves
+    last = run.metrics[-1]
+    prompts = last["iteration"] * run.info["settings"]["prompts_per_iteration"]  # the run's own: it may be an older one
+    images = prompts * plan_of(config.settings()).leaves
     return {
         "calls per image": last["denoiser_calls"] / images,
         "trained calls per image": last["trained_calls"] / images,

@@ -13,7 +13,7 @@ import numpy as np
 from ..costs import papers_cost
 
 # %% ../../nbs/reproduction/24_cost_axis.ipynb #79c5ee38
-COST = ("cost", "calls, rollout + 3 × trained")  # key and label of the axis
+COST = ("cost", "calls, rollout + 3–4 × trained")  # key and label of the axis; 4 with a reference model
 
 
 class Rows(Protocol):

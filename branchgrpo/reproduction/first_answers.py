@@ -8,12 +8,15 @@ __all__ = ['HEADLINES', 'COLUMNS', 'OPENING', 'CLOSING', 'harm_line', 'guidance_
 
 # %% ../../nbs/reproduction/44_first_answers.ipynb #feb89f57
 import json
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from textwrap import fill as fill_lines
 from typing import Any
 
 import nbformat
 
+from .gain_and_harm import FALLS
 from .registration import Claim, read_registration
 from .report_parts import seeds_text
 from .written_report import ROOT, claim_rows, how_many, to_come, written_report
@@ -22,12 +25,14 @@ from ..training.files import write_text
 
 # %% ../../nbs/reproduction/44_first_answers.ipynb #1b644228
 def harm_line(record: dict[str, Any], prefix: str = "") -> str:
-    "Return the sentence on scores that fell."
-    fell = len(record["harm"])
+    "Return the sentence on the scores that fell, of all scores of all recipes that were not trained."
+    others = [(w, c["verdict"]) for w, found in record["changes"].items() for c in found if c["score"] != "eval_reward"]
+    fell = Counter(world for world, verdict in others if verdict == FALLS)
     if not fell:
-        return "No other score is shown to fall."
-    scores = "1 other score" if fell == 1 else f"{fell} other scores"
-    return f"[{scores} fell]({prefix}REPORT.md#harm)."
+        return f"None of {len(others)} untrained scores is shown to fall."
+    (world, most), total = fell.most_common(1)[0], fell.total()
+    where = f"all on `{world}`" if most == total else f"{most} on `{world}`"
+    return f"Over all seeds, [{total} of {len(others)} untrained scores fell]({prefix}REPORT.md#harm), {where}."
 
 
 def guidance_line(models: dict[str, Any], claim: Claim) -> str:
@@ -42,17 +47,32 @@ def guidance_line(models: dict[str, Any], claim: Claim) -> str:
 # %% ../../nbs/reproduction/44_first_answers.ipynb #f8dcfbd3
 HEADLINES = ("branchgrpo-higher", "branchgrpo-cheaper", "mix-keeps-quality", "pro-grpo-higher", "pro-grpo-cheaper")
 COLUMNS = {"mean at equal iterations": "at equal iterations", "mean at equal cost": "at equal cost"}
+COLUMNS |= {"seconds": "at equal seconds"}
 
 
-def headline_table(rows: list[dict[str, Any]]) -> str:
-    "Return rows of claims as a table in Markdown: a line for each pair of recipes, a column for each endpoint."
+def _pair(claim: Claim) -> str:
+    "Return what a claim says of its two recipes."
+    if claim.kind == "not below":
+        return f"`{claim.label}` loses < {100 * claim.margin:.0f} % to `{claim.other}`"
+    return f"`{claim.label}` over `{claim.other}`"
+
+
+def headline_table(rows: list[dict[str, Any]], axes: Iterable[dict[str, str]] = ()) -> str:
+    """Return rows of claims as a table in Markdown: a line for each pair of recipes, a column for each endpoint.
+
+    A pair at equal cost also stands at equal seconds, from the rows of `by_axis`: exploration, without an answer."""
+    seconds = {(row["world"], row["recipes"]): row["at equal seconds"].partition(", up to")[0] for row in axes}
     lines: dict[str, dict[str, str]] = {}
     for row in rows:
-        pair = f"`{row['claim'].label}` over `{row['claim'].other}`"
-        lines.setdefault(pair, {})[row["claim"].endpoint] = f"{row['here']}: {row['answer'].lower()}"
-    head = f"| % of the baseline's mean rise [95 %] | {' | '.join(COLUMNS.values())} |\n|---|---|---|\n"
+        claim, line = row["claim"], lines.setdefault(_pair(row["claim"]), {})
+        line[claim.endpoint] = f"{row['here']}: {row['answer'].lower()}"
+        if claim.endpoint == "mean at equal cost":
+            line["seconds"] = seconds.get((claim.world, f"{claim.label} over {claim.other}"), "")
     cells = [[pair, *(found.get(name, "") for name in COLUMNS)] for pair, found in lines.items()]
-    return head + "\n".join(f"| {' | '.join(line)} |" for line in cells)
+    head, *lines_of = (
+        f"| {' | '.join(line)} |" for line in (["% of the baseline's rise [95 %]", *COLUMNS.values()], *cells)
+    )
+    return "\n".join([head, "|---" * (len(COLUMNS) + 1) + "|", *lines_of])
 
 # %% ../../nbs/reproduction/44_first_answers.ipynb #e87ddeff
 def front(table: str, record: dict[str, Any], ahead: str, guidance: str, prefix: str = "") -> str:
@@ -91,7 +111,7 @@ def first_answers(root: Path = ROOT) -> str:
     rows = {row["claim"].name: row for row in claim_rows(registered, record)}
     headlines = [rows[name] for name in HEADLINES]
     guidance = guidance_line(models, headlines[0]["claim"])
-    return front(headline_table(headlines), record, to_come(registered, record), guidance, "../")
+    return front(headline_table(headlines, record["axes"]), record, to_come(registered, record), guidance, "../")
 
 
 def write_report(root: Path = ROOT) -> None:

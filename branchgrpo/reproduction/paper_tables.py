@@ -31,7 +31,7 @@ def published(paper: str, table: str, folder: str | Path = "reproduce/published"
 PRINTED = {  # how the report prints a key
     "iteration": "iterations",
     "denoiser_calls": "denoiser calls",
-    "cost": "cost (calls, rollout + 3 × trained)",
+    "cost": "cost (calls, rollout + 3–4 × trained)",
     "optimiser_steps": "optimiser steps",
     "trained_calls": "trained calls",
     "eval_check_all": "images right in every respect (checker)",

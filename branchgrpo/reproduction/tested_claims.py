@@ -16,7 +16,7 @@ from scipy.stats import ttest_1samp
 from .equivalence import FAILS, HOLDS, SAME, possible
 from .pairs import Pair
 from .registration import Claim
-from .speed_endpoints import MEANS, Endpoint, unscaled
+from .speed_endpoints import MEANS, Endpoint, budget_of, unscaled
 from .speeds import Curves, side
 
 NOT_RUN, NOT_MEASURED = "not run", "not measured"
@@ -32,6 +32,7 @@ class Tested:
     margin: float  # in this unit, or the logarithm of a speed's factor
     p_values: dict[str, float]
     side: int | None  # -1: the true difference is at most this, 1: at least; None: nothing is known
+    budget: float | None = None  # of a mean, as a share of the baseline's training
 
 
 def kept(p_values: dict[str, float], kind: str, bound: int | None, estimate: float) -> dict[str, float]:
@@ -65,6 +66,14 @@ def has_all(claim: Claim, curves: Curves, seeds: list[int]) -> bool:
     return all(set(seeds) <= curves.get(recipe, {}).keys() for recipe in claim.recipes)
 
 
+def _budget_share(endpoint: Endpoint, curves: Curves, baseline: str, two: tuple[str, str]) -> float | None:
+    "Return the budget of a mean as a share of what the baseline's training reaches; None for other endpoints."
+    if endpoint.name not in MEANS:
+        return None
+    axis = endpoint.runs_along
+    return budget_of(curves, axis, two) / budget_of(curves, axis, [baseline])
+
+
 def tested_on(claim: Claim, curves: Curves, seeds: list[int]) -> Tested:
     "Test a claim on the runs of some seeds."
     endpoint, baseline = Endpoint(claim.endpoint, claim.key, claim.axis), claim.recipes[0]
@@ -75,9 +84,10 @@ def tested_on(claim: Claim, curves: Curves, seeds: list[int]) -> Tested:
     pair = Pair(*two, ours, theirs, [units[seed] for seed in seeds])
     margin, bound = endpoint.width(claim.margin), side(found[claim.label], found[claim.other])
     p_values = kept(possible(pair, claim.kind, margin), claim.kind, bound, pair.moved().estimate)
+    share = _budget_share(endpoint, used, baseline, two)
     if endpoint.is_speed or above_zero(units.values()):
-        return Tested(pair, float(np.mean([*units.values()])), margin, p_values, bound)
-    return Tested(pair, None, margin, without_margin(p_values, claim.kind), bound)
+        return Tested(pair, float(np.mean([*units.values()])), margin, p_values, bound, share)
+    return Tested(pair, None, margin, without_margin(p_values, claim.kind), bound, share)
 
 # %% ../../nbs/reproduction/35_tested_claims.ipynb #a16a8a65
 def has_learned(curves: Curves, baseline: str, key: str, seeds: list[int]) -> bool:

@@ -15,7 +15,7 @@ SIZES: dict[str, Sourced] = {
     "steps": (12, "testbed: sized for two cores"),
     "learning_rate": (
         2e-4,
-        "testbed: the best of 2e-5, 1e-4, 2e-4, 4e-4 for dancegrpo at its end, three seeds (reproduce/beyond/tuning)",
+        "testbed: the best of 5e-5, 1e-4, 2e-4, 4e-4 in every world of the study, two seeds (reproduce/study/tuning)",
     ),
     "guidance_scale": (1.0, "testbed: without guidance the base model leaves more to learn"),
     "height": (32, "testbed"),
@@ -44,8 +44,7 @@ ITERATIONS = 5  # the papers' iterations per one of the testbed: 300 / 60
 ETA_OF_TRANSITION: dict[str, Sourced] = {  # the other transitions keep their own noise
     "dance": (
         0.9,
-        "testbed: above 0.3 for dancegrpo at its end by the mean of three seeds, not separated "
-        "(reproduce/beyond/tuning)",
+        "testbed: above 0.5 for star, tree and window by the mean of two seeds (reproduce/study/tuning)",
     )
 }
 
