@@ -56,6 +56,7 @@ class SlurmOptions:
 def reproduce(given: dict[str, Any]) -> int:
     "Execute notebooks of reproduce/ at a scale; done ones are found, unfinished ones go on (code 1 if one failed)."
     from branchgrpo.reproduction import pages
+    from branchgrpo.reproduction.shared_runs import check_given
 
     o, slurm = options(PageOptions, given), options(SlurmOptions, given)
     if bool(o.names) == o.all:
@@ -64,6 +65,8 @@ def reproduce(given: dict[str, Any]) -> int:
     check_options(o, slurm)
     parameters = given_parameters(o.set)
     jobs = pages.jobs(list(o.names), o.scale, o.folder, o.output, parameters)
+    for job in jobs:
+        check_given(job.parameters.get("world", ""), parameters)
     if not (o.dry_run or o.redraw):
         ready_folders(jobs, o.recorded)
     if slurm.snakefile is not None:
