@@ -468,6 +468,7 @@ def test_a_printed_error_moves_no_cursor(capsys, noted):
 
 
 @pytest.mark.fast
+@pytest.mark.filterwarnings("ignore:Glyph 13")  # matplotlib draws a line break as a box
 def test_tables_and_figures_show_a_prompt_as_it_is(noted):
     text = "a|b\n| c | $\\frac$ $x <script>alert(1)</script>\r\n# d"
     table = markdown_table([{"prompt": text, "reward": 0.5}, {"prompt": "cat", "reward": 0.25}])
