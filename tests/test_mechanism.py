@@ -1,17 +1,21 @@
 "The mechanism, measured: the exact gradient, projections without a backward, and variances by formula."
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
 from branchgrpo import TrainConfig, Trainer
+from branchgrpo.mechanism.alignment import alignment_rows
 from branchgrpo.mechanism.identity import pathwise_side, score_side
 from branchgrpo.mechanism.linear_flow import linear_steps
 from branchgrpo.mechanism.pathwise import scored
 from branchgrpo.mechanism.projection import edge_derivatives, projections, prompt_gradient
 from branchgrpo.mechanism.reference import reference_of
 from branchgrpo.mechanism.split_search import all_schedules, judged
+from branchgrpo.mechanism.study import read_measured
 from branchgrpo.mechanism.tree_variance import gradient_moments
 from branchgrpo.mechanism.vectors import moved_policy
 from branchgrpo.plan import RolloutPlan
@@ -94,3 +98,17 @@ def test_what_cannot_be_measured_is_said():
     process = process_of(TrainConfig(recipe="dancegrpo", steps=6).settings(), GaussianFlow())
     with pytest.raises(ValueError, match="plan: with pruning steps"):
         gradient_moments(plan, linear_steps(process, plan.drawn))
+
+
+def test_the_committed_ratios_follow_from_the_committed_projections():
+    "Everybody can compute them anew: each row of the record, intervals and all."
+    figures = Path(__file__).parents[1] / "figures/testbed"
+    record = json.loads((figures / "beyond_mechanism.json").read_text())
+    measured = read_measured(figures / "beyond_mechanism.parquet")
+    assert {str(moment) for moment in measured} == set(record["alignment"])
+    for moment, found in measured.items():
+        rows = alignment_rows(found, record["baseline"], record["draws"])
+        for ours, theirs in zip(rows, record["alignment"][str(moment)], strict=True):
+            assert ours["label"] == theirs["label"]
+            for key in ("per_cost", "ratio", "ratio_per_cost"):
+                assert ours[key] == pytest.approx(theirs[key]), (ours["label"], key)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['open_at', 'measure_reference', 'kept_reference', 'measured_once', 'measure', 'result', 'study_moment', 'as_measured',
-           'share_by_step']
+           'share_by_step', 'write_measured', 'read_measured']
 
 # %% ../../nbs/mechanism/09_study.ipynb #f4d421c4
 import dataclasses
@@ -14,6 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
@@ -138,3 +140,23 @@ def share_by_step(found: dict) -> np.ndarray:  # (T,)
     each = [np.mean(row["projections"], 0) for row in found["rows"]]
     longest = max(map(len, each))
     return np.mean([np.pad(steps, (0, longest - len(steps))) for steps in each], 0)
+
+# %% ../../nbs/mechanism/09_study.ipynb #6a1f0b02
+def write_measured(path: str | Path, found: dict[int, dict[str, Measured]]) -> None:
+    "Write the numbers of recipes at several moments as one Parquet table, a row for each recipe and moment."
+    rows = [
+        {"moment": moment, "recipe": name, "cost": m.cost}
+        | {"projections": m.projections.tolist(), "squares": m.squares.tolist()}
+        for moment, measured in found.items()
+        for name, m in measured.items()
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), path, compression="zstd")
+
+
+def read_measured(path: str | Path) -> dict[int, dict[str, Measured]]:
+    "Return the numbers of such a table, `{moment: {recipe: Measured}}`."
+    found: dict[int, dict[str, Measured]] = {}
+    for row in pq.read_table(path).to_pylist():
+        numbers = Measured(np.array(row["projections"]), np.array(row["squares"]), row["cost"])
+        found.setdefault(row["moment"], {})[row["recipe"]] = numbers
+    return found

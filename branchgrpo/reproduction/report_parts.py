@@ -38,7 +38,7 @@ def tables(records: list[dict], source: str, folder: Path, shown: bool) -> str:
     for record in records:
         for key, title in {"rows": "the numbers", "lines": "the numbers", "why": "what is not computed here"}.items():
             rows = record.get(key)
-            if rows and isinstance(rows[0], dict):
+            if isinstance(rows, list) and rows and isinstance(rows[0], dict):
                 parts.append(folded(title, markdown_table(shown_rows(record, rows)), shown))
     read = re.findall(r"""published\("(\w+)", "([^"]+)\"""", source)
     for paper, table in dict.fromkeys(read):

@@ -45,7 +45,7 @@ def check_given(
     given: dict,  # parameters that somebody sets by hand
     registered: Registration | None = None,  # none: the project's
 ) -> None:
-    "Raise `ValueError` if one of the given parameters is one that the world of the page sets, or a seed is not its own."
+    "Raise `ValueError` if a given parameter is one that the page's world sets, or a seed is none of the study's."
     registered = registered or read_registration(REGISTERED)
     if not world or world not in registered.worlds:
         return

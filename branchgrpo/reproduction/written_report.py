@@ -100,7 +100,7 @@ def _up_to(answer: dict[str, Any]) -> dict[str, str]:
     return {"budget": f"{100 * answer['budget']:.0f} %", "in_reward": of_reward}
 
 # %% ../../nbs/reproduction/41_written_report.ipynb #1154e1e6
-RECORDS = ("answers", "tuning", "models")
+RECORDS = {name: f"study_{name}" for name in ("answers", "tuning", "models")} | {"mechanism": "beyond_mechanism"}
 
 
 def fill(template: str, **facts: Any) -> str:
@@ -111,13 +111,13 @@ def fill(template: str, **facts: Any) -> str:
 
 def written_report(root: Path = ROOT) -> str:
     "Return the text of REPORT.md, from the template, the registration and the records of `root`."
-    read = {name: (root / f"figures/testbed/study_{name}.json").read_text(encoding="utf-8") for name in RECORDS}
-    record, tuning, models = (json.loads(text) for text in read.values())
+    paths = {name: root / f"figures/testbed/{file}.json" for name, file in RECORDS.items()}
+    facts = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items()}
+    record = facts.pop("answers")
     registered = read_registration(root / "reproduce/registered.yaml")
-    facts = {"record": record, "tuning": tuning, "models": models, "registered": registered}
     template = (root / "reproduce/REPORT.md.jinja").read_text(encoding="utf-8")
     rows = claim_rows(registered, record)
     said = {"how_many": how_many(record["answers"]), "to_come": to_come(registered, record)}
     said["last_level"] = f"{levels(registered)[registered.looks[-1]]:.2g}"
     said["levels"] = ", ".join(f"{level:.2g} at {look} seeds" for look, level in levels(registered).items())
-    return fill(template, rows=rows, percent=percent, **said, **facts)
+    return fill(template, record=record, registered=registered, rows=rows, percent=percent, **said, **facts)
