@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ..registry import shown
 from ..training.config import TrainConfig
 
 # %% ../../nbs/reproduction/19_arms.ipynb #a2bc5321
@@ -54,6 +55,9 @@ class Arms:
 
     def configs(self) -> dict[tuple[str, int], TrainConfig]:
         "Return `{(label, seed): config}`, seed by seed. Raise `ValueError` on a wrong setting."
+        for seed in self.seeds:
+            if not isinstance(seed, int):
+                raise ValueError(f"seeds: {shown(seed)} is not a whole number")
         changed = self.changed()
         for config in changed.values():
             config.settings()  # raises on a wrong setting

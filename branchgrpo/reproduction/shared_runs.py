@@ -15,7 +15,8 @@ from .registration import REGISTERED, Registration, read_registration
 # %% ../../nbs/reproduction/40_shared_runs.ipynb #97d904b0
 def seeds_of_study(seeds: list[int], registered: Registration) -> list[int]:
     "Return seeds as they are if the study has them all, else as many of its first."
-    if set(seeds) <= set(registered.seeds(registered.looks[-1])):
+    own = registered.seeds(registered.looks[-1])
+    if all(seed in own for seed in seeds):
         return list(seeds)
     return registered.seeds(len(seeds))
 
@@ -54,5 +55,5 @@ def check_given(
         if name in registered.worlds[world].settings:
             raise ValueError(f"{name}: {leave}")
     own = registered.seeds(registered.looks[-1])
-    if not set(given.get("seeds", own)) <= set(own):
+    if not all(seed in own for seed in given.get("seeds", own)):
         raise ValueError(f"seeds: {shown(given['seeds'])} are not of {own[0]} to {own[-1]}; {leave}")
