@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from branchgrpo.recipes import get
+from branchgrpo.reproduction import shared_runs
 from branchgrpo.reproduction.pages import jobs as all_jobs
 from branchgrpo.reproduction.pages import templates
 from branchgrpo.reproduction.paper_tables import published
@@ -205,3 +206,11 @@ def test_the_printed_numbers_are_there():
     for paper, tables in (("branchgrpo", (1, 2, 3, 4)), ("pro_grpo", range(1, 15))):
         for n in tables:
             assert published(paper, f"Table {n}", folder)
+
+
+def test_pages_of_ones_own_need_no_registration(tmp_path, monkeypatch):
+    "An installed package has no reproduce/registered.yaml; a page without a world does not ask for it."
+    monkeypatch.setattr(shared_runs, "REGISTERED", tmp_path / "registered.yaml")
+    shared_runs.check_given("", {"reward": "aesthetic"})
+    with pytest.raises(ValueError, match="registered.yaml"):
+        shared_runs.check_given("flux", {"reward": "aesthetic"})

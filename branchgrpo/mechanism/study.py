@@ -33,7 +33,7 @@ from ..prompts import PromptSet, load_prompts
 from ..reproduction.run_key import cache_key
 from ..training.config import Settings, TrainConfig
 from ..training.edge_terms import Rolled
-from ..training.files import save_atomic, write_text
+from ..training.files import save_atomic, write_atomic, write_text
 from ..training.model import Learner
 from ..training.rolled import assign_credit
 from ..training.trainer import Trainer
@@ -150,7 +150,8 @@ def write_measured(path: str | Path, found: dict[int, dict[str, Measured]]) -> N
         for moment, measured in found.items()
         for name, m in measured.items()
     ]
-    pq.write_table(pa.Table.from_pylist(rows), path, compression="zstd")
+    table = pa.Table.from_pylist(rows)
+    write_atomic(path, lambda temporary: pq.write_table(table, temporary, compression="zstd"))
 
 
 def read_measured(path: str | Path) -> dict[int, dict[str, Measured]]:

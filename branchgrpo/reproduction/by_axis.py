@@ -8,7 +8,7 @@ __all__ = ['AXES', 'on_axis', 'by_axis']
 # %% ../../nbs/reproduction/45_by_axis.ipynb #45a00004
 from dataclasses import replace
 
-from .answer_texts import percent
+from .answer_texts import with_interval
 from .answers import seeds_made
 from .registration import Claim, Registration
 from .speeds import Curves
@@ -31,8 +31,8 @@ def on_axis(claim: Claim, registered: Registration, curves: Curves) -> str:
     if tested.unit is None or tested.budget is None:
         return "–"
     found = tested.pair.moved()
-    estimate, low, high = (percent(x / tested.unit) for x in (found.estimate, *found.interval()))
-    return f"{estimate} [{low.removesuffix(' %')}, {high.removesuffix(' %')}], up to {100 * tested.budget:.0f} %"
+    shares = (x / tested.unit for x in (found.estimate, *found.interval()))
+    return f"{with_interval(*shares)}, up to {100 * tested.budget:.0f} %"
 
 # %% ../../nbs/reproduction/45_by_axis.ipynb #45a0000a
 def by_axis(registered: Registration, worlds: dict[str, Curves]) -> list[dict[str, str]]:

@@ -90,7 +90,7 @@ KINDS |= {"str": (str | None, "a text")}
 
 
 def check_parameters(name: str, template: Path, parameters: dict) -> None:
-    "Raise `ValueError` if the page has no parameter of a given name, or a list, table or text is none."
+    "Raise `ValueError` if the page has no parameter of a given name, or if its value is of another kind."
     import warnings
 
     import papermill

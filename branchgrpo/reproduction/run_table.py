@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..training.files import write_text
+from ..training.files import write_atomic, write_text
 
 # %% ../../nbs/reproduction/37_run_table.ipynb #b7a53d2e
 ROWS = ("evaluations", "metrics")  # lists of rows
@@ -55,11 +55,8 @@ def write_runs(path: str | Path, page: str, runs: Runs) -> None:
                 split = (value, None) if is_float else (None, json.dumps(value, default=float))
                 for column, found in zip(SCHEMA.names, (page, label, int(seed), kind, row, name, *split)):
                     columns[column].append(found)
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.tmp")
-    pq.write_table(pa.table(columns, SCHEMA), beside, compression="zstd", compression_level=19)
-    beside.replace(path)
+    table, strong = pa.table(columns, SCHEMA), {"compression": "zstd", "compression_level": 19}
+    write_atomic(path, lambda temporary: pq.write_table(table, temporary, **strong))
 
 # %% ../../nbs/reproduction/37_run_table.ipynb #6b45c0cb
 def read_runs(path: str | Path) -> Runs:

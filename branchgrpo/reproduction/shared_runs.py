@@ -47,8 +47,10 @@ def check_given(
     registered: Registration | None = None,  # none: the project's
 ) -> None:
     "Raise `ValueError` if a given parameter is one that the page's world sets, or a seed is none of the study's."
+    if not world:  # an installed package has no registration
+        return
     registered = registered or read_registration(REGISTERED)
-    if not world or world not in registered.worlds:
+    if world not in registered.worlds:  # `in_world` says so
         return
     leave = f"the world {world!r} sets it; to set it yourself, leave the world with world="
     for name in [*given, *(given.get("extra") or {})]:

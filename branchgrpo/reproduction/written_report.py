@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 import branchgrpo
-from .answer_texts import WORDS, percent, power_words
+from .answer_texts import WORDS, percent, power_words, with_interval
 from .answers import levels
 from .equivalence import FAILS, HOLDS, OPEN, SAME
 from .gain_and_harm import FALLS
@@ -29,8 +29,7 @@ def found_here(answer: dict[str, Any]) -> str:
     "Return an answer's difference with its 95 % interval; a dash without runs."
     if answer["difference"] is None:
         return "–"
-    low, high = (percent(answer[name]).removesuffix(" %") for name in ("low", "high"))
-    return f"{percent(answer['difference'])} [{low}, {high}]"
+    return with_interval(answer["difference"], answer["low"], answer["high"])
 
 # %% ../../nbs/reproduction/41_written_report.ipynb #1fdf1d8e
 HOW_MANY = {HOLDS: ("holds", "hold"), FAILS: ("does not hold", "do not hold")}
