@@ -73,9 +73,9 @@ def test_nothing_is_read_off_a_line_from_the_base_model():
 
 def test_the_same_is_an_answer_and_claims_are_counted():
     "D9: one test for all claims, no margin, no correction, and equal values could not be judged."
-    assert difference([1.0, 1.0, 1.0], [1.0, 1.0, 1.0])["verdict"] == "equal within ±0"
-    close = difference([0.90, 0.91, 0.92], [0.901, 0.909, 0.92], margin=0.005)
-    assert close["verdict"] == "equal within ±0.005"
+    assert difference([1.0, 1.0, 1.0], [1.0, 1.0, 1.0])["verdict"] == "equal"
+    close = difference([0.90, 0.91, 0.92], [0.901, 0.909, 0.92], gains=[0.05, 0.05, 0.05])
+    assert close["verdict"] == "equal within 10 % of the gain"
     many = with_false_discovery([close | {"p": p} for p in (0.01, 0.04, 0.5, 0.9)])
     assert [round(claim["p_page"], 3) for claim in many] == [0.04, 0.08, 0.667, 0.9]
 

@@ -64,13 +64,11 @@ CURVE = "curve"  # in place of an x: compare the averages over the run
 
 
 @patch
-def test_claim(
-    self: Comparison, label: str, other: str, key: str, x: str | None = None, margin: float | None = None
-) -> dict:
+def test_claim(self: Comparison, label: str, other: str, key: str, x: str | None = None) -> dict:
     """Return difference, interval and verdict of the claim that `label` beats `other` in `key`.
 
     `x` None compares at equal iterations, "curve" on average over the run, and a key such as
-    cost or denoiser_calls at the largest value that both have reached. Within `margin` two settings are the same.
+    cost or denoiser_calls at the largest value that both have reached. The margin is a share of what `other` gains.
     """
     budget, at_equal = None, x
     if x is None:
@@ -81,10 +79,11 @@ def test_claim(
     else:
         budget = self.only([label, other]).budget(x)
         ours, theirs = self.at_equal(label, key, x, budget), self.at_equal(other, key, x, budget)
+    gains = [value - run.evaluations[0][key] for value, run in zip(theirs, self.runs[other])]
     claim = {"claim": f"{label} above {other}", "key": key, "at equal": at_equal, "budget": budget}
     if not np.isfinite(ours + theirs).all():
         return unmeasured(len(ours)) | claim
-    return difference(ours, theirs, margin=margin) | claim
+    return difference(ours, theirs, gains=gains) | claim
 
 # %% ../../nbs/reproduction/03_claims.ipynb #530b26e5
 def claim_line(tested: dict) -> str:
@@ -103,7 +102,6 @@ def test_claims(
     claims: list[tuple[str, str]],  # pairs of labels: the first is claimed to be above the second
     key: str = "eval_reward",
     xs=(None, "denoiser_calls", "seconds"),
-    margin: float | None = None,  # settings that differ by less are the same
 ) -> list[dict]:
     "Test every claim at each of `xs`, print the lines and return the results; with one seed there are none."
     if len(self.seeds) < 2:
@@ -111,7 +109,7 @@ def test_claims(
     if self.record is not None:  # it may lack what a page compares today
         claims = [pair for pair in claims if set(pair) <= self.runs.keys()]
     # pyrefly: ignore[missing-attribute]: `@patch` has added it
-    tested = [self.test_claim(label, other, key, x, margin) for label, other in claims for x in xs]
+    tested = [self.test_claim(label, other, key, x) for label, other in claims for x in xs]
     for result in tested:
         print(claim_line(result))
     return tested

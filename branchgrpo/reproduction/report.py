@@ -111,8 +111,9 @@ Made by `branchgrpo reproduce`. A JSON file beside each figure holds its numbers
 the machine. Only [Answers](#answers) tests registered claims. All other pages explore: their verdicts use 95 % \
 intervals that are not corrected for their number, so *holds* can stand beside a corrected p above 0.05. A verdict is \
 computed: the claim that one setting beats another *holds* if the 95 % t interval of the \
-difference, paired by seed, lies above zero. It *does not hold* if the interval lies below zero; it is *equal* if a \
-margin was set and holds; else it *cannot be judged* at this scale. \
+difference, paired by seed, lies above zero. It *does not hold* if the interval lies below zero; it is *equal* if two \
+one-sided tests at 5 % place it within a tenth of what the second setting gains; else it *cannot be judged* at this \
+scale. \
 For a registered claim the verdict is its answer, and *open* is counted as not to be judged; all registered claims and \
 looks share 5 % of error, so an open claim's 95 % interval may exclude zero. \
 Intervals are per claim; p, where a record has it, is corrected for all claims of its page (false discovery rate). \
