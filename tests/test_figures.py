@@ -53,6 +53,8 @@ def test_a_page_is_drawn_again_to_the_bit(page, tmp_path):
         if name.endswith(".json"):
             new, old = json.loads(new), json.loads(old)
         assert new == old, f"{name}: `make figures` is due"
+    for table in tmp_path.glob("runs/*.parquet"):
+        assert table.read_bytes() == (COMMITTED / "runs" / table.name).read_bytes(), f"{table.name}: it has changed"
 
 
 def test_each_call_draws_a_page_anew(tmp_path, monkeypatch):

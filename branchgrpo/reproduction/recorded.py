@@ -64,8 +64,8 @@ def by_seed(found: dict) -> dict[str, dict]:
 def recorded_run(run: dict, settings: dict, totals: dict, means: dict) -> RecordedRun:
     "Return a run of a record; `settings` are those that it does not have itself."
     info = {"settings": run.get("settings") or settings}
-    totals = run.get("totals") or totals
     seconds, rows = run.get("seconds_per_iteration"), run.get("metrics")
+    totals = {} if rows else run.get("totals") or totals  # metrics have all counts
     return RecordedRun(run.get("run"), run["evaluations"], info, totals, seconds, means, rows)
 
 # %% ../../nbs/reproduction/25_recorded.ipynb #6144ccec
