@@ -38,6 +38,7 @@ class Answer:
     sure_high: float | None = None
     unit: float | None = None  # the baseline's mean height, in the reward's own unit
     budget: float | None = None  # up to which it is a mean, as a share of the baseline's training
+    p: float | None = None  # the smallest p value of its possible answers, on all seeds
 
 # %% ../../nbs/reproduction/36_answers.ipynb #405714cf
 def seeds_made(claim: Claim, registered: Registration, curves: Curves) -> int:
@@ -105,7 +106,7 @@ def _answer(claim: Claim, registered: Registration, curves: Curves, answer: str,
     estimate, low, high = (x / unit for x in (d.estimate, *d.interval()))
     sure = tuple(x / unit for x in d.interval(1 - level))
     numbers = (estimate, low, high, tested.margin, tested.side, smallest, needed, level, *sure, unit, tested.budget)
-    return Answer(claim, answer, decided_at, len(seeds), *numbers)
+    return Answer(claim, answer, decided_at, len(seeds), *numbers, p=min(tested.p_values.values()))
 
 # %% ../../nbs/reproduction/36_answers.ipynb #af91ed43
 def answer_line(found: Answer) -> str:
