@@ -76,6 +76,8 @@ def train(given: dict[str, Any]) -> int:
         raise
     trainer.accelerator.end_training()  # else a process may abort while it ends
     if trainer.accelerator.is_main_process:
+        if trainer.progress.iteration == 0:
+            print("this run was finished already: nothing was trained")
         first, last = run.metrics[0], run.metrics[-1]
         print(f"reward {first['reward']:.4f} → {last['reward']:.4f} in {last['iteration']} iterations")
         print(f"{last['denoiser_calls']} denoiser calls, {last['seconds']:.0f} s of training")

@@ -312,10 +312,10 @@ def redness(images: Tensor, prompts: list[str]) -> Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="BranchGRPO in one file.")
-    parser.add_argument("--model", required=True, help="a folder or hub name of a FLUX pipeline")
+    parser.add_argument("--model", required=True, help="a folder of a tiny FLUX pipeline; a large one needs Options()")
     parser.add_argument("--prompts", help="a text file, one prompt per line")
     parser.add_argument("--size", type=int, default=32, help="height and width in pixels")
-    parser.add_argument("--guidance-scale", type=float, default=1.0, help="3.5 for FLUX.1-dev")
+    parser.add_argument("--guidance-scale", type=float, default=1.0, help="what the model was made for")
     parser.add_argument("--iterations", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()

@@ -35,7 +35,8 @@ def forest_panel(
         ax.axvline(line, color="0.5", lw=0.8, zorder=0)
         ax.axvspan(line - band, line + band, color="0.9", lw=0, zorder=0)
     if log:
-        log_axis(ax)
+        low, high = ax.get_xlim()
+        log_axis(ax, (1, 2, 5) if high < 200 * low else (1,))
     else:
         ax.locator_params(axis="x", nbins=6)
     ax.set_yticks(range(len(rows)), [row["label"] for row in rows])

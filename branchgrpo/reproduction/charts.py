@@ -87,10 +87,10 @@ def plot_curve(
     ax.xaxis.set_major_locator(MaxNLocator(ticks, steps=(1, 2, 5, 10), integer=x == "iteration"))
 
 # %% ../../nbs/reproduction/04_charts.ipynb #55fda21e
-def log_axis(ax: Axes) -> None:
-    "Make the horizontal axis logarithmic, with plain numbers: 1, 2, 5, 10."
+def log_axis(ax: Axes, subs: tuple[int, ...] = (1, 2, 5)) -> None:
+    "Make the horizontal axis logarithmic, with plain numbers: 1, 2, 5, 10; `subs` are those of a decade."
     ax.set_xscale("log")
-    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=20))
+    ax.xaxis.set_major_locator(LogLocator(subs=subs, numticks=20))
     ax.xaxis.set_major_formatter("{x:,.6g}")
     ax.xaxis.set_minor_formatter(NullFormatter())
 

@@ -66,7 +66,7 @@ def say_unlearned(axes: Iterable[Axes], c: Comparison, key: str = "eval_reward")
     if labels:
         for ax in (first, *others):
             ax.axhline(c.evaluations(labels[0])[0][0][key], color="0.6", lw=0.8, zorder=0)
-        text = f"not above the base model (grey) in every seed: {', '.join(labels)}"
+        text = f"not above the base model (grey) in every seed: {'; '.join(labels)}"
         first.set_title(textwrap.fill(text, 75), loc="left", parse_math=False)
 
 # %% ../../nbs/reproduction/11_comparison_curves.ipynb #3034dfc9
@@ -94,7 +94,7 @@ def panels(c: Comparison, key: str = "eval_reward", name: str | None = None, xs=
     else:
         ordered_legend(axes[0, -1], loc="center left", bbox_to_anchor=(1.06, 0.5))
     say_unlearned(axes.flat[: len(xs)], c, key)
-    fig.tight_layout(w_pad=2 if len(c.runs) >= MANY else None)  # room for the bars
+    fig.tight_layout(w_pad=1 + 0.5 * len(c.runs) if len(c.runs) >= MANY else None)  # room for the bars
     return fig
 
 # %% ../../nbs/reproduction/11_comparison_curves.ipynb #b7133bea

@@ -108,21 +108,23 @@ KINDS = {
 HEAD = """# Every figure and number
 
 Made by `branchgrpo reproduce`. A JSON file beside each figure holds its numbers, with the run of each, the date and \
-the machine. Only [Answers](#answers) tests registered claims. All other pages explore: their verdicts use 95 % \
-intervals that are not corrected for their number, so *holds* can stand beside a corrected p above 0.05. A verdict is \
-computed: the claim that one setting beats another *holds* if the 95 % t interval of the \
-difference, paired by seed, lies above zero. It *does not hold* if the interval lies below zero; it is *equal* if two \
-one-sided tests at 5 % place it within a tenth of what the second setting gains; else it *cannot be judged* at this \
-scale. \
-For a registered claim the verdict is its answer, and *open* is counted as not to be judged; all registered claims and \
-looks share 5 % of error, so an open claim's 95 % interval may exclude zero. \
-Intervals are per claim; p, where a record has it, is corrected for all claims of its page (false discovery rate). \
-*Earlier* marks a page whose runs are not those that it would train today: it says what has changed, and its claims \
-are about the earlier runs. \
-Cost counts the calls of the rollouts and three per trained call, four with a reference model, as Pro-GRPO does. \
-A trained reward is shown on held-out prompts. In a figure a line is the mean over seeds. Their range is a band, \
-or a bar at the line's end where there are many lines. \
-Seconds are timed in turn for the runs of one page, and do not compare with those of another."""
+the machine.
+
+- **Registered claims** are tested in [Answers](#answers) alone. There the verdict is the answer, and *open* is \
+counted as not to be judged. All registered claims and looks share 5 % of error, so an open claim's 95 % interval \
+may exclude zero.
+- **All other pages explore.** That one setting beats another *holds* if the 95 % t interval of the difference, \
+paired by seed, lies above zero. It *does not hold* if the interval lies below zero; it is *equal* if two one-sided \
+tests at 5 % place it within a tenth of what the second setting gains; else it *cannot be judged* at this scale.
+- **Intervals** are per claim, not corrected for their number; p, where a record has it, is corrected for all claims \
+of its page (false discovery rate). So *holds* can stand beside a p above 0.05.
+- **Earlier** marks a page whose runs are not those that it would train today: it says what has changed, and its \
+claims are about the earlier runs.
+- **Cost** counts the calls of the rollouts and three per trained call, four with a reference model, as Pro-GRPO \
+does. Seconds are timed in turn for the runs of one page, and do not compare with those of another.
+- **In a figure** a line is the mean over seeds, a trained reward is that on held-out prompts. The range over seeds \
+is a band, or a bar at the line's end where there are many lines; bars stand beside each other, so their place is no \
+cost or time."""
 
 # %% ../../nbs/reproduction/09_report.ipynb #14970847
 FIRST = "README"  # the file that begins the report

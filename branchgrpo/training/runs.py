@@ -118,7 +118,9 @@ def check_same_run(path: str | Path, settings: dict, free: tuple[str, ...]) -> N
     old = recorded(path, "output")["settings"]
     differ = [k for k in old.keys() | settings.keys() if k not in free and old.get(k) != settings.get(k)]
     if differ:
-        raise ValueError(f"output: {str(path)!r} holds another run (differs in {first_of(sorted(differ))})")
+        raise ValueError(
+            f"output: {str(path)!r} holds another run (differs in {first_of(sorted(differ))}); give another folder"
+        )
 
 # %% ../../nbs/training/01_runs.ipynb #6d470f8a
 def facts_of(prompts: Any) -> dict[str, Any]:
