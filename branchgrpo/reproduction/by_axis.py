@@ -46,8 +46,9 @@ def share_on(claim: Claim, registered: Registration, curves: Curves) -> Share | 
     tested = tested_on(claim, curves, seeds)
     if tested.unit is None:
         return None
-    found = tested.pair.moved()
-    return Share(*(x / tested.unit for x in (found.estimate, *found.interval())), tested.budget)
+    found, unit = tested.pair.moved(), tested.unit
+    low, high = found.interval()
+    return Share(found.estimate / unit, low / unit, high / unit, tested.budget)
 
 # %% ../../nbs/reproduction/45_by_axis.ipynb #45a0000a
 def by_axis(registered: Registration, worlds: dict[str, Curves], more: Iterable[Claim] = ()) -> list[dict[str, str]]:
