@@ -118,7 +118,7 @@ def first_answers(root: Path = ROOT) -> str:
     registered = read_registration(root / "reproduce/registered.yaml")
     rows = {row["claim"].name: row for row in claim_rows(registered, record)}
     headlines = [rows[name] for name in HEADLINES]
-    rewards = {name: world.settings["reward"] for name, world in registered.worlds.items()}
+    rewards = {name: world.settings.get("reward", "") for name, world in registered.worlds.items()}
     before = f"{by_endpoint(registered, record['answers'])}. {saving_line(record['savings'])}"
     after = f"{COMPARE} {guidance_line(models)} {harm_line(record, rewards, '../')}"
     return front(headline_table(headlines, record["axes"]), record, before, after, "../")

@@ -4,13 +4,17 @@
 
 # %% auto #0
 __all__ = ['RISES', 'FALLS', 'UNCLEAR', 'MADE_OF', 'CEILING', 'is_trained', 'Change', 'changes_of', 'score_title', 'lost_of',
-           'change_text', 'harm', 'change_table']
+           'change_text', 'harm', 'lost_under', 'harm_beside', 'change_table']
 
 # %% ../../nbs/reproduction/42_gain_and_harm.ipynb #e3298e25
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from .answer_texts import percent
+from .registration import Claim
 from .speeds import Curves
 from .statistics import mean_interval
 
@@ -100,6 +104,20 @@ def harm(found: list[Change]) -> list[str]:
         before = f"{score_title(score)} falls from {same[0].base:.3g}{ceiling}"
         lines.append(f"{world}: {before}, under {len(fallen)} of {len(same)} recipes: {each}")
     return lines
+
+# %% ../../nbs/reproduction/42_gain_and_harm.ipynb #5a71e002
+def lost_under(recipe: str, changes: Iterable[dict[str, Any]]) -> str:
+    "Return which share of the images that are right in every respect a recipe loses; empty if it is not shown to."
+    for change in changes:
+        if (change["recipe"], change["score"], change["verdict"]) == (recipe, "eval_check_all", FALLS):
+            return percent(change["change"] / change["base"])
+    return ""
+
+
+def harm_beside(claim: Claim, changes: list[dict[str, Any]]) -> str:
+    "Return what the two recipes of a claim lose; empty if the first loses none."
+    lost, other = (lost_under(recipe, changes) for recipe in (claim.label, claim.other))
+    return f"harm: all right {lost}" + (f", under {claim.other} {other}" if other else "") if lost else ""
 
 # %% ../../nbs/reproduction/42_gain_and_harm.ipynb #46b7a846
 def change_table(found: list[Change]) -> str:

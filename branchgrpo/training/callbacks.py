@@ -56,7 +56,7 @@ def log_line(row: dict[str, Any], total: int, per_iteration: float) -> str:
     numbers = ", ".join(f"{key} {row[key]:.4g}" for key in SHOWN[:5])
     return f"{row['iteration']}/{total}  {numbers}  {left:.1f} min left"
 
-
+# %% ../../nbs/training/12_callbacks.ipynb #5a71d001
 class ProgressBar(Callback):
     "Shows the iteration, the time left and the main metrics: in a terminal as a bar, in a log as a line a minute."
 
