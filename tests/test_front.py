@@ -104,3 +104,10 @@ def test_lessons_keep_their_place_below_the_front(link):
     text = "\n".join(text_of(cell) for cell in FIRST["cells"] if cell["cell_type"] == "markdown")
     front, lists = text.split(README_END)
     assert f"]({link})" in front and f"]({link})" in lists
+
+
+def test_every_lesson_stands_on_the_first_page():
+    "Else the site has a page that no list of contents leads to."
+    linked = set(re.findall(r"\]\(([\w/]+\.ipynb)", "\n".join(map(text_of, FIRST["cells"]))))
+    lessons = {path.relative_to(ROOT / "nbs").as_posix() for path in (ROOT / "nbs").rglob("*.ipynb")}
+    assert {name for name in lessons if ".ipynb_checkpoints" not in name} <= linked
