@@ -3263,6 +3263,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'branchgrpo/training/doctor.py'),
                                             'branchgrpo.training.doctor.report': ( 'training/doctor.html#report',
                                                                                    'branchgrpo/training/doctor.py'),
+                                            'branchgrpo.training.doctor.time_text': ( 'training/doctor.html#time_text',
+                                                                                      'branchgrpo/training/doctor.py'),
                                             'branchgrpo.training.doctor.verified': ( 'training/doctor.html#verified',
                                                                                      'branchgrpo/training/doctor.py'),
                                             'branchgrpo.training.doctor.work_lines': ( 'training/doctor.html#work_lines',
