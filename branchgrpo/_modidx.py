@@ -290,6 +290,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                 'branchgrpo.cli.code_of': ('cli.html#code_of', 'branchgrpo/cli.py'),
                                 'branchgrpo.cli.execute': ('cli.html#execute', 'branchgrpo/cli.py'),
                                 'branchgrpo.cli.greeting': ('cli.html#greeting', 'branchgrpo/cli.py'),
+                                'branchgrpo.cli.last_words': ('cli.html#last_words', 'branchgrpo/cli.py'),
                                 'branchgrpo.cli.leave': ('cli.html#leave', 'branchgrpo/cli.py'),
                                 'branchgrpo.cli.main': ('cli.html#main', 'branchgrpo/cli.py'),
                                 'branchgrpo.cli.overview': ('cli.html#overview', 'branchgrpo/cli.py'),
