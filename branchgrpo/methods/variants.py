@@ -69,9 +69,10 @@ GROWING = MIXGRPO.variant(
     advantage=("depthwise", "ours: as BranchGRPO; its own is not published where we looked"),
 )
 
-# %% ../../nbs/methods/04_variants.ipynb #26621233
+# %% ../../nbs/methods/04_variants.ipynb #549a770a
 E_PY = "E-GRPO: VisualGRPO ae619bf"
 
+# %% ../../nbs/methods/04_variants.ipynb #fca2b2b2
 E_GRPO_SIZES = G2RPO_ONE.variant(
     "e-grpo-sizes",
     "E-GRPO's sizes and optimiser",
