@@ -38,7 +38,6 @@ def revisit(
     step: int,
     rows: tuple[int, int] | Tensor | None = None,  # which of the P·W′ parents, prompt by prompt; None: all
     pad_to: int | None = None,  # rows of the denoiser's batch, if there are fewer
-    output: Tensor | None = None,  # (N, …) of the denoiser, if it is known; None: predict it
 ) -> tuple[Gaussian, Tensor]:  # of N parents; their stored children (N, K, …)
     """Return the Gaussians of a step's parents under the policy as it is now, with gradient, and their children.
 
@@ -50,9 +49,8 @@ def revisit(
     asked = filled(rows, pad_to)
     prompt = asked // width
     x = tree.latents[step][prompt, parents.flatten()[asked]]
-    if output is None:
-        batch = {name: values[prompt.to(values.device)] for name, values in conditioning.items()}
-        output = policy.predict(x, process.times[step], batch)
+    batch = {name: values[prompt.to(values.device)] for name, values in conditioning.items()}
+    output = policy.predict(x, process.times[step], batch)
     children = tree.latents[step + 1][:, first : first + width * factor]
     children = children.unflatten(1, (width, factor)).flatten(0, 1)[rows]
     return process.step(step, x[: len(rows)], output[: len(rows)]), children

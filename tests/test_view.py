@@ -81,7 +81,7 @@ KINDS = {
     "tree": {},
     "funnel": FUNNEL,
     "side branches": SIDE,
-    "kept graphs, small batches": {"retain": 6, "max_batch": 3},
+    "small batches": {"max_batch": 3},
     "adaptive": {"adaptive": True, "splits": (0, 2)},
     "selected leaves": {"group_selection": "ovf", "group_keep": 2, "prune": "extreme", "prune_keep": 1},
 }

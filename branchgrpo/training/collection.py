@@ -29,7 +29,6 @@ from .hooks import RolloutHooks, rollout_hooks, seen_by
 from .model import DTYPES
 from .not_finite import emptied, faulty_depths, first_of_all, look_at_tree
 from .ranks import RankGroup, make_group, new_share
-from .retain import Graphs, forget, new_graphs
 from .sketches import Sketch, tree_is_due
 from .scoring import RolloutRewards, images_per_call, make_scorers, nothing  # noqa: F401
 from ..tree import Tree
@@ -73,7 +72,6 @@ class Collected:
     share: Whole  # which nodes are on this process
     seen: Seen | None = None  # of the leaves' images, if their selection looks at them
     completed: dict[int, Tensor] = field(default_factory=dict)  # {depth: (P, W_d, m)} scores of the plan's previews
-    graphs: Graphs | None = None  # of some of the rollout's calls
     x0_hats: dict[int, Tensor] | None = None  # {depth: (n, …)} of the first prompt's tree, if that shall be kept
 
 # %% ../../nbs/training/06_collection.ipynb #9241690c
@@ -143,13 +141,11 @@ def roll(
     return tree, conditioning
 
 # %% ../../nbs/training/06_collection.ipynb #5ke7c4ed
-def listened(
-    c: Collector, iteration: int, caller: Callable[..., Any] | None
-) -> tuple[Callable[..., Any] | None, dict[int, Tensor] | None]:
-    "Return the caller of a rollout, and where it keeps a sketch of its first tree: as it was and None if none is due."
+def listened(c: Collector, iteration: int) -> tuple[Callable[..., Any] | None, dict[int, Tensor] | None]:
+    "Return the caller of a rollout and where it keeps a sketch of its first tree; None of both if none is due."
     if not c.accelerator.is_main_process or not tree_is_due(c.settings, iteration + 1):
-        return caller, None
-    sketch = Sketch(c.policy, process_of(c.settings, c.policy, iteration), caller)
+        return None, None
+    sketch = Sketch(c.policy, process_of(c.settings, c.policy, iteration))
     return sketch.caller, sketch.x0_hats
 
 # %% ../../nbs/training/06_collection.ipynb #6f2934a2
@@ -161,8 +157,7 @@ def collect(c: Collector, iteration: int) -> Collected:
         c.policy, c.scorer, names, c.prompts.metadata, c.accelerator, size, share, c.watch_alone
     )
     hooks = rollout_hooks(s, rewards_of, c.noise(iteration), c.accelerator)
-    graphs = new_graphs(s, c.policy, c.noise(iteration), share)
-    caller, x0_hats = listened(c, iteration, None if graphs is None else graphs.caller)
+    caller, x0_hats = listened(c, iteration)
     tree, conditioning = roll(c, iteration, hooks, share, caller)
     look_at_tree(rewards_of.lost, tree, c.group.gather(faulty_depths(tree).byte()).any(0).bool())
     rewards_of.step, rewards_of.what = tree.steps, "an image"
@@ -171,8 +166,7 @@ def collect(c: Collector, iteration: int) -> Collected:
     images, unscored = rewards_of.images, rewards_of.unscored
     if unscored_prompts:
         conditioning = emptied(tree, conditioning, unscored)
-        forget(graphs, unscored)
     scored = (rewards, images, parts, part_weights(c.scorer.reward), unscored, unscored_prompts)
     seen = seen_by(s, s.group_selection, rewards_of, len(rewards))
-    done = (hooks.completed(tree.plan), graphs, x0_hats)
+    done = (hooks.completed(tree.plan), x0_hats)
     return Collected(names, tree, conditioning, *scored, hooks.previews, share, seen, *done)

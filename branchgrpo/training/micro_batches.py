@@ -27,12 +27,6 @@ class MicroBatch:
     is_empty: bool = False  # no edges: only a backward pass that the other processes wait for
     old: tuple[Tensor, Tensor | None] | None = None  # log π_old (N, K) and means (N, …) of the first pass
     first: int = 0  # place of the first child that may be trained, among a tree's nodes of the next depth
-    output: Tensor | None = None  # (N, …) of the denoiser in the rollout, with its graph; None: predict it once more
-
-    def take(self) -> Tensor | None:
-        "Return the rollout's output, which is used once."
-        output, self.output = self.output, None
-        return output
 
     def to(self, device: torch.device) -> "MicroBatch":
         "Move rows and mask to a device; return the micro-batch."

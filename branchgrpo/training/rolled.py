@@ -36,5 +36,5 @@ def assign_credit(learner: Learner, collected: Collected, process: Transition, n
     parts = parts_of(tree, edge_mask, s.steps_per_pass, s.step_unit, noise)
     kl_mask = None if kl_mask is None else held_values(collected.share, tree, kl_mask)
     tree, advantages, edge_mask, parts = held_part(collected, advantages, edge_mask, parts)
-    conditioning, more = collected.conditioning, (noise.iteration, kl_mask, collected.graphs)
+    conditioning, more = collected.conditioning, (noise.iteration, kl_mask)
     return Rolled(tree, conditioning, process, advantages, edge_mask, parts, *more), leaf_mask

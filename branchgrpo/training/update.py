@@ -18,7 +18,6 @@ from .gradient import accumulate, agree, until_told
 from .micro_batches import MicroBatch, shared_micro_batches
 from .model import Learner, autocast
 from .parts import part_mask
-from .retain_batches import first_batches
 from .steps import count_skipped, optimiser_step, where_skipped
 
 # %% ../../nbs/training/08_update.ipynb #642e1184
@@ -82,7 +81,6 @@ def summary(steps: list[dict[str, Any]], last_pass: list[dict[str, Any]]) -> dic
         "grad_norm": norms[norms.isfinite()].mean() if taken else norms[0],
         "edges": sum(step["edges"] for step in last_pass),
         "calls": sum(step["calls"] for step in steps),
-        "retained": steps[0]["retained"],
         "optimiser_steps": taken,
         "skipped_steps": sum(not (step["taken"] or step["empty"]) for step in steps),
     }
@@ -94,8 +92,7 @@ def update(learner: Learner, rolled: Rolled) -> dict[str, Any]:
     masks = [
         part_mask(rolled.edge_mask, rolled.parts, m) for m in range(1 if rolled.parts is None else s.steps_per_pass)
     ]
-    parts = [first_batches(learner, rolled.tree, masks[0], rolled.graphs)]
-    parts += [shared_micro_batches(learner, rolled.tree, mask) for mask in masks[1:]]
+    parts = [shared_micro_batches(learner, rolled.tree, mask) for mask in masks]
     keep_old(learner, rolled, [batch for part in parts[1:] for batch in part])
     divisor = loss_divisor(learner, rolled)
     every = parts * s.passes

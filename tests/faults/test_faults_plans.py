@@ -35,7 +35,6 @@ from branchgrpo.training.iteration import step
 from branchgrpo.training.micro_batches import shared_micro_batches
 from branchgrpo.training.model import DTYPES
 from branchgrpo.training.parts import STEP_UNITS, part_mask
-from branchgrpo.training.retain_batches import first_batches
 from branchgrpo.training.rolled import assign_credit
 from branchgrpo.transition import TRANSITIONS
 from branchgrpo.tree import Tree, alive, ancestors
@@ -147,7 +146,6 @@ def wild(field: str) -> list:
 
 METHOD = [f for f in recipes.get("branchgrpo").values.__dataclass_fields__ if f not in ("height", "width", "frames")]
 MORE = ["max_batch", "train_batch", "pad_batches", "recompute_old", "decode_batch", "max_unscored", "max_skipped"]
-MORE += ["retain"]
 COSTLY = {"passes", "steps_per_pass", "prompts_per_iteration", "lora_rank"}  # a large one only takes long
 NAMES = {
     "advantage": tuple(ADVANTAGES.names()),
@@ -240,7 +238,6 @@ def credit(draw) -> dict:
         "max_batch": st.sampled_from([None, 1, 2, 5]),
         "train_batch": st.sampled_from([None, 1, 3]),
         "recompute_old": st.booleans(),
-        "retain": st.sampled_from([0, 0, 7, 10**6]),
         "mixed_precision": st.sampled_from(["no", "no", "bf16"]),
         "seed": st.integers(0, 5),
         "clip_range": st.sampled_from([1e-4, 0.2]),
@@ -484,27 +481,6 @@ def check_gradient(t: Trainer, rolled) -> Tensor:
     return size
 
 
-def check_graphs(t: Trainer, iteration: int, rolled, size: Tensor) -> None:
-    "The first step's gradient is the same if the rollout keeps graphs, all that pay or a few; and it keeps no more."
-    first = rolled.edge_mask if rolled.parts is None else part_mask(rolled.edge_mask, rolled.parts, 0)
-    expected, before = gradient(t, rolled, first)
-    room = (20 if t.settings.mixed_precision == "bf16" else 1) * (1e-3 * (size / max(before["edges"], 1)) + 1e-6)
-    for retain in (10**6, 5):
-        s = dataclasses.replace(t.settings, retain=retain)
-        learner = dataclasses.replace(t.learner, settings=s)
-        collected = dataclasses.replace(t.collector, settings=s)(iteration)
-        again, _ = assign_credit(learner, collected, rolled.process, t.collector.noise(iteration))
-        chunks = [chunk for calls in again.graphs.calls.values() for chunk in calls.chunks]
-        held = sum(chunk.size for chunk in chunks if chunk.output is not None)
-        assert held <= retain and held + again.graphs.room == retain
-        t.learner.optimizer.zero_grad()
-        stats = accumulate(learner, again, first_batches(learner, again.tree, first, again.graphs))
-        found = torch.cat([p.grad.flatten() for p in t.learner.parameters.values()])
-        assert ((found - expected).abs() <= room).all(), (found, expected)
-        assert (stats["edges"], stats["calls"]) == (before["edges"], before["calls"])
-        assert stats["retained"] <= held and float(stats["ratio_minus_1"]) == 0 and not again.graphs.calls
-
-
 def check_counts(t: Trainer, rolled, plan: RolloutPlan, prompts: int) -> None:
     "Trained edges and calls are at most the plan's, and exactly those where nothing is dropped by chance."
     s, cost = t.settings, plan_cost(plan)
@@ -634,7 +610,7 @@ def check_plan(t: Trainer, iteration: int, ranks: int, seed: int) -> None:
     for d, of_depth in enumerate(found):
         close(rolled.advantages[d], of_depth * weights.get(d - 1, 1.0))
     check_symmetry(s, tree, collected.rewards, mask, seed, seen)
-    check_graphs(t, iteration, rolled, check_gradient(t, rolled))
+    check_gradient(t, rolled)
     check_counts(t, rolled, plan, prompts)
     if ranks > 1:
         check_spread(t, iteration, tree, rolled.edge_mask, ranks)
@@ -657,7 +633,7 @@ def check_step(t: Trainer, rolled, watched: Watched, iteration: int) -> None:
     assert watched.steps == row["optimiser_steps"] == s.passes * full
     assert row["edges"] == sum(int(m.sum()) for m in rolled.edge_mask)
     assert row["skipped_steps"] == 0 and row["rollout_mismatch"] < 1e-2
-    if not s.retain and not (s.pad_batches and (s.train_batch or s.max_batch)) and full == len(parts):
+    if not (s.pad_batches and (s.train_batch or s.max_batch)) and full == len(parts):
         assert watched.trained == row["trained_calls"]
     for name in ("loss", "grad_norm", "ratio", "reward", "reward_std"):
         assert torch.tensor(row[name]).isfinite() or (name == "reward_std" and rolled.tree.plan.leaves == 1), name
