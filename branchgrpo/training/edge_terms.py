@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..gaussian import Gaussian
+from ..gaussian import Gaussian, edge_log_probs
 from ..objective import LOSSES, RATIOS, LossOptions, gaussian_kl, needs_means
-from ..rollout import edge_log_probs, revisit
+from ..rollouts import revisit
 from .micro_batches import MicroBatch
 from .model import Learner, autocast, reference_policy
 from ..transition import Transition

@@ -90,7 +90,7 @@ def working_parts(policy: Countable, c: Counted, s: Settings, share: Share) -> l
     tree = plan_cost(share.plan, latent_elements=elements, latent_bytes=compute_bytes(s)).latent_bytes
     return [
         Part("denoiser's call", wide * c.call_bytes * call_rows(s, share), ("evaluation", "rollout")),
-        Part("latents of the trees", share.prompts * tree / s.ranks_per_prompt, ("rollout", "update")),
+        Part("latents of the trees", share.prompts * tree, ("rollout", "update")),
         Part("activations", wide * activation_bytes(c, s) * update_rows(s, share), ("update",)),
     ]
 

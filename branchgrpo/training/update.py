@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..objective import needs_means
-from ..rollout import edge_log_probs
+from ..gaussian import edge_log_probs
 from .edge_terms import Rolled, of_batch, revisited
 from .gradient import accumulate, agree, until_told
 from .micro_batches import MicroBatch, shared_micro_batches
@@ -42,7 +42,8 @@ def loss_divisor(learner: Learner, rolled: Rolled) -> float:
     if learner.settings.loss_mean == "step":
         return 1.0
     here = torch.stack([mask.sum() for mask in rolled.edge_mask]).sum().float().to(learner.accelerator.device)
-    return float(learner.accelerator.reduce(here, "sum")) / learner.settings.prompts_per_iteration
+    s = learner.settings
+    return float(learner.accelerator.reduce(here, "sum")) / (s.prompts_per_iteration * s.ranks_per_prompt)
 
 # %% ../../nbs/training/08_update.ipynb #58661e0d
 def train_step(
