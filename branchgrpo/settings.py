@@ -221,5 +221,6 @@ RETIRED = {"retain": "it never changed results"}  # settings of earlier versions
 def without_retired(table: dict[str, Any]) -> dict[str, Any]:
     "Return a table of settings without those that are retired; warn in one line of the first."
     if old := sorted(table.keys() & RETIRED.keys()):
-        warnings.warn(f"{old[0]}: this setting is gone and is ignored; {RETIRED[old[0]]}", stacklevel=2)
+        text = f"{old[0]}: this setting is gone and is ignored; {RETIRED[old[0]]}"
+        warnings.warn_explicit(text, UserWarning, "settings", 1)  # one line: no source line follows
     return {name: value for name, value in table.items() if name not in RETIRED}
