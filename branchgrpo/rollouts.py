@@ -49,7 +49,7 @@ class Predict(Protocol):
     def __call__(self, latents: Tensor, time: Tensor) -> Tensor:
         "Return the denoiser's output `(P, W, …)` for `latents (P, W, …)` at `time` (0-dim: σ or timestep)."
 
-
+# %% ../nbs/09_rollouts.ipynb #5b117001
 @dataclass
 class Predictor:
     "Predicts with a policy, in batches of at most `max_batch` rows; with `pad`, all have so many."
@@ -197,7 +197,7 @@ def add_split(tree: Tree, step: int, factor: int) -> None:
     tree.parents[step + 1 :] = wider.parents[step + 1 :]
     tree.log_probs[step + 1 :] = wider.log_probs[step + 1 :]
 
-
+# %% ../nbs/09_rollouts.ipynb #5b117002
 def prune_or_split(g: Growth, i: int, x: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
     "Return latents and outputs `(P, W′, …)` of the nodes that take step `i`; may add a split to the tree's plan."
     tree, plan, judge = g.tree, g.tree.plan, g.judge
@@ -280,7 +280,7 @@ def parents_of(tree: Tree, step: int) -> Tensor:
     first, _, factor = tree.plan.families(step)
     return tree.parents[step + 1][:, first::factor]
 
-
+# %% ../nbs/09_rollouts.ipynb #5b117003
 def revisit(
     tree: Tree,
     policy: Policy,
@@ -305,7 +305,7 @@ def revisit(
     children = tree.latents[step + 1][:, first : first + width * factor].unflatten(1, (width, factor)).flatten(0, 1)
     return process.step(step, x[: len(rows)], output[: len(rows)]), children[rows]
 
-
+# %% ../nbs/09_rollouts.ipynb #5b117004
 def replay(
     tree: Tree,
     policy: Policy,
