@@ -200,15 +200,13 @@ def roll(c: Collector, iteration: int, judge: Judge) -> tuple[Tree, dict[str, Te
 # %% ../../nbs/training/06_collection.ipynb #6f2934a2
 def collect(c: Collector, iteration: int) -> Collected:
     "Return one rollout with its images and rewards. Raise `TooManyUnscored` if too many prompts have no reward."
-    s, is_kept = c.settings, c.accelerator.is_main_process and tree_is_due(c.settings, iteration + 1)
+    is_kept = c.accelerator.is_main_process and tree_is_due(c.settings, iteration + 1)
     judge = make_judge(c, iteration, Sketch() if is_kept else None)
-    rewards_of = judge.rewards_of
-    tree, conditioning = roll(c, iteration, judge)
+    (tree, conditioning), rewards_of = roll(c, iteration, judge), judge.rewards_of
     look_at_tree(rewards_of.lost, tree, faulty_depths(tree))
     rewards_of.step, rewards_of.what = tree.steps, "an image"
     rewards, parts = rewards_of(tree.finished)
-    unscored_prompts = count_unscored(s, c.accelerator, rewards_of, iteration)
-    if unscored_prompts:
+    if unscored_prompts := count_unscored(c.settings, c.accelerator, rewards_of, iteration):
         conditioning = emptied(tree, conditioning, rewards_of.unscored)
     return Collected(
         prompts=rewards_of.prompts,
@@ -221,7 +219,7 @@ def collect(c: Collector, iteration: int) -> Collected:
         unscored=rewards_of.unscored,
         unscored_prompts=unscored_prompts,
         previews=judge.previews,
-        seen=seen_by(s, s.group_selection, rewards_of, len(rewards)),
+        seen=seen_by(c.settings, c.settings.group_selection, rewards_of, len(rewards)),
         completed=judge.completed(tree.plan),
         x0_hats=judge.sketch.x0_hats if judge.sketch else None,
     )
