@@ -4,10 +4,8 @@ The public names are loaded when they are first used, so `import branchgrpo` is 
 """
 
 import logging
-import sys
 import warnings
 from importlib import import_module
-from types import ModuleType
 
 __version__ = "0.1.0"
 
@@ -16,9 +14,11 @@ _PUBLIC = {
     "RolloutPlan": "plan",
     "Window": "windows",
     "Tree": "tree",
-    "Noise": "rollout",
-    "rollout": "rollout",
-    "replay": "rollout",
+    "Noise": "noise",
+    "rollout": "rollouts",
+    "replay": "rollouts",
+    "Predictor": "rollouts",
+    "Judge": "rollouts",
     "flow_sigmas": "schedule",
     "flow_transition": "transition",
     "ddim_transition": "transition",
@@ -60,32 +60,12 @@ _PUBLIC = {
 __all__ = [*_PUBLIC, "__version__"]
 
 
-class _Function(ModuleType):
-    "A module that is called as the function of its own name: `branchgrpo.rollout(plan, …)`."
-
-    def __call__(self, *args, **kwargs):
-        return getattr(self, self.__name__.rpartition(".")[2])(*args, **kwargs)
-
-
-class _Package(ModuleType):
-    "This package; a submodule with the name of a public function stays callable, whoever imports it first."
-
-    def __setattr__(self, name, value):
-        if name in _PUBLIC and isinstance(value, ModuleType):
-            value.__class__ = _Function
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
-
-
 def __getattr__(name):
     "Load a public name from its module at its first use."
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, _, attribute = _PUBLIC[name].partition(":")
-    loaded = import_module(f"{__name__}.{module}")
-    return loaded if module == name else getattr(loaded, attribute or name)
+    return getattr(import_module(f"{__name__}.{module}"), attribute or name)
 
 
 def __dir__():

@@ -24,7 +24,7 @@ def mean_known(values: Tensor, reduce: Callable[[Tensor], Tensor]) -> float:
 # %% ../nbs/15_adaptive.ipynb #31e0f316
 @dataclass
 class AdaptiveSplits:
-    """Decides during a rollout whether a step splits: the `decide` hook of `rollout`.
+    """Decides during a rollout whether a step splits: the method `split` of a `Judge`.
 
     `previews` counts the scored previews. Raises `ValueError` if the splits do not fit.
     Source: BranchGRPO's discussion names adaptive splits as future work; the rule is ours.

@@ -49,11 +49,10 @@ def plan_cost(
     latent_elements: int = 1,  # of one latent
     latent_bytes: int = 2,  # of one element
     reference: bool = False,  # the update calls a reference model, too
-    retained_calls: int = 0,  # trained calls whose graph the rollout keeps
 ) -> Cost:
     "Return the cost of one prompt's rollout and update. Pruning rules that drop edges later lower `trained_*` further."
     previews = sum(plan.populations[step] for step in plan.prune_at) + plan.preview_images
-    calls = papers_cost(plan.denoiser_calls, plan.trained_calls, reference, retained_calls)
+    calls = papers_cost(plan.denoiser_calls, plan.trained_calls, reference)
     return Cost(
         calls=plan.denoiser_calls,
         edges=plan.edges,

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 from .option_values import factors, number, pairs, plain_text, steps, texts, truth, whole
 from .registry import shown
+from .settings import RETIRED, without_retired
 from .yaml_files import read_table
 
 # %% ../nbs/25_options.ipynb #60df4fef
@@ -117,6 +118,8 @@ def fill_parser(parser: argparse.ArgumentParser, classes: tuple[type, ...], conf
         about = "a YAML file of settings; flags override it"
         parser.add_argument("--config", type=plain_text, action="append", metavar="FILE", help=about)
         parser.add_argument("--print-config", action="store_true", help="print all settings as YAML, and stop")
+        for name in RETIRED:  # a command line of an earlier version
+            parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
     for cls in classes:
         for section in sections_of(cls):
             add_section(parser, section)
@@ -136,7 +139,7 @@ def parse(parser: Parser, words: list[str]) -> dict[str, Any]:
     for path in found.pop("config", None) or ():
         given |= from_file(parser, path)
     flags = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
-    return given | {name: value for name, value in flags.items() if value is not None}
+    return given | without_retired({name: value for name, value in flags.items() if value is not None})
 
 # %% ../nbs/25_options.ipynb #59782f5a
 def joined(words: list[str]) -> list[str]:
@@ -154,7 +157,7 @@ def from_file(parser: Parser, path: str) -> dict[str, Any]:
     "Return the settings of a YAML file. Raise `ValueError` naming the one that is unknown or wrong."
     actions = {action.dest: action for action in parser._actions if action.dest not in ("help", *ONLY_FLAGS)}
     given = {}
-    for name, value in read_table(path).items():
+    for name, value in without_retired(read_table(path)).items():
         if name not in actions:
             close = difflib.get_close_matches(name[:80], actions, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""

@@ -13,6 +13,7 @@ import yaml
 import branchgrpo
 from branchgrpo import cli, recipes
 from branchgrpo.options import parse, parser_of
+from branchgrpo.settings import RETIRED
 
 
 def called(capsys, *words):
@@ -78,7 +79,16 @@ def test_every_flag_has_a_help_text(name):
     assert command.run.__doc__
     parser = parser_of(name, command.run.__doc__, command.classes(), command.config)
     for action in parser._actions:
-        assert action.help and action.help != argparse.SUPPRESS, action.dest
+        assert action.help and (action.help != argparse.SUPPRESS or action.dest in RETIRED), action.dest
+
+
+def test_a_setting_that_is_gone_is_ignored_with_one_line(tmp_path, capsys):
+    "On the command line and in a file of an earlier version."
+    (tmp_path / "run.yaml").write_text("iterations: 3\nretain: 7\n")
+    for words in (("--retain", "7"), ("--config", tmp_path / "run.yaml")):
+        with pytest.warns(UserWarning, match="retain: this setting is gone and is ignored"):
+            code, printed, _ = called(capsys, "train", *words, "--print-config")
+        assert code == 0 and "retain" not in yaml.safe_load(printed)
 
 
 def test_every_command_shows_its_help(capsys):

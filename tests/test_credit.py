@@ -8,11 +8,12 @@ from torch import Tensor
 from branchgrpo.beta import beta_at, density_scale
 from branchgrpo.credit import CreditOptions, depthwise_advantages, estimate_advantages
 from branchgrpo.fusion import effective_sample_size, fuse_rewards
+from branchgrpo.noise import Noise
 from branchgrpo.plan import RolloutPlan
 from branchgrpo.planning import process_of
 from branchgrpo.policy import GaussianFlow
 from branchgrpo.pruning import keep_edges, random_steps
-from branchgrpo.rollout import Noise, rollout
+from branchgrpo.rollouts import Predictor, rollout
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.credit_assignment import advantages_of, trained_edges
 from branchgrpo.training.trainer import Trainer
@@ -91,7 +92,7 @@ def rolled(shape=(16, 4), prompts=3) -> Tree:
     policy = GaussianFlow(mean=0.5, std=0.5, shape=shape)
     settings = TrainConfig(recipe="branchgrpo", steps=12).settings()
     plan, process = RolloutPlan.tree(12, (0, 2, 4, 5)), process_of(settings, policy)
-    return rollout(plan, policy, {}, process, Noise(0, 0, tuple(range(prompts))), s=4.0)
+    return rollout(plan, Predictor(policy, {}), process, Noise(0, 0, tuple(range(prompts))), s=4.0)
 
 
 def test_densities_are_means_sums_or_between():

@@ -1,7 +1,5 @@
 """Everything runs where it should on a GPU, shown on a virtual one: recipes, families, copies inside the loops."""
 
-from functools import partial
-
 import pytest
 import torch
 from accelerate import Accelerator
@@ -10,9 +8,9 @@ from virtual_device import GPU, VirtualDevice, WrongDevice
 
 from branchgrpo import recipes
 from branchgrpo.planning import plan_of, process_of
-from branchgrpo.rollout import replay, rollout
-from branchgrpo.spread import Spread
+from branchgrpo.rollouts import Predictor, replay, rollout
 from branchgrpo.training.config import TrainConfig
+from branchgrpo.training.ranks import RankGroup
 from branchgrpo.training.rolled import assign_credit
 from branchgrpo.training.trainer import Trainer, resume
 from branchgrpo.training.update import accumulate, shared_micro_batches
@@ -91,10 +89,11 @@ def test_embeddings_on_a_gpu(gpu, tmp_path):
     assert t.policy.pipeline.text_encoder.device.type == "cpu"
 
 
-def test_a_spread_tree_on_a_gpu(gpu, tmp_path, monkeypatch):
+def test_a_shared_tree_on_a_gpu(gpu, tmp_path, monkeypatch):
     "One of two processes that share each tree; what the other would send is what this one has."
-    share = partial(Spread, 0, 2, lambda own: torch.stack([own, own]))
-    monkeypatch.setattr("branchgrpo.training.collection.new_share", lambda group: share())
+    group = RankGroup(0, 2, lambda own: torch.stack([own, own]))
+    monkeypatch.setattr("branchgrpo.training.collection.make_group", lambda *_: group)
+    monkeypatch.setattr("branchgrpo.training.iteration.check_mismatch", lambda *_: None)  # the other sent other outputs
     for changes in ({"recipe": "branchgrpo", **SHORT}, {"recipe": "pro-grpo", **FUNNEL}):
         assert trainer(tmp_path, **changes).step()["grad_norm"] >= 0
 
@@ -157,9 +156,9 @@ def shapes_of(policy, call) -> tuple[set[int], object]:
 def test_filled_batches_have_one_shape_and_give_the_same_tree_and_gradient(tmp_path):
     t = trainer(tmp_path, recipe="branchgrpo", **SHORT)
     noise, process = t.collector.noise(0), process_of(t.settings, t.policy, 0)
-    given = (plan_of(t.settings), t.policy, t.conditioner(t.collector.draw(0)), process, noise)
-    whole = rollout(*given, max_batch=3)
-    sizes, tree = shapes_of(t.policy, lambda: rollout(*given, max_batch=3, pad=True))
+    plan, given = plan_of(t.settings), (t.policy, t.conditioner(t.collector.draw(0)))
+    whole = rollout(plan, Predictor(*given, 3), process, noise)
+    sizes, tree = shapes_of(t.policy, lambda: rollout(plan, Predictor(*given, 3, pad=True), process, noise))
     assert sizes == {3}
     for d in range(tree.steps + 1):
         assert torch.allclose(tree.latents[d], whole.latents[d], atol=1e-4), "as close as other batches are"
@@ -167,7 +166,7 @@ def test_filled_batches_have_one_shape_and_give_the_same_tree_and_gradient(tmp_p
     def gradient(pad_to):
         t.learner.optimizer.zero_grad()
         rows = torch.tensor([0, 3])
-        sizes, edges = shapes_of(t.policy, lambda: replay(whole, *given[1:4], 2, rows, pad_to))
+        sizes, edges = shapes_of(t.policy, lambda: replay(whole, *given, process, 2, rows, pad_to))
         edges.sum().backward()
         assert sizes == {pad_to or 2}
         return torch.cat([p.grad.flatten() for p in t.learner.parameters.values() if p.grad is not None])

@@ -217,7 +217,7 @@ def test_the_most_images_of_a_prompt_are_compared_whatever_splits_come(tmp_path)
 ALL_TOGETHER = dict(splits=(), roots=2, side=(0, 2), branch_factor=3, merged={3: 2}, noise_factors={0: 1.5})
 ALL_TOGETHER |= dict(previews="ode/2+x0", preview_at="after", advantage="granularities", step_weights="std")
 RESUMED = {
-    "side, previews, merged, guard, graphs": ALL_TOGETHER | dict(ratio="guard", kl=0.1, retain=7, max_batch=3),
+    "side, previews, merged, guard": ALL_TOGETHER | dict(ratio="guard", kl=0.1, max_batch=3),
     "gated kl": JUDGED | dict(kl_share=0.3, std="none"),
     "diverse": CUT | dict(selection="diverse", group_selection="diverse", diversity=0.5),
     "kl-mask": dict(loss="kl-mask", kl_limit=1e-6, passes=2, **LATER),

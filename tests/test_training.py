@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from branchgrpo.gaussian import edge_log_probs
 from branchgrpo.objective import edge_loss
 from branchgrpo.planning import process_of
 from branchgrpo.reproduction.warm import popen, run
-from branchgrpo.rollout import edge_log_probs
 from branchgrpo.training.checkpoint_folders import newest
 from branchgrpo.training.checkpoints import read_table
 from branchgrpo.training.config import TrainConfig

@@ -21,7 +21,8 @@ from ..backbones.base import load
 from ..plan import RolloutPlan
 from ..planning import sampling_process
 from ..policy import Policy
-from ..rollout import Noise, rollout
+from ..noise import Noise
+from ..rollouts import Predictor, rollout
 from ..training.checkpoint_folders import newest
 from ..registry import shown
 from ..training.checkpoint_tensors import read_table
@@ -39,7 +40,7 @@ def sample_block(
     "Draw one image per prompt, without noise on the way."
     plan = RolloutPlan.chains(steps, 1, stochastic=())
     process = sampling_process(policy, steps, getattr(policy, "shift", 3.0))
-    tree = rollout(plan, policy, policy.encode(prompts), process, Noise(seed, 0, tuple(numbers)))
+    tree = rollout(plan, Predictor(policy, policy.encode(prompts)), process, Noise(seed, 0, tuple(numbers)))
     return policy.decode(tree.latents[-1][:, 0]).float().cpu()
 
 # %% ../../nbs/evaluation/01_sampling.ipynb #eb29723c

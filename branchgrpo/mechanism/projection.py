@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..gaussian import Gaussian
 from ..objective import RATIOS
-from ..rollout import revisit
+from ..rollouts import revisit
 from ..training.edge_terms import Rolled
 from ..training.gradient import accumulate
 from ..training.micro_batches import micro_batches

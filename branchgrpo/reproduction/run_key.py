@@ -12,7 +12,7 @@ import json
 import typing
 from pathlib import Path
 
-from ..settings import field_types
+from ..settings import RETIRED, field_types
 from ..training.checkpoint_origin import NUMBERS
 from ..training.config import TrainConfig
 from ..training.outside import name_part
@@ -36,6 +36,7 @@ NOT_HASHED = frozenset(
         "max_unscored",
         "embeddings",
         "offload",
+        *RETIRED,
     ]
 )
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..policy import Policy
 from .plan_figures import draw_plan  # noqa: F401
-from ..rollout import predict
+from ..rollouts import Predictor
 from ..transition import Transition
 from ..tree import Tree
 
@@ -115,7 +115,7 @@ def x0_images(
     for d in depths:
         x = tree.latents[d][:1]
         if d < tree.steps:
-            output = predict(policy, x, process.times[d], first)
+            output = Predictor(policy, first)(x, process.times[d])
             x = process.x0_hat(d, x.flatten(0, 1), output.flatten(0, 1))[None]
         images[d] = policy.decode(x[0].float())
     return images

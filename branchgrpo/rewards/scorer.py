@@ -14,9 +14,8 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
-from .background import attempt, in_background, is_remote
+from .background import attempt, in_background, is_remote, nothing
 from .contract import Reward, as_scores, label, within_memory
-from ..rollout import nothing
 
 # %% ../../nbs/rewards/02_scorer.ipynb #566be4dc
 def part_names(reward: Reward) -> list[str]:

@@ -21,12 +21,10 @@ from torch import Tensor
 from ..gaussian import edge_log_probs
 from ..objective import edge_loss
 from ..planning import process_of
-from ..batches import chunks
-from ..shares import WHOLE
-from .collection import RolloutRewards, roll
+from ..rollouts import chunks
+from .collection import make_judge, roll
 from .config import TrainConfig
 from .edge_terms import Rolled
-from .hooks import rollout_hooks
 from .micro_batches import micro_batches
 from .rolled import assign_credit
 from .trainer import Trainer
@@ -100,8 +98,7 @@ def prepare(config: TrainConfig, **objects: Any) -> Work:
 def roll_again(work: Work) -> None:
     "Roll out the first iteration once more, up to the leaves' latents."
     c = work.trainer.collector
-    rewards_of = RolloutRewards(c.policy, c.scorer, c.draw(0), c.prompts.metadata, c.accelerator)
-    roll(c, 0, rollout_hooks(c.settings, rewards_of, c.noise(0), c.accelerator), WHOLE)
+    roll(c, 0, make_judge(c, 0))
 
 # %% ../../nbs/training/19_bench.ipynb #11800823
 def update_again(work: Work) -> None:

@@ -18,7 +18,7 @@ from ..backbones.embeddings import EmbeddingCache, fingerprint
 from ..backbones.loading import is_reader
 from ..backbones.memory import awake, encoders_of
 from ..prompts import PromptSet
-from ..rollout import Noise
+from ..noise import Noise
 from .config import Settings
 from .ranks import group_positions
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..settings import MethodSettings, check_types
+from ..settings import MethodSettings, check_types, without_retired
 from ..yaml_files import read_table
 
 # %% ../../nbs/training/02_config.ipynb #b2defd2d
@@ -73,7 +73,6 @@ class SpeedSettings:
     pad_batches: bool = True  # fill every batch up to max_batch, so that rollout and update use the same kernels
     recompute_old: bool = False  # log-densities before training once more, by the kernels of the update
     checkpoint_blocks: int = 1  # with gradient_checkpointing: every n-th block is computed again, the others keep all
-    retain: int = 0  # latents per process whose graphs a rollout keeps for its first optimiser step; 0: predict again
 
 # %% ../../nbs/training/02_config.ipynb #5pee2c0de
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ class TrainConfig(RankSettings, SpeedSettings, MemorySettings, RecordSettings, M
     @classmethod
     def from_dict(cls, table: dict[str, Any]) -> "TrainConfig":
         "Return the config of a table. Raise `ValueError` on an unknown field or a wrong type."
-        table = {name: plain(value) for name, value in table.items()}
+        table = {name: plain(value) for name, value in without_retired(table).items()}
         check_types(cls, table)
         return cls(**table)
 

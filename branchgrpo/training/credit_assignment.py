@@ -18,7 +18,7 @@ from ..ovf import Seen, choose
 from ..planning import sibling_s
 from ..pruning import PruningOptions, keep_edges, paths, random_steps
 from ..reward_sums import decoupled_advantages
-from ..rollout import GROUP, STEP_SUBSET, Noise
+from ..noise import GROUP, STEP_SUBSET, Noise
 from ..suspects import suspects
 from .config import Settings
 from ..tree import Tree

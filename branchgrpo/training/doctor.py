@@ -49,9 +49,6 @@ def work_lines(s: Settings, e: Estimate, gpus: int, tflops: float) -> list[str]:
     "Return what is computed, and how long it takes, one fact per line."
     c = e.counted
     again = " (activations computed again)" if s.gradient_checkpointing else ""
-    graphs = (
-        f"kept graphs   {e.kept.latents} latents on each GPU spare {e.kept.spared:g} forward passes of an iteration"
-    )
     return [
         f"recipe        {s.recipe} on {s.backbone}, {s.height}×{s.width} pixels",
         f"run           {s.iterations} iterations of {s.prompts_per_iteration} prompts",
@@ -59,7 +56,6 @@ def work_lines(s: Settings, e: Estimate, gpus: int, tflops: float) -> list[str]:
         f"forward       {c.forward / 1e12:.3g} TFLOP per call",
         f"with backward {c.training / 1e12:.3g} TFLOP per call{again}",
         f"one prompt    {e.leaves} leaves, {e.calls} calls, {e.trained_calls} trained calls",
-        *([graphs] if s.retain else []),
         f"one iteration {e.tflop:,.3g} TFLOP with decoding",
         f"time          {time_text(e, s, gpus, tflops)}",
     ]

@@ -19,7 +19,6 @@ from .counting import Counted, counted_policy
 from .decoding import decoding
 from .share import Part, Share
 from .memory import GPU, by_phase, fits, memory_parts, peak
-from .retain_plan import Kept, kept_by_plan
 
 # %% ../../nbs/training/16_estimate.ipynb #880dd8a0
 def training_flops(c: Counted, s: Settings) -> float:
@@ -37,8 +36,7 @@ def iteration_flops(c: Counted, s: Settings, share: Share, image: float) -> floa
     "Return the FLOPs of one iteration, over all GPUs: rollout, update, and decoding at `image` FLOPs each."
     cost = plan_cost(share.plan)
     calls = cost.calls * c.forward + cost.trained_calls * training_flops(c, s)
-    spared = share.gpus * kept_by_plan(s, share.plan, share.prompts).spared * c.forward
-    return s.prompts_per_iteration * (calls + (cost.leaves + cost.previews) * image) - spared
+    return s.prompts_per_iteration * (calls + (cost.leaves + cost.previews) * image)
 
 # %% ../../nbs/training/16_estimate.ipynb #495f1ce0
 def evaluation_flops(c: Counted, s: Settings, image: float) -> float:
@@ -61,7 +59,6 @@ class Estimate:
     hours: float  # of the run, evaluations included
     evaluation_hours: float  # contained in `hours`
     parts: list[Part]  # of the memory of one GPU
-    kept: Kept  # graphs of a rollout on one GPU
 
     @property
     def peak_gb(self) -> float:
@@ -87,12 +84,10 @@ def estimate(s: Settings, gpus: int = 8, tflops: float = 400.0) -> Estimate:
         hours=(s.iterations * iteration + evaluations) / speed,
         evaluation_hours=evaluations / speed,
         parts=memory_parts(s, gpus),
-        kept=kept_by_plan(s, share.plan, share.prompts),
     )
 
 # %% ../../nbs/training/16_estimate.ipynb #b9e16d46
 REMEDIES: tuple[dict[str, Any], ...] = (
-    {"retain": 0},
     {"mixed_precision": "bf16"},
     {"gradient_checkpointing": True, "checkpoint_blocks": 1},
     {"embeddings": "runs/embeddings"},

@@ -20,11 +20,8 @@ from .update import update
 
 # %% ../../nbs/training/14_iteration.ipynb #4026e130
 def totals(t: Any, means: dict[str, float]) -> dict[str, float]:
-    "Return the means over processes with edges, and calls whose graph the rollout kept, counted over all of them."
-    processes = t.accelerator.num_processes
-    row = means | {"edges": round(means["edges"] * processes)}
-    retained = round(row.pop("retained") * processes)
-    return row | ({"retained_calls": retained} if t.settings.retain else {})
+    "Return the means over processes with the edges of all of them."
+    return means | {"edges": round(means["edges"] * t.accelerator.num_processes)}
 
 # %% ../../nbs/training/14_iteration.ipynb #957a962b
 def step(t: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torch import nn
 from ..backbones.base import declared, empty_denoiser, family, largest_rank, load, save_memory
 from ..backbones.base import resolve as folder_of
 from ..backbones.loading import is_reader
-from ..rollout import nothing
+from ..rewards.background import nothing
 from .averages import AveragedWeights
 from .config import Settings
 from .distributed import check_launch, check_processes, fill, mesh_of, plain_class, shard

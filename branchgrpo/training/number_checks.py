@@ -36,7 +36,7 @@ WHOLE_FROM_ONE = (
     "ranks_per_prompt",
 )
 WHOLE_FROM_ZERO = ("seed", "evaluate_every", "reward_retries", "lora_rank", "min_nodes", "group_keep", "keep_every")
-WHOLE_FROM_ZERO += ("retain", "tree_every")
+WHOLE_FROM_ZERO += ("tree_every",)
 ABOVE_ZERO = ("learning_rate", "clip_range", "shift", "adam_eps")
 FINITE_FROM_ZERO = ("eta", "kl", "weight_decay", "guidance_scale")
 OPTIONAL_FROM_ONE = ("max_batch", "train_batch", "decode_batch", "height", "width", "frames", "evaluation_steps")

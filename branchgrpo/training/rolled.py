@@ -8,10 +8,9 @@ __all__ = ['assign_credit']
 # %% ../../nbs/training/08_rolled.ipynb #c06a4966
 from torch import Tensor
 
-from ..rollout import Noise
-from ..spread import held_values
+from ..noise import Noise
 from ..step_weights import weighted_advantages
-from .collection import Collected, held_part
+from .collection import Collected
 from .credit_assignment import advantages_of, counted_leaves, kl_edges, trained_edges
 from .edge_terms import Rolled
 from .model import Learner
@@ -34,7 +33,5 @@ def assign_credit(learner: Learner, collected: Collected, process: Transition, n
     edge_mask = trained_edges(s, tree, rewards, leaf_mask, noise)
     kl_mask = kl_edges(s, tree, rewards, collected.unscored, each, learner.accelerator)
     parts = parts_of(tree, edge_mask, s.steps_per_pass, s.step_unit, noise)
-    kl_mask = None if kl_mask is None else held_values(collected.share, tree, kl_mask)
-    tree, advantages, edge_mask, parts = held_part(collected, advantages, edge_mask, parts)
-    conditioning, more = collected.conditioning, (noise.iteration, kl_mask, collected.graphs)
-    return Rolled(tree, conditioning, process, advantages, edge_mask, parts, *more), leaf_mask
+    rolled = Rolled(tree, collected.conditioning, process, advantages, edge_mask, parts, noise.iteration, kl_mask)
+    return rolled, leaf_mask

@@ -17,6 +17,7 @@ from typing import Any
 
 from ..refusals import EVERYWHERE, naming
 from ..registry import first_of, reason, shown
+from ..settings import RETIRED
 from .files import append_jsonl, is_temporary, read_jsonl, write_jsonl, write_text
 from .output_paths import check_output, check_path
 from .run_lock import LOCK
@@ -116,7 +117,8 @@ def check_folder(path: str | Path) -> None:
 def check_same_run(path: str | Path, settings: dict, free: tuple[str, ...]) -> None:
     "Raise `ValueError` if the run at `path` has other settings; those in `free` may differ."
     old = recorded(path, "output")["settings"]
-    differ = [k for k in old.keys() | settings.keys() if k not in free and old.get(k) != settings.get(k)]
+    names = (old.keys() | settings.keys()) - {*free, *RETIRED}
+    differ = [k for k in names if old.get(k) != settings.get(k)]
     if differ:
         raise ValueError(
             f"output: {str(path)!r} holds another run (differs in {first_of(sorted(differ))}); give another folder"

@@ -36,8 +36,6 @@ def check_speed(s: Settings) -> None:
         raise ValueError("compile: True needs max_batch, so that few sizes of batches are compiled")
     if s.checkpoint_blocks > 1 and not s.gradient_checkpointing:
         raise ValueError(f"checkpoint_blocks: {s.checkpoint_blocks} needs gradient_checkpointing")
-    if s.retain and s.passes > 1 and s.train_batch not in (None, s.max_batch):
-        raise ValueError(f"retain: {s.retain} with passes {s.passes} needs train_batch none, not {s.train_batch}")
 
 # %% ../../nbs/training/18_speed.ipynb #4502b22b
 def repeated_blocks(denoiser: nn.Module) -> list[nn.Module]:

@@ -13,21 +13,21 @@ from ..prompts import load_prompts
 from ..rewards.scorer import Scorer
 from .callbacks import notify, usual_callbacks
 from .checkpoints import Progress, Saver, delete_old
-from .collection import Collector, TooManyUnscored, make_scorers
+from .collection import Collector, TooManyUnscored
 from .conditioning import make_conditioner
 from .config import Settings, TrainConfig
 from .distributed import any_process, from_main, gathered
 from .export import averaged_weights
 from .held_out import Evaluator, record
 from .iteration import step
-from .kept_trees import KeptTree, write_tree
+from .kept_trees import KeptTree, tree_is_due, write_tree
 from .lifetime import close, one_training, open_shared, resume
 from .model import make_accelerator, make_learner, open_policy
 from .ranks import together
 from .resolve import resolve
 from .runs import Run, check_folder
+from .scoring import make_scorers
 from .signals import Preempted, StopSignal
-from .sketches import tree_is_due
 from .steps import TooManySkipped
 from .stops import check_stop, watch
 

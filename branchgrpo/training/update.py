@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from ..objective import needs_means
-from ..rollout import edge_log_probs
+from ..gaussian import edge_log_probs
 from .edge_terms import Rolled, of_batch, revisited
 from .gradient import accumulate, agree, until_told
 from .micro_batches import MicroBatch, shared_micro_batches
 from .model import Learner, autocast
 from .parts import part_mask
-from .retain_batches import first_batches
 from .steps import count_skipped, optimiser_step, where_skipped
 
 # %% ../../nbs/training/08_update.ipynb #642e1184
@@ -43,7 +42,8 @@ def loss_divisor(learner: Learner, rolled: Rolled) -> float:
     if learner.settings.loss_mean == "step":
         return 1.0
     here = torch.stack([mask.sum() for mask in rolled.edge_mask]).sum().float().to(learner.accelerator.device)
-    return float(learner.accelerator.reduce(here, "sum")) / learner.settings.prompts_per_iteration
+    s = learner.settings
+    return float(learner.accelerator.reduce(here, "sum")) / (s.prompts_per_iteration * s.ranks_per_prompt)
 
 # %% ../../nbs/training/08_update.ipynb #58661e0d
 def train_step(
@@ -82,7 +82,6 @@ def summary(steps: list[dict[str, Any]], last_pass: list[dict[str, Any]]) -> dic
         "grad_norm": norms[norms.isfinite()].mean() if taken else norms[0],
         "edges": sum(step["edges"] for step in last_pass),
         "calls": sum(step["calls"] for step in steps),
-        "retained": steps[0]["retained"],
         "optimiser_steps": taken,
         "skipped_steps": sum(not (step["taken"] or step["empty"]) for step in steps),
     }
@@ -94,8 +93,7 @@ def update(learner: Learner, rolled: Rolled) -> dict[str, Any]:
     masks = [
         part_mask(rolled.edge_mask, rolled.parts, m) for m in range(1 if rolled.parts is None else s.steps_per_pass)
     ]
-    parts = [first_batches(learner, rolled.tree, masks[0], rolled.graphs)]
-    parts += [shared_micro_batches(learner, rolled.tree, mask) for mask in masks[1:]]
+    parts = [shared_micro_batches(learner, rolled.tree, mask) for mask in masks]
     keep_old(learner, rolled, [batch for part in parts[1:] for batch in part])
     divisor = loss_divisor(learner, rolled)
     every = parts * s.passes

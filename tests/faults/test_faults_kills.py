@@ -36,12 +36,14 @@ def saving(n):
 EXPORT = [f"{TRAINING}.lifetime:export", 1]
 DENOISER = "diffusers.models.transformers.transformer_flux:FluxTransformer2DModel.forward"
 PLACES = {  # of one iteration after the first checkpoint, and of the end
-    "rollout": at("branchgrpo.rollout:take_step", 3, inside=step(3)),
+    "rollout": at("branchgrpo.rollouts:take_step", 3, inside=step(3)),
     "rollout, in the denoiser": at(DENOISER, 5, inside=[f"{TRAINING}.collection:roll", 3]),
     "decode": at("branchgrpo.backbones.flux:FluxPolicy.decode", 1, "before", step(3)),
     "reward": at("branchgrpo.rewards.scorer:score_parts", 1, "after", step(3)),
     "credit": at(f"{TRAINING}.rolled:assign_credit", 1, "before", step(3)),
-    "backward": at("branchgrpo.rollout:edge_log_probs", 2, "gradient", [f"{TRAINING}.update:train_step", 3]),
+    "backward": at(
+        "branchgrpo.training.edge_terms:edge_log_probs", 2, "gradient", [f"{TRAINING}.update:train_step", 3]
+    ),
     "backward, in the denoiser": at(DENOISER, 2, "gradient", [f"{TRAINING}.update:train_step", 4]),
     "between micro-batches": at("accelerate:Accelerator.backward", 2, "after", [f"{TRAINING}.update:train_step", 4]),
     "between optimiser steps": at(f"{TRAINING}.update:train_step", 1, "after", step(3)),
@@ -236,7 +238,7 @@ def test_killed_in_a_thread_that_saves(tmp_path, whole, noted):
     "Within the write, and between the write and the renaming, while the training goes on."
     faults = {
         "save in a thread, within the write": WRITES["a checkpoint's weights"],
-        "save in a thread, in the next rollout": at("branchgrpo.rollout:take_step", 2, inside=step(3)),
+        "save in a thread, in the next rollout": at("branchgrpo.rollouts:take_step", 2, inside=step(3)),
     }
     for n, (place, fault) in enumerate(faults.items()):
         check_kill(tmp_path / f"run{n}", THREAD, fault, whole, noted, place)

@@ -24,18 +24,16 @@ from branchgrpo.plan import RolloutPlan
 from branchgrpo.planning import plan_of, process_of, sibling_s
 from branchgrpo.pruning import PRUNINGS
 from branchgrpo.reward_sums import REWARD_SUMS
-from branchgrpo.rollout import rollout
+from branchgrpo.rollouts import Judge, rollout
 from branchgrpo.settings import field_types
-from branchgrpo.shares import spread_depth
-from branchgrpo.spread import Spread, held_tree, held_values, trained_here
 from branchgrpo.step_weights import STEP_WEIGHTS, weights_of
 from branchgrpo.training.credit_assignment import fusion_beta
 from branchgrpo.training.gradient import accumulate
 from branchgrpo.training.iteration import step
-from branchgrpo.training.micro_batches import shared_micro_batches
+from branchgrpo.training.micro_batches import own_edges, shared_micro_batches
 from branchgrpo.training.model import DTYPES
 from branchgrpo.training.parts import STEP_UNITS, part_mask
-from branchgrpo.training.retain_batches import first_batches
+from branchgrpo.training.ranks import RankGroup, SharedPredictor
 from branchgrpo.training.rolled import assign_credit
 from branchgrpo.transition import TRANSITIONS
 from branchgrpo.tree import Tree, alive, ancestors
@@ -147,7 +145,6 @@ def wild(field: str) -> list:
 
 METHOD = [f for f in recipes.get("branchgrpo").values.__dataclass_fields__ if f not in ("height", "width", "frames")]
 MORE = ["max_batch", "train_batch", "pad_batches", "recompute_old", "decode_batch", "max_unscored", "max_skipped"]
-MORE += ["retain"]
 COSTLY = {"passes", "steps_per_pass", "prompts_per_iteration", "lora_rank"}  # a large one only takes long
 NAMES = {
     "advantage": tuple(ADVANTAGES.names()),
@@ -240,7 +237,6 @@ def credit(draw) -> dict:
         "max_batch": st.sampled_from([None, 1, 2, 5]),
         "train_batch": st.sampled_from([None, 1, 3]),
         "recompute_old": st.booleans(),
-        "retain": st.sampled_from([0, 0, 7, 10**6]),
         "mixed_precision": st.sampled_from(["no", "no", "bf16"]),
         "seed": st.integers(0, 5),
         "clip_range": st.sampled_from([1e-4, 0.2]),
@@ -484,27 +480,6 @@ def check_gradient(t: Trainer, rolled) -> Tensor:
     return size
 
 
-def check_graphs(t: Trainer, iteration: int, rolled, size: Tensor) -> None:
-    "The first step's gradient is the same if the rollout keeps graphs, all that pay or a few; and it keeps no more."
-    first = rolled.edge_mask if rolled.parts is None else part_mask(rolled.edge_mask, rolled.parts, 0)
-    expected, before = gradient(t, rolled, first)
-    room = (20 if t.settings.mixed_precision == "bf16" else 1) * (1e-3 * (size / max(before["edges"], 1)) + 1e-6)
-    for retain in (10**6, 5):
-        s = dataclasses.replace(t.settings, retain=retain)
-        learner = dataclasses.replace(t.learner, settings=s)
-        collected = dataclasses.replace(t.collector, settings=s)(iteration)
-        again, _ = assign_credit(learner, collected, rolled.process, t.collector.noise(iteration))
-        chunks = [chunk for calls in again.graphs.calls.values() for chunk in calls.chunks]
-        held = sum(chunk.size for chunk in chunks if chunk.output is not None)
-        assert held <= retain and held + again.graphs.room == retain
-        t.learner.optimizer.zero_grad()
-        stats = accumulate(learner, again, first_batches(learner, again.tree, first, again.graphs))
-        found = torch.cat([p.grad.flatten() for p in t.learner.parameters.values()])
-        assert ((found - expected).abs() <= room).all(), (found, expected)
-        assert (stats["edges"], stats["calls"]) == (before["edges"], before["calls"])
-        assert stats["retained"] <= held and float(stats["ratio_minus_1"]) == 0 and not again.graphs.calls
-
-
 def check_counts(t: Trainer, rolled, plan: RolloutPlan, prompts: int) -> None:
     "Trained edges and calls are at most the plan's, and exactly those where nothing is dropped by chance."
     s, cost = t.settings, plan_cost(plan)
@@ -517,13 +492,24 @@ def check_counts(t: Trainer, rolled, plan: RolloutPlan, prompts: int) -> None:
         assert (edges, parents) == (prompts * cost.trained_edges, prompts * cost.trained_calls)
 
 
-def check_spread(t: Trainer, iteration: int, tree: Tree, edge_mask: list[Tensor], ranks: int) -> None:
+def check_shared(t: Trainer, iteration: int, tree: Tree, edge_mask: list[Tensor], ranks: int) -> None:
     "Processes that share the trees, here threads, grow the same trees and train each edge once."
     s, plan = t.settings, plan_of(t.settings, iteration)
-    if s.adaptive or plan.side or spread_depth(plan, ranks) is None or looks_at_images(s.selection):
+    if s.adaptive or looks_at_images(s.selection):
         return
     barrier, slots = threading.Barrier(ranks, timeout=60), [None] * ranks
     found, errors = [None] * ranks, []
+    noise = t.collector.noise(iteration)
+    conditioning, prompts = t.conditioner(t.collector.draw(iteration)), t.collector.draw(iteration)
+
+    class Bumpy(Judge):
+        def survivors(self, step_, x0_hat, k):
+            names = [p for p in prompts for _ in range(x0_hat.shape[1])]
+            rewards = bumpy(x0_hat.flatten(0, 1), names).reshape(x0_hat.shape[:2])
+            return choose(s.selection, rewards, k, [noise.generator(p, -2 - step_) for p in noise.prompts])
+
+        def preview(self, depth, number, ends):
+            assert len(ends) == len(prompts)
 
     def run(rank: int) -> None:
         def gather(x: Tensor) -> Tensor:
@@ -533,23 +519,10 @@ def check_spread(t: Trainer, iteration: int, tree: Tree, edge_mask: list[Tensor]
             barrier.wait()
             return everyone
 
-        share = Spread(rank, ranks, gather)
-        noise = t.collector.noise(iteration)
-
-        def select(step_, x0_hat, k):
-            flat = share.score(x0_hat, lambda x: {"": bumpy(x.flatten(0, 1), names(x.shape[1])).reshape(x.shape[:2])})
-            generators = [noise.generator(p, -2 - step_) for p in noise.prompts]
-            return choose(s.selection, flat[""], k, generators)
-
-        def names(width):
-            return [p for p in t.collector.draw(iteration) for _ in range(width)]
-
-        process = process_of(s, t.policy, iteration)
-        conditioning = t.conditioner(t.collector.draw(iteration))
-        options = dict(select=select if plan.prune_at else None, share=share, max_batch=1, preview=lambda *_: None)
+        predict = SharedPredictor(t.policy, conditioning, 1, group=RankGroup(rank, ranks, gather))
+        process = process_of(s, t.policy, iteration)  # a solver counts its steps
         try:
-            args = (plan, t.policy, conditioning, process, noise, sibling_s(s), DTYPES[s.mixed_precision])
-            found[rank] = share, rollout(*args, **options)
+            found[rank] = rollout(plan, predict, process, noise, sibling_s(s), DTYPES[s.mixed_precision], Bumpy())
         except BaseException as error:
             errors.append(error)
             barrier.abort()
@@ -561,16 +534,14 @@ def check_spread(t: Trainer, iteration: int, tree: Tree, edge_mask: list[Tensor]
         thread.join()
     if errors:
         raise errors[0]
-    trained = 0
-    for share, own in found:
+    for own in found:
         assert all(torch.equal(a, b) for a, b in zip(own.parents, tree.parents))
+        assert all(torch.equal(a, b) for a, b in zip(own.latents, found[0].latents)), "the same trees on all"
         for a, b in zip(own.log_probs, tree.log_probs):
             close(a, b, atol=1e-3)
-        held = held_tree(share, own)
-        assert all((p < x.shape[1]).all() for p, x in zip(held.parents[1:], held.latents))
-        assert len(held_values(share, own, tree.log_probs)) == plan.steps + 1
-        trained += sum(int(m.sum()) for m in trained_here(share, own, edge_mask))
-    assert trained == sum(int(m.sum()) for m in edge_mask), "each trained edge is on one process"
+    parts = [own_edges(tree, edge_mask, rank, ranks) for rank in range(ranks)]
+    for of_depth, mask in zip(zip(*parts), edge_mask):
+        assert torch.equal(torch.stack(of_depth).sum(0), mask.long()), "each trained edge is on one process"
 
 
 class Watched:
@@ -634,10 +605,10 @@ def check_plan(t: Trainer, iteration: int, ranks: int, seed: int) -> None:
     for d, of_depth in enumerate(found):
         close(rolled.advantages[d], of_depth * weights.get(d - 1, 1.0))
     check_symmetry(s, tree, collected.rewards, mask, seed, seen)
-    check_graphs(t, iteration, rolled, check_gradient(t, rolled))
+    check_gradient(t, rolled)
     check_counts(t, rolled, plan, prompts)
     if ranks > 1:
-        check_spread(t, iteration, tree, rolled.edge_mask, ranks)
+        check_shared(t, iteration, tree, rolled.edge_mask, ranks)
     check_step(t, rolled, watched, iteration)
 
 
@@ -657,7 +628,7 @@ def check_step(t: Trainer, rolled, watched: Watched, iteration: int) -> None:
     assert watched.steps == row["optimiser_steps"] == s.passes * full
     assert row["edges"] == sum(int(m.sum()) for m in rolled.edge_mask)
     assert row["skipped_steps"] == 0 and row["rollout_mismatch"] < 1e-2
-    if not s.retain and not (s.pad_batches and (s.train_batch or s.max_batch)) and full == len(parts):
+    if not (s.pad_batches and (s.train_batch or s.max_batch)) and full == len(parts):
         assert watched.trained == row["trained_calls"]
     for name in ("loss", "grad_norm", "ratio", "reward", "reward_std"):
         assert torch.tensor(row[name]).isfinite() or (name == "reward_std" and rolled.tree.plan.leaves == 1), name

@@ -44,8 +44,3 @@ def check_recipe(folder, run, noted, what):
 )
 def test_a_recipe_that_is_killed(tmp_path, noted, name):
     check_recipe(tmp_path, run_of(name), noted, f"recipe {name}")
-
-
-@pytest.mark.parametrize("name", ["branchgrpo", "tempflow-grpo", "dense-grpo"])
-def test_a_recipe_that_keeps_its_graphs_and_is_killed(tmp_path, noted, name):
-    check_recipe(tmp_path, run_of(name, retain=64), noted, f"recipe {name}, with graphs kept (retain)")
