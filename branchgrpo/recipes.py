@@ -25,7 +25,7 @@ from branchgrpo.methods import (
     selection,
 )
 from .methods.recipe import Recipe, Sourced, adapted, changed
-from . import yaml_files
+from . import files
 from .registry import Registry, shown, unknown
 from .settings import MethodSettings, field_types
 
@@ -80,7 +80,7 @@ TEXTS = ("name", "summary", "base", "paper", "equation")  # of a file, besides i
 
 def read_table(path: Path) -> dict[str, Any]:
     "Return the table of a YAML file. Raise `ValueError` if it is missing, not YAML, or has unknown keys."
-    table = yaml_files.read_table(path, "recipe")
+    table = files.read_table(path, "recipe")
     for key in table.keys() - {*TEXTS, "values"}:
         raise ValueError(f"recipe: {str(path)!r} may hold {', '.join(TEXTS)} and values, not {key!r}")
     for key in table.keys() & set(TEXTS):
@@ -103,13 +103,6 @@ def sourced(key: str, value: Any, path: Path) -> tuple[Any, str]:
         value, source = value["value"], str(value.get("source", source))
     if value is None:
         raise ValueError(f"{key}: there is no value in {str(path)!r}; leave the line out for that of the base")
-    if isinstance(value, list):
-        value = tuple(value)
-    if field_types(MethodSettings).get(key) is float and isinstance(value, str):
-        try:
-            value = float(value)  # YAML reads 1e-4 as text
-        except ValueError:
-            raise ValueError(f"{key}: {shown(value)} is not a number") from None
     return value, source
 
 # %% ../nbs/22_recipes.ipynb #5cfc0dde

@@ -14,7 +14,7 @@ from pathlib import Path
 import nbformat
 
 from ..registry import reason, shown, unknown
-from ..yaml_files import read_table
+from ..files import read_table
 
 # %% ../../nbs/reproduction/05_pages.ipynb #ae0145f5
 def new_page(

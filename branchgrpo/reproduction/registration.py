@@ -17,7 +17,7 @@ from ..registry import shown, unknown
 from .equivalence import KINDS
 from .speed_endpoints import Endpoint
 from ..training.config import TrainConfig
-from ..yaml_files import read_table
+from ..files import read_table
 
 REGISTERED = Path(branchgrpo.__file__).parents[1] / "reproduce/registered.yaml"
 

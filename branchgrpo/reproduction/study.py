@@ -23,6 +23,7 @@ from .speeds import Curves
 from .tables import run_record
 from .timing import TimedRun, time_iterations
 from ..training.config import TrainConfig
+from ..training.resolve import resolve
 from ..training.runs import environment
 
 # %% ../../nbs/reproduction/38_study.ipynb #796c67cf
@@ -62,7 +63,7 @@ class StudyArms:
         for label, (world, recipe) in self.labels().items():
             for seed in self.registered.seeds(self.seeds[world]):
                 places[label, seed] = self.registered.worlds[world].config(recipe, seed)
-                places[label, seed].settings()  # raises on a wrong setting
+                resolve(places[label, seed])  # raises on a wrong setting
         return dict(sorted(places.items(), key=lambda item: item[0][1]))
 
 # %% ../../nbs/reproduction/38_study.ipynb #2b0bc20b

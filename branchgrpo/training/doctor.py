@@ -14,11 +14,10 @@ import branchgrpo
 
 from ..backbones.names import resolve
 from ..rewards.names import split_name, terms
-from .config import Settings
+from .config import Settings, listed
 from .estimate import Estimate, advice, estimate, verdict
 from .here import found, is_inside, packages
 from .memory import GPU, by_phase, memory_table
-from .resolve_checks import listed
 from .verify import Verified, files_of, verify
 from .versions import commit_of
 
@@ -77,7 +76,7 @@ def costs(s: Settings, gpus: int = 8, tflops: float = 400.0, gpu: float = GPU) -
 
 # %% ../../nbs/training/17_doctor.ipynb #35cf35cd
 def report(
-    s: Settings,  # as `TrainConfig(...).settings()` returns
+    s: Settings,  # as `resolve(TrainConfig(...))` returns
     gpus: int = 8,
     tflops: float = 400.0,  # sustained speed of one GPU
     gpu: float = GPU,  # memory of one GPU in GB

@@ -22,10 +22,9 @@ from ..backbones.published import ENCODING_BYTES, T5_XXL
 from ..costs import plan_cost
 from ..rewards.names import split_name, terms
 from ..rewards.table import Entry
-from .config import Settings
+from .config import Settings, listed
 from .counting import Countable, Counted, counted_policy
 from .decoding import decoding
-from .resolve_checks import listed
 from .retain_plan import kept_by_plan
 from .share import GB, PHASES, Part, Share, compute_bytes, weight_bytes
 

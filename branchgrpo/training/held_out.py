@@ -27,7 +27,7 @@ from ..rollout import EVALUATION_SEED, Noise, rollout
 from .blocks import BLOCK, Block, prompt_blocks
 from .conditioning import Conditioner
 from .config import Settings
-from .files import write_atomic
+from ..files import write_atomic
 from .ranks import together
 from .runs import Run
 from .not_finite import finite_rows, with_rows

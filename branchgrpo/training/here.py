@@ -20,7 +20,7 @@ from ..prompts import load_prompts
 from ..rewards.names import split_name, terms
 from ..rewards.table import Entry
 from ..rewards.unified_client import ChatClient
-from .resolve_checks import listed
+from .config import listed
 
 # %% ../../nbs/training/17_here.ipynb #2942ca22
 class Finding(NamedTuple):

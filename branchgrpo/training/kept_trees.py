@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..fusion import fuse_rewards
 from .credit_assignment import fusion_beta
-from .files import write_text
+from ..files import write_text
 
 # %% ../../nbs/training/26_kept_trees.ipynb #631922b9
 LARGEST_SIDE = 64  # pixels

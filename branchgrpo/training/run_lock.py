@@ -15,7 +15,7 @@ import warnings
 from datetime import datetime
 from pathlib import Path
 
-from ..refusals import Refused
+from ..files import Refused
 
 # %% ../../nbs/training/25_run_lock.ipynb #e60f2303
 LOCK = ".lock"

@@ -15,10 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..refusals import EVERYWHERE, naming
+from branchgrpo.files import (
+    EVERYWHERE,
+    append_jsonl,
+    check_output,
+    check_path,
+    is_temporary,
+    naming,
+    read_jsonl,
+    write_jsonl,
+    write_text,
+)
 from ..registry import first_of, reason, shown
-from .files import append_jsonl, is_temporary, read_jsonl, write_jsonl, write_text
-from .output_paths import check_output, check_path
 from .run_lock import LOCK
 from .versions import environment
 

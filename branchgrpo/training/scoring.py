@@ -21,10 +21,9 @@ from ..rewards.scorer import is_remote, part_names, start_scoring
 from ..batches import chunks
 from ..rollout import nothing
 from ..shares import WHOLE, Whole
-from .config import Settings
+from .config import Settings, listed
 from .not_finite import Lost, finite_rows, with_rows
 from .ranks import together
-from .resolve_checks import listed
 
 # %% ../../nbs/training/05_scoring.ipynb #aa145346
 def make_scorers(s: Settings, reward: Any, device) -> tuple[Scorer, dict[str, Scorer]]:

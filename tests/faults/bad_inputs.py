@@ -4,9 +4,8 @@ import json
 import shutil
 from pathlib import Path
 
-import yaml
-
 import branchgrpo
+from branchgrpo.files import parse_table
 
 SMALL = """steps: 6
 splits: [0, 2]
@@ -15,7 +14,7 @@ evaluate_every: 0
 tracker: none
 iterations: 1
 """
-BAD = yaml.safe_load(Path(__file__).with_name("bad_inputs.yaml").read_text(encoding="utf-8"))
+BAD = parse_table(Path(__file__).with_name("bad_inputs.yaml").read_text(encoding="utf-8"))
 
 TRAIN = "train --config {f}/small.yaml "
 RUNS = {  # what looks odd and is fine: what is typed, and a part of what is printed

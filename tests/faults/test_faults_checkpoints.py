@@ -18,6 +18,7 @@ from test_training import config
 
 from branchgrpo.backbones.base import load
 from branchgrpo.backbones.base import resolve as folder_of
+from branchgrpo.files import append_jsonl, read_jsonl, write_jsonl, write_text
 from branchgrpo.policy import GaussianFlow
 from branchgrpo.reproduction import warm
 from branchgrpo.reproduction.run_cache import is_readable
@@ -28,7 +29,6 @@ from branchgrpo.training.checkpoint_tensors import read_table
 from branchgrpo.training.checkpoints import Progress, Saver, load_checkpoint
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.export import export
-from branchgrpo.training.files import append_jsonl, read_jsonl, write_jsonl, write_text
 from branchgrpo.training.model import make_learner
 from branchgrpo.training.resolve import resolve
 from branchgrpo.training.runs import Run, rewind
