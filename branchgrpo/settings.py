@@ -37,6 +37,8 @@ class Bounds(NamedTuple):
         return low and (value <= self.most if self.below is None else value < self.below)
 
     def __str__(self) -> str:
+        if self.above is None and self.below is None and self.most < inf:
+            return f"from {self.least} to {self.most}"
         low = f"of at least {self.least}" if self.above is None else f"above {self.above}"
         most = "" if self.most == inf else f" and at most {self.most}"
         return low + (most if self.below is None else f" and below {self.below}")
@@ -263,7 +265,7 @@ class CreditSettings:
 
     reward_sum: str = from_recipe()  # rewards of a sum: together, decoupled (normalised one by one), decoupled+batch
     advantage: str = from_recipe()  # depthwise, joint, siblings, leave-one-out, …; with previews: gains, turns, …
-    beta: float = from_recipe(-1e9)  # β of Eq. 3: how much a path's log-probability weighs in reward fusion
+    beta: float = from_recipe(-(10**9))  # β of Eq. 3: how much a path's log-probability weighs in reward fusion
     beta_scale: str = from_recipe()  # log-densities in Eq. 3 over D elements: mean, sum, or sqrt (mean times √D)
     weights: Literal["path", "edge"] = from_recipe()  # log-probabilities in Eq. 3: of the path, or of the edge
     std: str = from_recipe()  # standard deviation that divides advantages: own (per tree), pooled, global, none

@@ -87,7 +87,7 @@ class RankSettings:
         "none"  # none: all weights on each GPU; full: split over all GPUs; hybrid: over a node's GPUs
     )
     ranks_per_prompt: int = bounded(1, 1)  # processes that share the leaves of one prompt's tree
-    timeout_minutes: float = bounded(60.0, above=0, most=1e6)  # how long a process waits for the others
+    timeout_minutes: float = bounded(60.0, above=0, most=10**6)  # how long a process waits for the others
 
 # %% ../../nbs/training/02_config.ipynb #9b19d700
 @dataclass(frozen=True)
