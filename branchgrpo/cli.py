@@ -20,7 +20,7 @@ from .commands import check_hps, doctor, evaluate, sample, show_recipes, show_re
 from .commands_bench import bench
 from .commands_completion import completion
 from .files import REFUSED, Refused, plain_line, refusals_in_words
-from .registry import import_target, unknown
+from .registry import import_target, unknown_name_error
 from .reproduction.command import reproduce
 from .training.resolve import resolve
 from .training.signals import ended_at_once
@@ -165,7 +165,7 @@ def greeting() -> str:
 def execute(name: str, words: list[str]) -> int:
     "Execute a command. Raise `ValueError` if a word or a value is wrong."
     if name not in COMMANDS:
-        raise unknown("command", name, COMMANDS)
+        raise unknown_name_error("command", name, COMMANDS)
     from branchgrpo.options import parse, parser_of
 
     command = COMMANDS[name]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .commands_json import print_json, recipe_row, recipe_table, reward_row
-from .settings import options, bounded, variable
+from .settings import bounded, options, variable
 from .training.resolve import resolve
 
 # %% ../nbs/26_commands.ipynb #27af247b

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .registry import shown, with_setting
-from .settings import options, bounded
+from .settings import bounded, options
 from .files import read_table
 
 # %% ../nbs/26_commands_bench.ipynb #c83867e4

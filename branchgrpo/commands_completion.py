@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .options import Parser, fill_parser
-from .registry import import_target, unknown
+from .registry import import_target, unknown_name_error
 from .settings import options
 
 # %% ../nbs/26_commands_completion.ipynb #ab5f7a23
@@ -70,6 +70,6 @@ def completion(given: dict[str, Any]) -> int:
 
     shell = options(CompletionOptions, given).shell
     if shell not in SHELLS:
-        raise unknown("shell", shell, SHELLS)
+        raise unknown_name_error("shell", shell, SHELLS)
     print(shtab.complete(whole_parser(), shell))
     return 0

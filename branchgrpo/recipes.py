@@ -26,7 +26,7 @@ from branchgrpo.methods import (
 )
 from .methods.recipe import Recipe, Sourced, adapted, changed
 from . import files
-from .registry import Registry, shown, unknown
+from .registry import Registry, shown, unknown_name_error
 from .settings import MethodSettings, field_types
 
 # %% ../nbs/22_recipes.ipynb #1783d3e4
@@ -90,7 +90,7 @@ def read_table(path: Path) -> dict[str, Any]:
         raise ValueError(f"recipe: the values {shown(table['values'])} in {str(path)!r} are no table of settings")
     for key in table.get("values") or {}:
         if key not in field_types(MethodSettings):
-            raise unknown("setting", key, sorted(field_types(MethodSettings)))
+            raise unknown_name_error("setting", key, sorted(field_types(MethodSettings)))
     return table
 
 # %% ../nbs/22_recipes.ipynb #77637ec4

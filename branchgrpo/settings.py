@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Literal, NamedTuple
 
-from .registry import shown, unknown
+from .registry import shown, unknown_name_error
 
 # %% ../nbs/21_settings.ipynb #2a940069
 class Bounds(NamedTuple):
@@ -167,7 +167,7 @@ def read_value(name: str, value: Any, hint: Any, bounds: Bounds | None = None) -
     hint = without_none(hint)
     if typing.get_origin(hint) is Literal:
         if value not in typing.get_args(hint):
-            raise unknown(name, value, typing.get_args(hint))
+            raise unknown_name_error(name, value, typing.get_args(hint))
         return value
     try:
         found = READERS[hint][0](value)
@@ -195,7 +195,7 @@ def read_settings(cls: type, values: dict[str, Any]) -> dict[str, Any]:
     found = {}
     for name, value in values.items():
         if name not in types:
-            raise unknown("setting", name, sorted(types))
+            raise unknown_name_error("setting", name, sorted(types))
         bounds = fields[name].metadata.get("bounds")
         found[name] = None if value is None else read_value(name, value, types[name], bounds)
     return found

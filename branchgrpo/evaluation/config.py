@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..registry import first_of, reason, with_setting
-from ..settings import read_settings, bounded
+from ..settings import bounded, read_settings
 from ..files import check_output, write_text
 
 # %% ../../nbs/evaluation/04_config.ipynb #2c315dde

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..files import REFUSED, check_file, check_output, parse_table
 from ..registry import shown, with_setting
-from ..settings import options, bounded
+from ..settings import bounded, options
 
 # %% ../../nbs/reproduction/15_command.ipynb #0783f968
 @dataclass

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..registry import shown, unknown
+from ..registry import shown, unknown_name_error
 from .comparisons import train_all
 from .cost_axis import with_cost
 from .recorded import REDRAW, RecordedRun, recorded_runs
@@ -48,7 +48,7 @@ class StudyArms:
     def __post_init__(self):
         for world, count in self.seeds.items():
             if world not in self.registered.worlds:
-                raise unknown("seeds", world, self.registered.worlds)
+                raise unknown_name_error("seeds", world, self.registered.worlds)
             if type(count) is not int or not 0 <= count <= self.registered.looks[-1]:
                 raise ValueError(f"seeds: {shown(count)} of {world} is not in 0 … {self.registered.looks[-1]}")
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ..settings import MethodSettings, read_settings, bounded
+from ..settings import MethodSettings, bounded, read_settings
 from ..files import read_table
 
 # %% ../../nbs/training/02_config.ipynb #b2defd2d

@@ -24,7 +24,7 @@ from ..ovf import SELECTIONS, looks_at_images
 from ..planning import check_process, plan_of
 from ..planning_checks import at_places, check_plans, leaves_of
 from ..pruning import PRUNINGS
-from ..registry import unknown, with_setting
+from ..registry import unknown_name_error, with_setting
 from ..reward_sums import REWARD_SUMS
 from ..rewards.base import check_name, terms
 from ..rewards.scorer import part_weights
@@ -66,7 +66,7 @@ def check_choices(s: Settings) -> None:
     allowed["group_selection"] = ("all", *SELECTIONS.names())
     for setting, names in allowed.items():
         if getattr(s, setting) not in names:
-            raise unknown(setting, getattr(s, setting), names)
+            raise unknown_name_error(setting, getattr(s, setting), names)
 
 # %% ../../nbs/training/03_resolve_checks.ipynb #75f6d09d
 MOST_LEAVES = 65_536  # of one prompt

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import check_file, write_text
-from ..settings import options, bounded
+from ..settings import bounded, options
 from .page import page
 from .records import Record, read_runs
 from .run_table import run_table
