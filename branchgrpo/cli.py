@@ -22,7 +22,6 @@ from .commands_completion import completion
 from .files import REFUSED, Refused, plain_line, refusals_in_words
 from .registry import import_target, unknown_name_error
 from .reproduction.command import reproduce
-from .training.resolve import resolve
 from .training.signals import ended_at_once
 
 # %% ../nbs/27_cli.ipynb #2540175c
@@ -95,6 +94,7 @@ def print_settings(given: dict[str, Any]) -> int:
     "Print all settings of a run as YAML."
     from branchgrpo.files import yaml_of
     from branchgrpo.training.config import TrainConfig
+    from branchgrpo.training.resolve import resolve
 
     table = resolve(TrainConfig.from_dict(given)).to_dict()
     table.pop("sources", None)

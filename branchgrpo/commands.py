@@ -15,7 +15,6 @@ from typing import Any
 
 from .commands_json import print_json, recipe_row, recipe_table, reward_row
 from .settings import bounded, options, variable
-from .training.resolve import resolve
 
 # %% ../nbs/26_commands.ipynb #27af247b
 @dataclass
@@ -158,6 +157,7 @@ def doctor(given: dict[str, Any]) -> int:
 
     from branchgrpo.training.config import TrainConfig
     from branchgrpo.training.doctor import facts, report, verified
+    from branchgrpo.training.resolve import resolve
 
     warnings.filterwarnings("ignore")
     machine = options(MachineOptions, given)

@@ -256,7 +256,7 @@ class ProcessSettings:
     split_noise: str = from_recipe()  # correlated (Eq. 2), or scaled: noise of split steps times s
     split_density: Literal["drawn", "plain"] = (
         from_recipe()
-    )  # density at scaled splits: of the noise drawn, or without s (plain)
+    )  # density at scaled splits: of the noise drawn, or no s
 
 # %% ../nbs/21_settings.ipynb #fdd6e265
 @dataclass(frozen=True)
@@ -295,9 +295,7 @@ class ObjectiveSettings:
     clip_range: float = from_recipe(above=0)  # ε of Eq. 5
     kl_limit: float = from_recipe(0, inf)  # of kl-mask: KL to the rollout's policy, mean over elements; inf: none
     kl: float = from_recipe(0)  # weight of the KL to the model before training; 0: no reference
-    kl_share: float = from_recipe(
-        above=0, most=1
-    )  # share of the leaves with the KL, by rewards above those of weight 0
+    kl_share: float = from_recipe(above=0, most=1)  # share of leaves with the KL, those most above rewards of weight 0
     step_weights: str = from_recipe()  # of the trained steps in the loss: equal, std, or inverse-gradient
     loss_mean: str = from_recipe()  # of a step's edges: step (their mean), or step*tree (divided by a tree's edges too)
 

@@ -25,7 +25,7 @@ from branchgrpo.backbones.names import (
     default_sizes,
     family,
     not_loaded,
-    resolve,
+    folder_of,
 )
 from .pipeline import PipelinePolicy, decode_images  # noqa: F401
 from .published import PUBLISHED  # noqa: F401
@@ -44,7 +44,7 @@ def load_pipeline(
     together: bool = False,  # all processes call this at once, and one per machine reads the denoiser
 ) -> Any:
     "Return a backbone's diffusers pipeline, frozen and without progress bars. Raises `ValueError` if it is absent."
-    folder, part = resolve(name), declared(family(name), "component")
+    folder, part = folder_of(name), declared(family(name), "component")
     parts = dict.fromkeys(without)
     try:
         if denoiser is None and together:
@@ -62,7 +62,7 @@ def load_pipeline(
 # %% ../../nbs/backbones/03_base.ipynb #f07d3579
 def empty_denoiser(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     "Return a backbone's denoiser whose parameters have no values (meta device); its buffers have them."
-    return empty_model(resolve(name), declared(family(name), "component"), dtype)
+    return empty_model(folder_of(name), declared(family(name), "component"), dtype)
 
 # %% ../../nbs/backbones/03_base.ipynb #cdb23696
 PLACES = ("device", "cpu", "none")
@@ -72,7 +72,7 @@ def parts_for(name: str, encoders: str) -> dict[str, list[str]]:
     "Return which parts `load_pipeline` leaves out, or leaves on the CPU. Raises `ValueError` on another place."
     if encoders not in PLACES:
         raise unknown_name_error("encoders", encoders, PLACES)
-    names = [] if encoders == "device" else encoder_names(resolve(name))
+    names = [] if encoders == "device" else encoder_names(folder_of(name))
     return {"without" if encoders == "none" else "waiting": names}
 
 # %% ../../nbs/backbones/03_base.ipynb #aeb225d8

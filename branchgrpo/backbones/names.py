@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FAMILIES', 'TINY', 'BACKBONES', 'UNREADABLE', 'Backbone', 'tiny_backbone', 'adapt_recipe', 'is_hub_name',
-           'is_pipeline', 'resolve', 'missing_pipeline_error', 'not_loaded', 'read_index', 'pipeline_class', 'family',
+           'is_pipeline', 'folder_of', 'missing_pipeline_error', 'not_loaded', 'read_index', 'pipeline_class', 'family',
            'declared', 'default_sizes']
 
 # %% ../../nbs/backbones/03_names.ipynb #762b2953
@@ -81,7 +81,7 @@ def is_pipeline(name: str) -> bool:
         return False
 
 # %% ../../nbs/backbones/03_names.ipynb #e5ee710a
-def resolve(name: str) -> str:
+def folder_of(name: str) -> str:
     """Return the folder or hub name behind a backbone's name.
 
     Raises `ValueError` if it is neither a name of `BACKBONES`, a pipeline's folder, nor `owner/model`."""
@@ -99,7 +99,7 @@ UNREADABLE = (OSError, ValueError)  # what diffusers raises on missing and damag
 
 def missing_pipeline_error(name: str, error: Exception) -> ValueError:
     "Return the one-line error for a pipeline that cannot be fetched."
-    folder = resolve(name)
+    folder = folder_of(name)
     here = Path(folder).exists()
     what = "cannot be read" if here else "is not on this machine and could not be fetched"
     reason = " ".join(str(error).replace(folder, "…").split())[:120]
@@ -126,7 +126,7 @@ def read_index(folder: str) -> Any:
 # %% ../../nbs/backbones/03_names.ipynb #05da8085
 def pipeline_class(name: str) -> str | None:
     "Return the class name in a backbone's `model_index.json`, if it has one. Raises `ValueError` if there is no file."
-    folder = resolve(name)
+    folder = folder_of(name)
     try:
         config = read_index(folder)
         return config.get("_class_name") if isinstance(config, dict) else None

@@ -42,9 +42,7 @@ class RecordSettings:
     checkpoint_async: bool = False  # write a checkpoint while the training goes on
     keep_checkpoints: int = bounded(2, 1)  # the newest checkpoints that are kept
     keep_every: int = bounded(0, 0)  # checkpoints of every n-th iteration are kept too; 0: none
-    tree_every: int | None = bounded(
-        None, 0
-    )  # iterations between trees for branchgrpo view; none: evaluate_every; 0: never
+    tree_every: int | None = bounded(None, 0)  # iterations between kept trees; none: evaluate_every; 0: never
     max_skipped: int = bounded(10, 1)  # the run stops after so many iterations in a row whose gradient is not finite
     tracker: Literal["tensorboard", "wandb", "none"] = "tensorboard"  # where a run's rows are drawn
 

@@ -16,8 +16,7 @@ from accelerate import Accelerator
 from test_sharding import BEGIN, END, FIT, FULL, processes, rows, settings
 from test_training import config
 
-from branchgrpo.backbones.base import load
-from branchgrpo.backbones.base import resolve as folder_of
+from branchgrpo.backbones.base import folder_of, load
 from branchgrpo.files import append_jsonl, read_jsonl, write_jsonl, write_text
 from branchgrpo.policy import GaussianFlow
 from branchgrpo.reproduction import warm
