@@ -254,9 +254,7 @@ class ProcessSettings:
     shift: float = from_recipe(above=0)  # time shift of the noise schedule; above 1: more steps at high noise
     s: float = from_recipe(0, inf)  # private per shared noise of siblings (Eq. 2); inf: independent
     split_noise: str = from_recipe()  # correlated (Eq. 2), or scaled: noise of split steps times s
-    split_density: Literal["drawn", "plain"] = (
-        from_recipe()
-    )  # density at scaled splits: of the noise drawn, or no s
+    split_density: Literal["drawn", "plain"] = from_recipe()  # density at scaled splits: of the noise drawn, or no s
 
 # %% ../nbs/21_settings.ipynb #fdd6e265
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import torch
 
 from ..backbones.published import PUBLISHED
 from ..backbones.loading import encoder_names
+from ..backbones.names import folder_of
 from ..backbones.pipeline import DECODE_BYTES
 from ..backbones.published import ENCODING_BYTES, T5_XXL
 from ..costs import plan_cost
