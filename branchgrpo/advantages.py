@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .group_std import STDS, centre, own_process, pooled_std
-from .registry import unknown
+from .registry import unknown_name_error
 
 # %% ../nbs/11_advantages.ipynb #84b9c508
 def depthwise_advantages(
@@ -28,7 +28,7 @@ def depthwise_advantages(
     Raises `ValueError` if `std` has another name. Source: BranchGRPO Eq. 4, Table 2 (A_max = 5).
     """
     if std not in STDS:
-        raise unknown("std", std, STDS)
+        raise unknown_name_error("std", std, STDS)
     advantages = []
     for value in values:
         deviation, n = centre(value)

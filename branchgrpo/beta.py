@@ -10,7 +10,7 @@ import torch
 
 from .fusion import effective_sample_size
 from .plan import RolloutPlan
-from .registry import unknown
+from .registry import unknown_name_error
 from .tree import Tree
 
 DENSITY_SCALES = {"mean": 0.0, "sqrt": 0.5, "sum": 1.0}  # exponents of D
@@ -34,7 +34,7 @@ def density_scale(
     Raises `ValueError` if `name` is another one.
     """
     if name not in DENSITY_SCALES:
-        raise unknown("beta_scale", name, DENSITY_SCALES)
+        raise unknown_name_error("beta_scale", name, DENSITY_SCALES)
     exponent = DENSITY_SCALES[name]
     return float(elements_of(tree)) ** exponent if exponent else 1.0
 

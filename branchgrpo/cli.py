@@ -19,10 +19,9 @@ from . import __version__
 from .commands import check_hps, doctor, evaluate, sample, show_recipes, show_rewards, view
 from .commands_bench import bench
 from .commands_completion import completion
-from .refusals import REFUSED, Refused, refusals_in_words
-from .registry import import_target, unknown
+from .files import REFUSED, Refused, plain_line, refusals_in_words
+from .registry import import_target, unknown_name_error
 from .reproduction.command import reproduce
-from .training.outside import plain_line
 from .training.signals import ended_at_once
 
 # %% ../nbs/27_cli.ipynb #2540175c
@@ -93,13 +92,13 @@ def train(given: dict[str, Any]) -> int:
 # %% ../nbs/27_cli.ipynb #393d800f
 def print_settings(given: dict[str, Any]) -> int:
     "Print all settings of a run as YAML."
-    import yaml
+    from branchgrpo.files import yaml_of
     from branchgrpo.training.config import TrainConfig
+    from branchgrpo.training.resolve import resolve
 
-    table = TrainConfig.from_dict(given).settings().to_dict()
-    table = {name: list(value) if isinstance(value, tuple) else value for name, value in table.items()}
+    table = resolve(TrainConfig.from_dict(given)).to_dict()
     table.pop("sources", None)
-    print(yaml.safe_dump(table, sort_keys=False, allow_unicode=True, default_flow_style=None), end="")
+    print(yaml_of(table), end="")
     return 0
 
 # %% ../nbs/27_cli.ipynb #c461ad9d
@@ -166,7 +165,7 @@ def greeting() -> str:
 def execute(name: str, words: list[str]) -> int:
     "Execute a command. Raise `ValueError` if a word or a value is wrong."
     if name not in COMMANDS:
-        raise unknown("command", name, COMMANDS)
+        raise unknown_name_error("command", name, COMMANDS)
     from branchgrpo.options import parse, parser_of
 
     command = COMMANDS[name]

@@ -9,10 +9,9 @@ __all__ = ['SHELLS', 'NAMES', 'PLACES', 'CompletionOptions', 'with_names', 'whol
 from dataclasses import dataclass, field
 from typing import Any
 
-from .commands import options
-from .option_values import plain_text
 from .options import Parser, fill_parser
-from .registry import import_target, unknown
+from .registry import import_target, unknown_name_error
+from .settings import options
 
 # %% ../nbs/26_commands_completion.ipynb #ab5f7a23
 SHELLS = ("bash", "zsh", "fish", "tcsh")
@@ -42,7 +41,7 @@ def with_names(parser: Parser) -> None:
     import shtab
 
     for action in parser._actions:
-        is_text = action.nargs != 0 and action.type in (None, plain_text)
+        is_text = action.nargs != 0 and action.metavar in (None, "TEXT")
         if action.dest in NAMES and is_text:
             action.choices = import_target(NAMES[action.dest]).names()
         elif action.dest in PLACES and is_text:
@@ -71,6 +70,6 @@ def completion(given: dict[str, Any]) -> int:
 
     shell = options(CompletionOptions, given).shell
     if shell not in SHELLS:
-        raise unknown("shell", shell, SHELLS)
+        raise unknown_name_error("shell", shell, SHELLS)
     print(shtab.complete(whole_parser(), shell))
     return 0

@@ -9,7 +9,7 @@ __all__ = ['WEIGHTS', 'softmax_over_siblings', 'sibling_scores', 'leaf_values', 
 import torch
 from torch import Tensor
 
-from .registry import unknown
+from .registry import unknown_name_error
 from .tree import Tree, path_log_probs
 
 WEIGHTS = ("path", "edge")
@@ -76,7 +76,7 @@ def fuse_rewards(
     Raises `ValueError` if `weights` is another one, the shape is wrong or a reward is not finite.
     """
     if weights not in WEIGHTS:
-        raise unknown("weights", weights, WEIGHTS)
+        raise unknown_name_error("weights", weights, WEIGHTS)
     value, log_z = leaf_values(tree, leaf_rewards, leaf_mask)
     r_bar = [value]
     for d in range(tree.steps, 0, -1):

@@ -10,7 +10,7 @@ import re
 from dataclasses import replace
 
 from .plan import RolloutPlan
-from .registry import shown, unknown
+from .registry import shown, unknown_name_error
 from .settings import MethodSettings
 
 # %% ../nbs/23_planning_previews.ipynb #4beb9cbd
@@ -47,7 +47,7 @@ def preview_depths(at: tuple[int, ...] | str, plan: RolloutPlan) -> list[int]:
         around = {depth for i in plan.drawn for depth in (i, i + 1) if depth <= last}
         words = {"drawn": around, "after": {i + 1 for i in plan.drawn} - {plan.steps}}
         if at not in words:
-            raise unknown("preview_at", at, words)
+            raise unknown_name_error("preview_at", at, words)
         return sorted(words[at])
     for depth in at:
         if not 0 <= depth < plan.steps:

@@ -9,7 +9,7 @@ __all__ = ['levels_left', 'taken_steps', 'make_window', 'window_steps', 'one_of'
 # %% ../nbs/23_planning_steps.ipynb #b01a576a
 import torch
 
-from .registry import unknown
+from .registry import unknown_name_error
 from .schedule import flow_sigmas, merged_levels
 from .settings import MethodSettings
 from .transition_tail import compress_tail
@@ -50,7 +50,7 @@ def window_steps(s: MethodSettings, iteration: int = 0) -> tuple[int, ...]:
 def one_of(setting: str, value: str, table: dict):
     "Return the entry of `table`. Raise `ValueError` naming the setting and what is allowed."
     if value not in table:
-        raise unknown(setting, value, table)
+        raise unknown_name_error(setting, value, table)
     return table[value]
 
 # %% ../nbs/23_planning_steps.ipynb #904dc8ca

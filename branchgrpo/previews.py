@@ -9,7 +9,7 @@ __all__ = ['PREVIEW_LEVELS', 'picked', 'check_steps', 'complete_table', 'Preview
 from collections.abc import Iterable, Mapping
 
 from .counts import CallCounts, families
-from .registry import unknown
+from .registry import unknown_name_error
 
 # %% ../nbs/05_previews.ipynb #4da19a17
 PREVIEW_LEVELS = ("grid", "even")
@@ -34,7 +34,7 @@ def complete_table(
 ) -> dict[int, tuple[int, ...]]:
     "Return `previews` sorted by depth, each entry checked. Raise `ValueError` naming what is wrong."
     if levels not in PREVIEW_LEVELS:
-        raise unknown("preview_levels", levels, PREVIEW_LEVELS)
+        raise unknown_name_error("preview_levels", levels, PREVIEW_LEVELS)
     table = {int(depth): tuple(int(n) for n in numbers) for depth, numbers in sorted(dict(previews).items())}
     for depth, numbers in table.items():
         if not 0 <= depth < steps:

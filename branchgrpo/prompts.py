@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .prompt_files import PromptSet, from_path, from_rows, from_texts, part_file
-from .registry import Registry, shown, unknown
+from .registry import Registry, shown, unknown_name_error
 
 # %% ../nbs/19_prompts.ipynb #064b08a8
 PROMPT_SETS = Registry(
@@ -131,7 +131,7 @@ def load_named(name: str) -> PromptSet:
         return from_hub(name)
     if Path(name).suffix in (".txt", ".jsonl"):
         raise ValueError(f"prompts: {shown(name)} is not there: there is no such file")
-    known = unknown("prompts", name, [*PROMPT_SETS.names(), *PAPER_SETS])
+    known = unknown_name_error("prompts", name, [*PROMPT_SETS.names(), *PAPER_SETS])
     raise ValueError(f"{known} (also allowed: a .txt or .jsonl file, a folder, or a hub name owner/data)")
 
 # %% ../nbs/19_prompts.ipynb #7ec058ce

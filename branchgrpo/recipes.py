@@ -12,24 +12,35 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from .methods import branchgrpo, one_step, pro_grpo, variants
-from .methods.recipe import Recipe, Sourced, adapted, changed_recipe
-from . import yaml_files
-from .registry import Registry, shown, unknown
+from branchgrpo.methods import (
+    branch_once,
+    branchgrpo,
+    noise_and_merged,
+    objectives,
+    one_value,
+    other_trees,
+    previews,
+    pro_grpo,
+    released,
+    selection,
+)
+from .methods.recipe import Recipe, Sourced, adapted, changed
+from . import files
+from .registry import Registry, shown, unknown_name_error
 from .settings import MethodSettings, field_types
 
 # %% ../nbs/22_recipes.ipynb #1783d3e4
 METHODS = (
-    *branchgrpo.BRANCHGRPO_METHODS,
-    *pro_grpo.PRO_GRPO_METHODS,
-    *variants.OTHER_TREES,
-    *variants.ONE_VALUE_CHANGED,
-    *branchgrpo.RELEASED_SCRIPTS,
-    *one_step.ONE_NOISY_STEP,
-    *variants.OTHER_NOISE,
-    *variants.OTHER_OBJECTIVES,
-    *variants.OTHER_SUBSETS,
-    *one_step.SCORED_BEFORE_THE_END,
+    *branchgrpo.METHODS,
+    *pro_grpo.METHODS,
+    *other_trees.METHODS,
+    *one_value.METHODS,
+    *released.METHODS,
+    *branch_once.METHODS,
+    *noise_and_merged.METHODS,
+    *objectives.METHODS,
+    *selection.METHODS,
+    *previews.METHODS,
 )
 RECIPES = Registry("recipe", "recipes", {recipe.name: recipe for recipe in METHODS})
 
@@ -61,7 +72,7 @@ def from_yaml(path: Path, within: tuple[Path, ...] = ()) -> Recipe:
     base = get(table.get("base", "branchgrpo"), (*within, path.resolve()))
     name = file_name(table.get("name", path.stem), path)
     summary = table.get("summary", f"{base.name} with changes")
-    return changed_recipe(base, name, summary, values, table.get("paper", ""), table.get("equation", ""))
+    return changed(base, name, summary, values, table.get("paper", ""), table.get("equation", ""))
 
 # %% ../nbs/22_recipes.ipynb #f89c7b9c
 TEXTS = ("name", "summary", "base", "paper", "equation")  # of a file, besides its values
@@ -69,7 +80,7 @@ TEXTS = ("name", "summary", "base", "paper", "equation")  # of a file, besides i
 
 def read_table(path: Path) -> dict[str, Any]:
     "Return the table of a YAML file. Raise `ValueError` if it is missing, not YAML, or has unknown keys."
-    table = yaml_files.read_table(path, "recipe")
+    table = files.read_table(path, "recipe")
     for key in table.keys() - {*TEXTS, "values"}:
         raise ValueError(f"recipe: {str(path)!r} may hold {', '.join(TEXTS)} and values, not {key!r}")
     for key in table.keys() & set(TEXTS):
@@ -79,7 +90,7 @@ def read_table(path: Path) -> dict[str, Any]:
         raise ValueError(f"recipe: the values {shown(table['values'])} in {str(path)!r} are no table of settings")
     for key in table.get("values") or {}:
         if key not in field_types(MethodSettings):
-            raise unknown("setting", key, sorted(field_types(MethodSettings)))
+            raise unknown_name_error("setting", key, sorted(field_types(MethodSettings)))
     return table
 
 # %% ../nbs/22_recipes.ipynb #77637ec4
@@ -92,13 +103,6 @@ def sourced(key: str, value: Any, path: Path) -> tuple[Any, str]:
         value, source = value["value"], str(value.get("source", source))
     if value is None:
         raise ValueError(f"{key}: there is no value in {str(path)!r}; leave the line out for that of the base")
-    if isinstance(value, list):
-        value = tuple(value)
-    if field_types(MethodSettings).get(key) is float and isinstance(value, str):
-        try:
-            value = float(value)  # YAML reads 1e-4 as text
-        except ValueError:
-            raise ValueError(f"{key}: {shown(value)} is not a number") from None
     return value, source
 
 # %% ../nbs/22_recipes.ipynb #5cfc0dde

@@ -11,11 +11,11 @@ variants  attention kernels, compiled blocks, checkpointing, casts, decoding of 
 The json is written after every line, so what a time limit cuts off is kept; a part that fails leaves its error as a
 line. `--tiny` runs the same at a small size on any machine.
 
-It needs torch 2.9, diffusers 0.42, transformers, accelerate, peft, safetensors, scipy, pillow, pyyaml and typeguard;
+It needs torch 2.9, diffusers 0.42, transformers, accelerate, peft, safetensors, scipy, pillow and ruamel.yaml;
 no torchvision, nbdev, fastcore or tensorboard. Where a machine has PyTorch but not the others, carry
 wheels, and set PYTHONPATH to their folder and to this repository's root:
 
-    pip download --no-deps -d wheels diffusers==0.42.1 typeguard==4.6.0
+    pip download --no-deps -d wheels diffusers==0.42.1 ruamel.yaml==0.19.1
     python -m pip install -q --no-index --no-deps --target site wheels/*.whl
     PYTHONPATH=site:. PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 python tests/gpu_bench.py smoke --json smoke.json
 """

@@ -8,10 +8,10 @@ import subprocess
 import sys
 
 import pytest
-import yaml
 
 import branchgrpo
 from branchgrpo import cli, recipes
+from branchgrpo.files import parse_table, yaml_of
 from branchgrpo.options import parse, parser_of
 from branchgrpo.settings import RETIRED
 
@@ -45,7 +45,7 @@ def test_an_output_folder_that_cannot_be_made(tmp_path, monkeypatch, capsys):
 def test_a_file_with_an_unknown_setting_or_a_wrong_type(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for table, message in (({"iteration": 3}, "config: "), ({"iterations": "many"}, "iterations: ")):
-        (tmp_path / "run.yaml").write_text(yaml.safe_dump(table))
+        (tmp_path / "run.yaml").write_text(yaml_of(table))
         code, _, err = called(capsys, "train", "--config", tmp_path / "run.yaml")
         assert code == 2
         assert err.startswith(f"branchgrpo: {message}")
@@ -68,7 +68,7 @@ def test_a_flag_overrides_the_file(tmp_path, capsys):
     (tmp_path / "run.yaml").write_text("iterations: 3\nseed: 5\n")
     words = ("--iterations", "7", "--config", tmp_path / "run.yaml", "--print-config")
     _, printed, _ = called(capsys, "train", *words)
-    table = yaml.safe_load(printed)
+    table = parse_table(printed)
     assert table["iterations"] == 7
     assert table["seed"] == 5
 

@@ -16,6 +16,7 @@ from branchgrpo.pruning import keep_edges, random_steps
 from branchgrpo.rollouts import Predictor, rollout
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.credit_assignment import advantages_of, trained_edges
+from branchgrpo.training.resolve import resolve
 from branchgrpo.training.trainer import Trainer
 from branchgrpo.tree import Tree, ancestors
 
@@ -90,7 +91,7 @@ def test_broadcast_clips_each_leaf():
 def rolled(shape=(16, 4), prompts=3) -> Tree:
     "Return the trees of a rollout of a small flow whose latents have `shape`."
     policy = GaussianFlow(mean=0.5, std=0.5, shape=shape)
-    settings = TrainConfig(recipe="branchgrpo", steps=12).settings()
+    settings = resolve(TrainConfig(recipe="branchgrpo", steps=12))
     plan, process = RolloutPlan.tree(12, (0, 2, 4, 5)), process_of(settings, policy)
     return rollout(plan, Predictor(policy, {}), process, Noise(0, 0, tuple(range(prompts))), s=4.0)
 

@@ -18,6 +18,7 @@ from branchgrpo.reproduction.speed_endpoints import Endpoint, unscaled
 from branchgrpo.reproduction.study import recipes_of
 from branchgrpo.reproduction.tested_claims import NOT_RUN
 from branchgrpo.reproduction.two_way import Fit, difference
+from branchgrpo.training.resolve import resolve
 
 ROOT = Path(__file__).parents[1]
 LOOKS = [5, 10, 20]
@@ -171,7 +172,7 @@ def test_every_world_is_valid_and_compares_like_with_like():
     "The recipes of a world have the same model, reward, captions and iterations, whatever else differs."
     registered = read_registration(ROOT / "reproduce" / "registered.yaml")
     for name, recipes in recipes_of(registered).items():
-        settings = [registered.worlds[name].config(recipe, 0).settings() for recipe in recipes]
+        settings = [resolve(registered.worlds[name].config(recipe, 0)) for recipe in recipes]
         for field in ("backbone", "reward", "prompts", "iterations", "evaluation_prompts", "prompts_per_iteration"):
             assert len({getattr(found, field) for found in settings}) == 1, (name, field)
         assert {found.seed for found in settings} == {0}

@@ -12,6 +12,7 @@ from branchgrpo.planning import plan_of
 from branchgrpo.reproduction.claims import Comparison
 from branchgrpo.reproduction.statistics import difference, with_false_discovery
 from branchgrpo.testbed.scaling import at_testbed, scale_splits
+from branchgrpo.training.resolve import resolve
 
 ROOT = Path(__file__).parents[1]
 
@@ -22,7 +23,7 @@ def test_a_split_at_the_noiseless_last_step_is_an_error(splits):
     with pytest.raises(ValueError, match="splits: step 11 is the last"):
         RolloutPlan.tree(12, splits)
     with pytest.raises(ValueError, match="splits: step 11 is the last"):
-        plan_of(TrainConfig(splits=splits, steps=12).settings())
+        plan_of(resolve(TrainConfig(splits=splits, steps=12)))
 
 
 def test_scaling_keeps_the_number_of_splits():

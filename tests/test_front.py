@@ -5,11 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 
+from branchgrpo.files import parse_table
 from branchgrpo.site.contents import README_END, chapters
 from branchgrpo.site.front import INDEX, PICTURE, picture, reading_minutes, readme
 from branchgrpo.site.lessons import text_of
+from branchgrpo.training.resolve import resolve
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -93,8 +94,8 @@ def test_your_own_method_is_one(tmp_path):
     (block,) = blocks("yaml")
     name = re.search(r"(\S+\.yaml), for --recipe", block)[1]
     (tmp_path / name).write_text(block)
-    settings = TrainConfig(recipe=str(tmp_path / name)).settings()
-    assert settings.recipe == yaml.safe_load(block)["name"] == Path(name).stem
+    settings = resolve(TrainConfig(recipe=str(tmp_path / name)))
+    assert settings.recipe == parse_table(block)["name"] == Path(name).stem
     assert settings.splits == (0, 1, 2)
 
 

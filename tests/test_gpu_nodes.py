@@ -8,16 +8,17 @@ from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
-import yaml
 from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser
 
 from branchgrpo.cli import COMMANDS
+from branchgrpo.files import parse_table
 from branchgrpo.options import parse, parser_of
 from branchgrpo.reproduction.command import PageOptions, SlurmOptions, check_options, given_parameters
 from branchgrpo.reproduction.pages import jobs
 from branchgrpo.reproduction.slurm import sbatch_options
 from branchgrpo.training.config import TrainConfig
+from branchgrpo.training.resolve import resolve
 
 ROOT = Path(__file__).parents[1]
 PAGES = [json.loads((ROOT / f"nbs/{name}.ipynb").read_text(encoding="utf-8")) for name in ("gpu_nodes", "gpu_memory")]
@@ -64,7 +65,7 @@ def checked(words: list[str], gpus: int) -> None:
     given = parse(parser_of("branchgrpo", "", command.classes(), command.config), words[1:])
     if words[0] == "train":
         given.pop("print_config", None)
-        s = TrainConfig.from_dict(given).settings()
+        s = resolve(TrainConfig.from_dict(given))
         assert s.prompts_per_iteration * s.ranks_per_prompt % gpus == 0
     if words[0] == "reproduce":
         pages = PageOptions(**{name: given[name] for name in given if name in PageOptions.__dataclass_fields__})
@@ -119,7 +120,7 @@ def test_the_settings_given_by_set_are_merged():
 
 
 def test_conda_and_pip_install_the_same():
-    table = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))
+    table = parse_table((ROOT / "environment.yml").read_text(encoding="utf-8"))
     (pip,) = [entry["pip"] for entry in table["dependencies"] if isinstance(entry, dict)]
     parser = ConfigParser(delimiters=["="], interpolation=None)
     parser.read(ROOT / "settings.ini", encoding="utf-8")

@@ -21,6 +21,7 @@ from branchgrpo.mechanism.vectors import moved_policy
 from branchgrpo.plan import RolloutPlan
 from branchgrpo.planning import plan_of, process_of
 from branchgrpo.policy import GaussianFlow
+from branchgrpo.training.resolve import resolve
 from branchgrpo.training.rolled import assign_credit
 
 
@@ -69,7 +70,7 @@ def test_a_projection_is_that_of_the_whole_gradient(tmp_path, recipe):
 
 def test_the_formula_is_the_policy_gradient_theorem():
     "Of a star, and of a tree whose splits are all at step 0: they are the same group."
-    s = TrainConfig(recipe="dancegrpo", steps=8).settings()
+    s = resolve(TrainConfig(recipe="dancegrpo", steps=8))
     process = process_of(s, GaussianFlow())
     plan = plan_of(s)
     steps = linear_steps(process, plan.drawn)
@@ -80,7 +81,7 @@ def test_the_formula_is_the_policy_gradient_theorem():
 
 
 def test_more_chains_point_better_and_a_best_schedule_is_the_best():
-    s = TrainConfig(recipe="branchgrpo", steps=6, splits=(0, 2)).settings()
+    s = resolve(TrainConfig(recipe="branchgrpo", steps=6, splits=(0, 2)))
     process = process_of(s, GaussianFlow())
     found = [judged(process, (0,), factor=n)["cosine_squared"] for n in (4, 8, 16)]
     assert found == sorted(found)
@@ -95,7 +96,7 @@ def test_what_cannot_be_measured_is_said():
     with pytest.raises(ValueError, match="reward: .*has no gradient"):
         scored(lambda images, prompts: torch.zeros(len(images)), torch.ones(1, 3, 2, 2), ["a"])
     plan = RolloutPlan.funnel(6, (8, 4), (3,))
-    process = process_of(TrainConfig(recipe="dancegrpo", steps=6).settings(), GaussianFlow())
+    process = process_of(resolve(TrainConfig(recipe="dancegrpo", steps=6)), GaussianFlow())
     with pytest.raises(ValueError, match="plan: with pruning steps"):
         gradient_moments(plan, linear_steps(process, plan.drawn))
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
 
 from branchgrpo.cli import COMMANDS
+from branchgrpo.files import parse_table
 from branchgrpo.options import parse, parser_of
 from branchgrpo.reproduction.command import parameter
 from branchgrpo.reproduction.page_runs import planned_runs
@@ -18,6 +18,7 @@ from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.doctor import costs
 from branchgrpo.training.estimate import advice, estimate, verdict
 from branchgrpo.training.memory import GPU, fits, memory_parts, peak
+from branchgrpo.training.resolve import resolve
 
 ROOT = Path(__file__).parents[1]
 
@@ -46,7 +47,7 @@ def test_every_training_of_the_readme_fits():
     found = trained_by_readme()
     assert found, "the README trains"
     for config in found:
-        assert verdict(config.settings(), 1).startswith("fits: yes"), verdict(config.settings(), 1)
+        assert verdict(resolve(config), 1).startswith("fits: yes"), verdict(resolve(config), 1)
 
 
 def large() -> tuple[TrainConfig, int]:
@@ -55,12 +56,12 @@ def large() -> tuple[TrainConfig, int]:
     text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
     settings = re.search(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[1]
     gpus = re.search(r"^accelerate launch .*--num_processes (\d+) .*--config flux.yaml$", text, re.MULTILINE)[1]
-    return TrainConfig.from_dict(yaml.safe_load(settings)), int(gpus)
+    return TrainConfig.from_dict(parse_table(settings)), int(gpus)
 
 
 def test_the_training_of_flux_fits():
     config, gpus = large()
-    s = config.settings()
+    s = resolve(config)
     assert s.prompts_per_iteration % gpus == 0
     assert verdict(s, gpus).startswith("fits: yes"), verdict(s, gpus)
 
@@ -68,12 +69,12 @@ def test_the_training_of_flux_fits():
 def test_all_weights_fit_if_they_are_split():
     config, _ = large()
     whole = replace(config, lora_rank=0, learning_rate=None, base_dtype="float32", sharding="full")
-    assert fits(peak(whole.settings(), 16))
-    assert not fits(peak(replace(whole, sharding="none").settings(), 16))
+    assert fits(peak(resolve(whole), 16))
+    assert not fits(peak(resolve(replace(whole, sharding="none")), 16))
 
 
 def pages() -> list[str]:
-    table = yaml.safe_load((ROOT / "reproduce/scales.yaml").read_text(encoding="utf-8"))
+    table = parse_table((ROOT / "reproduce/scales.yaml").read_text(encoding="utf-8"))
     return [name for name, scales in table.items() if "paper" in scales]
 
 
@@ -81,7 +82,7 @@ def pages() -> list[str]:
 def test_every_run_of_the_paper_scale_fits_on_its_gpus(name):
     job = jobs([name], "paper", ROOT / "reproduce")[0]
     for config, _ in planned_runs(job):
-        gpus, s = job.runner["gpus"], config.settings()
+        gpus, s = job.runner["gpus"], resolve(config)
         assert s.prompts_per_iteration % gpus == 0, f"{s.recipe}: {s.prompts_per_iteration} prompts on {gpus} GPUs"
         cost = estimate(s, gpus)
         assert fits(cost.peak_gb), verdict(s, gpus)
@@ -101,7 +102,7 @@ def test_every_run_of_the_paper_scale_fits_on_its_gpus(name):
 )
 def test_what_does_not_fit_is_told_with_a_cure(changes, gpus, cures):
     config, _ = large()
-    s = replace(config, **changes).settings()
+    s = resolve(replace(config, **changes))
     found = advice(s, gpus)
     assert found is not None and cures <= found.keys()
     text = verdict(s, gpus)
@@ -112,7 +113,7 @@ def test_what_does_not_fit_is_told_with_a_cure(changes, gpus, cures):
 def test_the_parts_add_up():
     "Weights, gradients and AdamW of an adapter are counted once each; the report shows them, and the sum."
     config, gpus = large()
-    s = config.settings()
+    s = resolve(config)
     parts = {part.name: part.gb for part in memory_parts(s, gpus)}
     assert parts["denoiser"] == pytest.approx(2 * 11.9014, rel=1e-3)
     assert parts["adapter"] == parts["gradients"] == parts["averaged weights"] == parts["optimiser"] / 2

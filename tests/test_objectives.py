@@ -16,6 +16,7 @@ from branchgrpo.rewards.sums import RewardSum
 from branchgrpo.suspects import win_rate
 from branchgrpo.training.checkpoint_folders import newest
 from branchgrpo.training.checkpoints import read_table
+from branchgrpo.training.resolve import resolve
 from branchgrpo.training.rolled import assign_credit
 from branchgrpo.training.update import accumulate
 
@@ -205,7 +206,7 @@ FACTORS = {  # of a diffusion model of six steps, whose levels are its own
 def test_factors_of_noise_are_looked_at_before_a_model_is(tmp_path, kind, factors):
     table = SMALL | {"splits": ()} | kind | {"steps": 6, "roots": 2, "noise_factors": eval(factors)}
     with pytest.raises(ValueError, match="^noise_factors: " + re.escape(FACTORS[factors])):
-        TrainConfig.from_dict(table | {"output": str(tmp_path / "run")}).settings()
+        resolve(TrainConfig.from_dict(table | {"output": str(tmp_path / "run")}))
 
 
 def test_the_most_images_of_a_prompt_are_compared_whatever_splits_come(tmp_path):

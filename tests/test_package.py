@@ -11,9 +11,9 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
-import yaml
 
 import branchgrpo
+from branchgrpo.files import parse_table
 
 ROOT = Path(__file__).parents[1]
 SMALL = "--iterations 1 --steps 4 --splits 0,1 --prompts-per-iteration 1 --evaluate-every 0 --tracker none"
@@ -73,7 +73,7 @@ def test_the_wheel_says_what_it_is(built):
     assert len(said.get_all("Project-URL")) >= 2
     versions = settings["DEFAULT"]["pythons"].split()
     assert all(f"Programming Language :: Python :: {version}" in said.get_all("Classifier") for version in versions)
-    workflow = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())
+    workflow = parse_table((ROOT / ".github/workflows/tests.yml").read_text())
     assert all(job["strategy"]["matrix"]["python"] == versions for job in workflow["jobs"].values())
 
 
@@ -92,7 +92,7 @@ def test_the_wheel_trains_in_an_empty_folder(built, tmp_path):
 
 
 def test_the_citation_is_of_this_version():
-    cff = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    cff = parse_table((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert (cff["title"], cff["version"]) == ("branchgrpo", branchgrpo.__version__)
     cited = {entry["identifiers"][0]["value"].removeprefix("arXiv:") for entry in cff["references"]}
     assert cited == {"2509.06040", "2512.15347"}

@@ -15,6 +15,7 @@ import pytest
 from branchgrpo import cli
 from branchgrpo.options import parse, parser_of
 from branchgrpo.training.config import TrainConfig
+from branchgrpo.training.resolve import resolve
 
 ROOT = Path(__file__).parents[1]
 TEXTS = [*ROOT.glob("*.md"), *ROOT.glob(".github/ISSUE_TEMPLATE/*.yml")]
@@ -126,7 +127,7 @@ def test_every_command_of_ours_is_valid(line, place, monkeypatch):
         return
     given = given_by(line)
     if line.split()[0] in ("train", "doctor"):
-        TrainConfig.from_dict({name: value for name, value in given.items() if name in fields()}).settings()
+        resolve(TrainConfig.from_dict({name: value for name, value in given.items() if name in fields()}))
 
 
 def fields():

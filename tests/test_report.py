@@ -15,6 +15,7 @@ from branchgrpo.reproduction.pages import jobs, templates
 from branchgrpo.reproduction.run_cache import cache_key
 from branchgrpo.reproduction.run_table import read_record
 from branchgrpo.reproduction.written_report import written_report
+from branchgrpo.training.resolve import resolve
 
 ROOT = Path(__file__).parents[1]
 MARK = "**Runs of earlier recipes**"
@@ -24,7 +25,7 @@ PAGES = templates(ROOT / "reproduce")
 def names_today(page: str) -> set[str]:
     "Return the names of the runs that a page would train today."
     (job,) = jobs([page], "testbed", ROOT / "reproduce")
-    return {cache_key(config.settings().to_dict()) for config, _ in planned_runs(job)}
+    return {cache_key(resolve(config).to_dict()) for config, _ in planned_runs(job)}
 
 
 def names_recorded(page: str) -> set[str] | None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import nbformat
 import psutil
 import pytest
-import yaml
 
+from branchgrpo.files import parse_table
 from branchgrpo.recipes import get
 from branchgrpo.reproduction import shared_runs
 from branchgrpo.reproduction.pages import jobs as all_jobs
@@ -27,12 +27,26 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_every_notebook_has_its_scales_and_every_parameter_is_known():
-    table, found = yaml.safe_load((ROOT / "reproduce/scales.yaml").read_text()), templates(ROOT / "reproduce")
+    table, found = parse_table((ROOT / "reproduce/scales.yaml").read_text()), templates(ROOT / "reproduce")
     assert table.keys() == found.keys()
     for name, scales in table.items():
         assert {"smoke", "testbed"} <= scales.keys(), name
     for scale in ("smoke", "quickstart", "testbed", "paper"):
         all_jobs([], scale, ROOT / "reproduce")
+
+
+def test_groups_of_parameters_that_are_taken_together_share_none():
+    "PyYAML takes the last group's value and the standard the first's, so `read_table` refuses a shared parameter."
+    table = parse_table((ROOT / "reproduce/scales.yaml").read_text())
+    rewards = {
+        name: scales["paper"]["held_out"] for name, scales in table.items() if "held_out" in scales.get("paper", {})
+    }
+    for name in ("table1", "fig5_table3", "fig1", "fig4", "fig6"):
+        assert rewards[f"branchgrpo/{name}"] == "pickscore,imagereward,clip,unified-reward"
+    for name in ("tree_ovf", "advantage", "beta", "transitions", "released"):
+        assert rewards[f"beyond/{name}"] == "pickscore,imagereward"
+    assert rewards["pro_grpo/table1_fig5"] == "hps-v2.1,imagereward,aesthetic"
+    assert table["branchgrpo/fig7"]["paper"]["extra"]["max_batch"] == 1
 
 
 @pytest.mark.parametrize("path", sorted(templates(ROOT / "reproduce").values()), ids=lambda path: path.stem)

@@ -19,6 +19,7 @@ from test_training import together
 from branchgrpo import TrainConfig, Trainer, cli
 from branchgrpo.planning import plan_of
 from branchgrpo.reproduction.warm import popen, run
+from branchgrpo.training.resolve import resolve
 from branchgrpo.training.runs import Run
 from branchgrpo.viewing.page import page
 from branchgrpo.viewing.records import read_run, read_runs
@@ -110,7 +111,7 @@ def test_a_kept_tree_is_the_tree_that_was_trained_on(tmp_path, changes):
     "Its rewards have the iteration's mean, its leaves are the images, and its shape is the plan's."
     found = trained(tmp_path / "run", **changes, prompts_per_iteration=1, iterations=1, tree_every=1)
     (tree,) = trees_of(read_run(found.path))
-    s = TrainConfig.from_dict(SMALL | changes).settings()
+    s = resolve(TrainConfig.from_dict(SMALL | changes))
     assert [len(depth["values"]) for depth in tree["depths"]] == list(plan_of(s).populations)
     assert sum(tree["rewards"]) / len(tree["rewards"]) == pytest.approx(found.metrics[0]["reward"], abs=1e-5)
     assert tree["depths"][-1]["values"] == tree["rewards"]

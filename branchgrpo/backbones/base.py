@@ -18,11 +18,19 @@ from .guidance import guided  # noqa: F401
 from .loading import empty_model, encoder_names, place, read_once, read_pipeline
 from .memory import largest_rank, save_memory  # noqa: F401
 from .names import BACKBONES, FAMILIES, TINY, Backbone, adapt_recipe, is_hub_name  # noqa: F401
-from .names import UNREADABLE, absent, declared, default_sizes, family, not_loaded, resolve
+from branchgrpo.backbones.names import (
+    UNREADABLE,
+    missing_pipeline_error,
+    declared,
+    default_sizes,
+    family,
+    not_loaded,
+    folder_of,
+)
 from .pipeline import PipelinePolicy, decode_images  # noqa: F401
 from .published import PUBLISHED  # noqa: F401
 from ..policy import Policy
-from ..registry import unknown
+from ..registry import unknown_name_error
 
 # %% ../../nbs/backbones/03_base.ipynb #0eba550d
 def load_pipeline(
@@ -36,7 +44,7 @@ def load_pipeline(
     together: bool = False,  # all processes call this at once, and one per machine reads the denoiser
 ) -> Any:
     "Return a backbone's diffusers pipeline, frozen and without progress bars. Raises `ValueError` if it is absent."
-    folder, part = resolve(name), declared(family(name), "component")
+    folder, part = folder_of(name), declared(family(name), "component")
     parts = dict.fromkeys(without)
     try:
         if denoiser is None and together:
@@ -45,7 +53,7 @@ def load_pipeline(
             given = {} if denoiser is None else {part: denoiser}
             pipeline = read_pipeline(folder, dtype, **parts, **given)
     except UNREADABLE as error:
-        raise absent(name, error) from None
+        raise missing_pipeline_error(name, error) from None
     except (UnpicklingError, SafetensorError, ValueError) as error:
         raise not_loaded(name, error) from None
     place(pipeline, device, [*waiting, *([] if denoiser is None else [part])])
@@ -54,7 +62,7 @@ def load_pipeline(
 # %% ../../nbs/backbones/03_base.ipynb #f07d3579
 def empty_denoiser(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     "Return a backbone's denoiser whose parameters have no values (meta device); its buffers have them."
-    return empty_model(resolve(name), declared(family(name), "component"), dtype)
+    return empty_model(folder_of(name), declared(family(name), "component"), dtype)
 
 # %% ../../nbs/backbones/03_base.ipynb #cdb23696
 PLACES = ("device", "cpu", "none")
@@ -63,8 +71,8 @@ PLACES = ("device", "cpu", "none")
 def parts_for(name: str, encoders: str) -> dict[str, list[str]]:
     "Return which parts `load_pipeline` leaves out, or leaves on the CPU. Raises `ValueError` on another place."
     if encoders not in PLACES:
-        raise unknown("encoders", encoders, PLACES)
-    names = [] if encoders == "device" else encoder_names(resolve(name))
+        raise unknown_name_error("encoders", encoders, PLACES)
+    names = [] if encoders == "device" else encoder_names(folder_of(name))
     return {"without" if encoders == "none" else "waiting": names}
 
 # %% ../../nbs/backbones/03_base.ipynb #aeb225d8

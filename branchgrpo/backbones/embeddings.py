@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from ..refusals import naming
+from ..files import naming
 
 # %% ../../nbs/backbones/10_embeddings.ipynb #909a0d81
 def text_parts(pipeline) -> dict[str, Any]:

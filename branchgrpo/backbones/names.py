@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FAMILIES', 'TINY', 'BACKBONES', 'UNREADABLE', 'Backbone', 'tiny_backbone', 'adapt_recipe', 'is_hub_name',
-           'is_pipeline', 'resolve', 'absent', 'not_loaded', 'read_index', 'pipeline_class', 'family', 'declared',
-           'default_sizes']
+           'is_pipeline', 'folder_of', 'missing_pipeline_error', 'not_loaded', 'read_index', 'pipeline_class', 'family',
+           'declared', 'default_sizes']
 
 # %% ../../nbs/backbones/03_names.ipynb #762b2953
 import json
@@ -18,7 +18,7 @@ from typing import Any
 
 from .pipeline import FamilyDefaults
 from .published import PUBLISHED
-from ..registry import Registry, loaded, shown, unknown
+from ..registry import Registry, loaded, shown, unknown_name_error
 
 # %% ../../nbs/backbones/03_names.ipynb #a63e068e
 FAMILIES = Registry(
@@ -81,7 +81,7 @@ def is_pipeline(name: str) -> bool:
         return False
 
 # %% ../../nbs/backbones/03_names.ipynb #e5ee710a
-def resolve(name: str) -> str:
+def folder_of(name: str) -> str:
     """Return the folder or hub name behind a backbone's name.
 
     Raises `ValueError` if it is neither a name of `BACKBONES`, a pipeline's folder, nor `owner/model`."""
@@ -89,7 +89,7 @@ def resolve(name: str) -> str:
     if is_pipeline(where) or is_hub_name(where):
         return where
     raise ValueError(
-        f"{unknown('backbone', name, BACKBONES.names())} "
+        f"{unknown_name_error('backbone', name, BACKBONES.names())} "
         "(also allowed: a folder with a model_index.json, or a hub name owner/model)"
     )
 
@@ -97,9 +97,9 @@ def resolve(name: str) -> str:
 UNREADABLE = (OSError, ValueError)  # what diffusers raises on missing and damaged files
 
 
-def absent(name: str, error: Exception) -> ValueError:
+def missing_pipeline_error(name: str, error: Exception) -> ValueError:
     "Return the one-line error for a pipeline that cannot be fetched."
-    folder = resolve(name)
+    folder = folder_of(name)
     here = Path(folder).exists()
     what = "cannot be read" if here else "is not on this machine and could not be fetched"
     reason = " ".join(str(error).replace(folder, "…").split())[:120]
@@ -126,12 +126,12 @@ def read_index(folder: str) -> Any:
 # %% ../../nbs/backbones/03_names.ipynb #05da8085
 def pipeline_class(name: str) -> str | None:
     "Return the class name in a backbone's `model_index.json`, if it has one. Raises `ValueError` if there is no file."
-    folder = resolve(name)
+    folder = folder_of(name)
     try:
         config = read_index(folder)
         return config.get("_class_name") if isinstance(config, dict) else None
     except UNREADABLE as error:
-        raise absent(name, error) from None
+        raise missing_pipeline_error(name, error) from None
 
 # %% ../../nbs/backbones/03_names.ipynb #68e3d23c
 def family(name: str) -> type:

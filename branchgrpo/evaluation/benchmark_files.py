@@ -13,7 +13,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from ..training.files import read_jsonl, write_text
+from ..files import read_jsonl, write_text
 
 # %% ../../nbs/evaluation/09_benchmark_files.ipynb #85aa8514
 def geneval_layout(rows: list[dict], metadata: list[dict], source: Path, target: Path) -> None:

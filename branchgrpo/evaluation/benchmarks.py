@@ -16,7 +16,7 @@ from pathlib import Path
 
 from . import benchmark_files
 from ..registry import Registry
-from ..training.files import read_jsonl, write_text
+from ..files import read_jsonl, write_text
 
 # %% ../../nbs/evaluation/10_benchmarks.ipynb #b4d48aee
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from .summary import summarise
 from ..prompts import load_prompts
 from ..rewards.base import Scorer
 from ..rewards.base import load as load_reward
-from ..training.files import read_jsonl, remove_temporaries, write_jsonl
+from ..files import read_jsonl, remove_temporaries, write_jsonl
 
 # %% ../../nbs/evaluation/05_evaluate.ipynb #37022152
 @dataclass

@@ -15,7 +15,7 @@ from torch import Tensor
 from .sampling import as_image
 from ..prompts import PromptSet
 from ..rewards.base import Scorer
-from ..training.files import write_atomic
+from ..files import write_atomic
 
 # %% ../../nbs/evaluation/03_rows.ipynb #87ca37da
 def image_place(number: int) -> str:

@@ -26,6 +26,7 @@ from .pathwise import evaluation_process, pathwise_gradient
 from .projection import edge_derivatives, projections, prompt_gradient, trained_parents
 from .reference import Reference, reference_of
 from .vectors import moved_policy
+from ..training.resolve import resolve
 
 # %% ../../nbs/mechanism/09_study.ipynb #c595f946
 from ..planning import process_of
@@ -33,7 +34,7 @@ from ..prompts import PromptSet, load_prompts
 from ..reproduction.run_key import cache_key
 from ..training.config import Settings, TrainConfig
 from ..training.edge_terms import Rolled
-from ..training.files import save_atomic, write_atomic, write_text
+from ..files import save_atomic, write_atomic, write_text
 from ..training.model import Learner
 from ..training.rolled import assign_credit
 from ..training.trainer import Trainer
@@ -114,7 +115,7 @@ def study_moment(
 ) -> tuple[Reference, dict[str, dict]]:
     "Return the reference and every recipe's numbers at one policy: from files, or measured now, family by family."
     ours, theirs = two_halves(load_prompts(base.prompts), study.seed)
-    settings = {name: recipe_config(base, study, name).settings() for name in recipes}
+    settings = {name: resolve(recipe_config(base, study, name)) for name in recipes}
     facts = {name: {"study": asdict(study), "settings": cache_key(s.to_dict())} for name, s in settings.items()}
     paths = {name: Path(folder) / f"{name}.json" for name in settings}
     first = open_at(base, study, next(iter(settings)), theirs, weights)

@@ -11,7 +11,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from ..settings import MethodSettings, check_types
+from ..settings import MethodSettings, read_settings
 
 # %% ../../nbs/methods/00_recipe.ipynb #d7dd78ca
 Sourced = tuple[Any, str]  # a value and its source
@@ -45,9 +45,8 @@ def changed_recipe(
     recipe: Recipe, name: str, summary: str, changes: dict[str, Sourced], paper: str = "", equation: str = ""
 ) -> Recipe:
     "Return `recipe` under another name with `changes` `{setting: (value, source)}`, and with its paper unless given."
-    values = {setting: value for setting, (value, _) in changes.items()}
+    values = read_settings(MethodSettings, {setting: value for setting, (value, _) in changes.items()})
     sources = recipe.sources | {setting: source for setting, (_, source) in changes.items()}
-    check_types(MethodSettings, values)
     values = dataclasses.replace(recipe.values, **values)
     return Recipe(name, summary, values, sources, paper or recipe.paper, equation or recipe.equation)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..registry import shown
 from ..training.config import TrainConfig
+from ..training.resolve import resolve
 
 # %% ../../nbs/reproduction/19_arms.ipynb #a2bc5321
 def base_config(
@@ -60,7 +61,7 @@ class Arms:
                 raise ValueError(f"seeds: {shown(seed)} is not a whole number")
         changed = self.changed()
         for config in changed.values():
-            config.settings()  # raises on a wrong setting
+            resolve(config)  # raises on a wrong setting
         return {
             (label, seed): dataclasses.replace(changed[label], seed=seed) for seed in self.seeds for label in changed
         }

@@ -17,6 +17,7 @@ from ..training.config import TrainConfig
 from ..training.here import found
 from ..training.estimate import Estimate, advice, estimate, flag
 from ..training.memory import GPU, fits
+from ..training.resolve import resolve
 
 # %% ../../nbs/reproduction/07_budget.ipynb #f40f113d
 def cost_of(
@@ -26,7 +27,7 @@ def cost_of(
 ) -> Estimate | None:
     "Return the cost of a run; None if no configuration of the backbone is available."
     try:
-        return estimate(config.settings(), gpus, tflops)
+        return estimate(resolve(config), gpus, tflops)
     except OSError:
         return None
 
@@ -80,7 +81,7 @@ def memory_text(config: TrainConfig, gpus: int, cost: Estimate) -> str:
     text = f"{gpus:3} GPUs  {cost.peak_gb:6.1f} GB each"
     if fits(cost.peak_gb):
         return f"{text}, fits"
-    changes = advice(config.settings(), gpus)
+    changes = advice(resolve(config), gpus)
     return f"{text}, DOES NOT FIT on {GPU:g}: " + " ".join(flag(*item) for item in (changes or {}).items())
 
 # %% ../../nbs/reproduction/07_budget.ipynb #971c4435
@@ -94,7 +95,7 @@ def time_text(hours: float, gpus: int) -> str:
 def run_line(config: TrainConfig, job: Job, total: Total, tflops: float) -> str:
     "Return the line of a run below its page, and add it to `total`."
     gpus = job.runner.get("gpus", 1)
-    key, cost = cache_key(config.settings().to_dict()), cost_of(config, gpus, tflops)
+    key, cost = cache_key(resolve(config).to_dict()), cost_of(config, gpus, tflops)
     hours = None if cost is None else gpus * cost.hours
     owner = total.add(key, job.name, hours)
     if owner:

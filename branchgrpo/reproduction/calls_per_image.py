@@ -8,6 +8,7 @@ __all__ = ['calls_per_image']
 # %% ../../nbs/reproduction/26_calls_per_image.ipynb #3d265b50
 from ..planning import plan_of
 from ..training.config import TrainConfig
+from ..training.resolve import resolve
 from ..training.runs import Run
 
 # %% ../../nbs/reproduction/26_calls_per_image.ipynb #9acff233
@@ -15,7 +16,7 @@ def calls_per_image(config: TrainConfig, run: Run) -> dict[str, float]:
     "Return a run's denoiser calls per image, in rollouts and in training."
     last = run.metrics[-1]
     prompts = last["iteration"] * run.info["settings"]["prompts_per_iteration"]  # the run's own: it may be an older one
-    images = prompts * plan_of(config.settings()).leaves
+    images = prompts * plan_of(resolve(config)).leaves
     return {
         "calls per image": last["denoiser_calls"] / images,
         "trained calls per image": last["trained_calls"] / images,

@@ -14,11 +14,9 @@ import shlex
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..commands import options, require
-from ..refusals import REFUSED
+from ..files import REFUSED, check_file, check_output, parse_table
 from ..registry import shown, with_setting
-from ..training.output_paths import check_file, check_output
-from ..yaml_files import parse_table
+from ..settings import bounded, options
 
 # %% ../../nbs/reproduction/15_command.ipynb #0783f968
 @dataclass
@@ -28,7 +26,7 @@ class PageOptions:
     names: tuple[str, ...] = field(default=(), metadata={"positional": "*"})  # notebooks; see --all --dry-run
     all: bool = False  # every notebook that the scale knows
     scale: str = "testbed"  # smoke (minutes), quickstart, testbed (hours on two cores) or paper (GPUs, real weights)
-    jobs: int = 1  # runs, and then notebooks, at a time
+    jobs: int = bounded(1, 1, 10_000)  # runs, and then notebooks, at a time
     gpus: str | None = None  # one run, and then one notebook, per GPU: 0,1,2,3
     set: tuple[str, ...] = ()  # NAME=VALUE for all named notebooks, as JSON; a table is merged: extra={lora_rank: 32}
     folder: str = "reproduce"  # where the notebooks are
@@ -38,7 +36,7 @@ class PageOptions:
     recorded: bool = False  # take the runs that the tables of figures/ hold, and train only the others
     only: tuple[str, ...] = ()  # train only these runs of the notebooks (names of their folders)
     dry_run: bool = False  # list every run with its GPUs, memory and hours, and every file it needs
-    tflops: float = 400.0  # sustained speed of one GPU, for --dry-run
+    tflops: float = bounded(400.0, 0.001)  # sustained speed of one GPU, for --dry-run
 
 # %% ../../nbs/reproduction/15_command.ipynb #6dec1095
 @dataclass
@@ -47,9 +45,9 @@ class SlurmOptions:
 
     slurm: bool = False  # hand the runs, and after them the notebooks, to Slurm (with --dry-run: show the scripts)
     slurm_options: str = ""  # further #SBATCH options: partition=a100,account=x
-    hours: int = 24  # time limit of a task; a task that reaches it goes back into the queue
-    nodes: int | None = None  # nodes per run; none: as many as the scale's number of GPUs needs
-    gpus_per_node: int = 8  # GPUs per node of a run
+    hours: int = bounded(24, 1, 10_000)  # time limit of a task; a task that reaches it goes back into the queue
+    nodes: int | None = bounded(None, 1, 100_000)  # nodes per run; none: as many as the scale's number of GPUs needs
+    gpus_per_node: int = bounded(8, 0, 1000)  # GPUs per node of a run
     snakefile: str | None = None  # write runs and notebooks as a Snakefile, for other schedulers, and stop
 
 # %% ../../nbs/reproduction/15_command.ipynb #ebe99a98
@@ -86,11 +84,6 @@ def check_options(o: PageOptions, slurm: SlurmOptions) -> None:
     for name in o.names:
         if o.names.count(name) > 1:
             raise ValueError(f"names: {name!r} is given twice")
-    require(o, "jobs", 1, 10_000)
-    require(o, "tflops", 0.001)
-    require(slurm, "hours", 1, 10_000)
-    require(slurm, "nodes", 1, 100_000)
-    require(slurm, "gpus_per_node", 0, 1000)
     check_gpus(o.gpus)
     check_ways(o, slurm)
     check_output(o.output)
@@ -218,7 +211,7 @@ def write_snakefile(jobs: list, o: PageOptions, slurm: SlurmOptions) -> int:
     "Write runs and notebooks as a Snakefile."
     from branchgrpo.reproduction.tasks import torchrun
     from branchgrpo.reproduction.snakefile import snakefile
-    from branchgrpo.training.files import write_text
+    from branchgrpo.files import write_text
 
     words = ["--scale", o.scale, "--folder", o.folder, "--output", o.output]
     launch = o.launch or torchrun(1, slurm.gpus_per_node)

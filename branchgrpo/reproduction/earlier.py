@@ -14,6 +14,7 @@ from .page_runs import page_arms
 from .pages import Job
 from .recorded import recorded_runs
 from .run_key import cache_key, hashed_settings
+from ..training.resolve import resolve
 
 # %% ../../nbs/reproduction/27_earlier.ipynb #87e3dbe7
 def recorded_settings(record: dict) -> dict[str, dict]:
@@ -31,7 +32,7 @@ def settings_today(job: Job) -> dict[str, dict] | None:
     if arms is None:
         return None
     with warnings.catch_warnings(action="ignore"):  # they concern a training
-        settings = [config.settings().to_dict() for config in arms.configs().values()]
+        settings = [resolve(config).to_dict() for config in arms.configs().values()]
     return {cache_key(found): found for found in settings}
 
 # %% ../../nbs/reproduction/27_earlier.ipynb #a4c6ceac

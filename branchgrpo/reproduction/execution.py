@@ -22,7 +22,7 @@ from pathlib import Path
 import nbformat
 from filelock import FileLock, Timeout
 
-from ..refusals import in_words, refusal
+from ..files import in_words, refusal
 from . import warm
 from .launch import show
 from .pages import Job

@@ -23,7 +23,7 @@ from .report_parts import seeds_text
 from .saving import saving_line
 from .written_report import ROOT, by_endpoint, claim_rows, how_many, written_report
 from ..site.front import INDEX
-from ..training.files import write_text
+from ..files import write_text
 
 # %% ../../nbs/reproduction/44_first_answers.ipynb #1b644228
 def untrained(record: dict[str, Any], rewards: dict[str, str]) -> list[tuple[str, str]]:

@@ -24,7 +24,7 @@ from typing import IO
 from .launch_endings import Ended
 from .run_progress import report_progress
 from ..training.config import TrainConfig
-from ..training.files import write_text
+from ..files import write_text, yaml_of
 from ..training.signals import SIGNALS, Preempted
 
 # %% ../../nbs/reproduction/20_launch.ipynb #2c3198ee
@@ -152,15 +152,12 @@ def train_apart(config: TrainConfig, launch: str, held: tuple[int, ...] = ()) ->
 
     Raises `Preempted` if it was told to stop, else `RuntimeError` with the end of its log if it failed.
     """
-    import yaml
-
     given = {name: value for name, value in dataclasses.asdict(config).items() if value is not None}
-    lists = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
     rank = Nodes.here().rank
     log = Path(config.output) / (f"log-{rank}.txt" if rank else "log.txt")
     settings = log.with_name(f"log-{rank}.yaml")
     log.parent.mkdir(parents=True, exist_ok=True)
-    settings.write_text(yaml.safe_dump(lists), encoding="utf-8")
+    settings.write_text(yaml_of(given), encoding="utf-8")
     command = [*shlex.split(os.path.expandvars(launch)), "-m", "branchgrpo.cli", "train", "--config", str(settings)]
     ended = run_logged(command, log, held)
     if ended.preempted():

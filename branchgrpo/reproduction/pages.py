@@ -13,8 +13,8 @@ from pathlib import Path
 
 import nbformat
 
-from ..registry import reason, shown, unknown
-from ..yaml_files import read_table
+from ..registry import reason, shown, unknown_name_error
+from ..files import read_table
 
 # %% ../../nbs/reproduction/05_pages.ipynb #ae0145f5
 def new_page(
@@ -139,7 +139,7 @@ def jobs(
     todo = []
     for name in names or [name for name in found if scale in table.get(name, {})]:
         if name not in found:
-            raise unknown("notebook", name, found)
+            raise unknown_name_error("notebook", name, found)
         row = dict(table.get(name, {}).get(scale) or {})
         runner = row.pop("runner", {})
         parameters = merged(row, given or {})

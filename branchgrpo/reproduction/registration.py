@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import branchgrpo
-from ..registry import shown, unknown
+from ..registry import shown, unknown_name_error
 from .equivalence import KINDS
 from .speed_endpoints import Endpoint
 from ..training.config import TrainConfig
-from ..yaml_files import read_table
+from ..files import read_table
 
 REGISTERED = Path(branchgrpo.__file__).parents[1] / "reproduce/registered.yaml"
 
@@ -60,7 +60,7 @@ def checked_claim(name: str, settings: Any) -> Claim:
         Endpoint(claim.endpoint, claim.key, claim.axis)
         for setting, allowed in (("paper", PAPERS), ("kind", KINDS), ("axis", AXES)):
             if getattr(claim, setting) not in allowed:
-                raise unknown(setting, getattr(claim, setting), allowed)
+                raise unknown_name_error(setting, getattr(claim, setting), allowed)
         if claim.label == claim.other:
             raise ValueError(f"other: {shown(claim.other)} is the label itself")
         if not 0 < claim.margin < 1:
@@ -79,7 +79,7 @@ def _claim(name: str, settings: Any) -> Claim:
     fields = {found.name: found for found in dataclasses.fields(Claim) if found.name != "name"}
     for setting, value in settings.items():
         if setting not in fields:
-            raise unknown("setting", setting, fields)
+            raise unknown_name_error("setting", setting, fields)
         allowed = str if setting in TEXTS else {"margin": float, "seeds": int}[setting]
         if not isinstance(value, allowed) or value == "":
             raise ValueError(f"{setting}: {shown(value)} is no {allowed.__name__}")
@@ -113,7 +113,7 @@ def checked_world(name: str, about: Any) -> World:
     for settings in (about["settings"], *about.get("recipes", {}).values()):
         for setting in settings:
             if setting not in allowed:
-                raise ValueError(f"{name}: {unknown('setting', setting, allowed)}")
+                raise ValueError(f"{name}: {unknown_name_error('setting', setting, allowed)}")
     return World(**about)
 
 # %% ../../nbs/reproduction/33_registration.ipynb #82381599
@@ -165,11 +165,11 @@ def read_registration(path: str | Path = REGISTERED) -> Registration:
     table = read_table(path, "registered")
     for name in table:
         if name not in PARTS:
-            raise unknown("registered", name, PARTS)
+            raise unknown_name_error("registered", name, PARTS)
     plan = checked_plan(table)
     worlds = {name: checked_world(name, about) for name, about in tables(table, "worlds").items()}
     claims = [checked_claim(name, about) for name, about in tables(table, "claims").items()]
     for claim in claims:
         if claim.world not in worlds:
-            raise ValueError(f"{claim.name}: {unknown('world', claim.world, worlds)}")
+            raise ValueError(f"{claim.name}: {unknown_name_error('world', claim.world, worlds)}")
     return Registration(claims, worlds=worlds, **plan)

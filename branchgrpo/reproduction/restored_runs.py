@@ -17,7 +17,7 @@ from .run_cache import is_finished
 from .run_key import cache_key
 from .run_table import ROWS, read_runs, write_runs
 from .tables import run_record
-from ..training.files import write_text
+from ..files import write_text
 from ..training.runs import Run
 
 # %% ../../nbs/reproduction/37_restored_runs.ipynb #78f49bd0

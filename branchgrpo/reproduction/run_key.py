@@ -15,7 +15,8 @@ from pathlib import Path
 from ..settings import RETIRED, field_types
 from ..training.checkpoint_origin import NUMBERS
 from ..training.config import TrainConfig
-from ..training.outside import name_part
+from ..files import name_part
+from ..training.resolve import resolve
 
 # %% ../../nbs/reproduction/01_run_key.ipynb #7430337b
 NOT_HASHED = frozenset(
@@ -87,7 +88,7 @@ def hashed_settings(settings: dict) -> dict:
 
 # %% ../../nbs/reproduction/01_run_key.ipynb #c99b854c
 def cache_key(settings: dict) -> str:
-    "Return the folder name of a run with `settings` (`config.settings().to_dict()`, or those of a run.json)."
+    "Return the folder name of a run with `settings` (`resolve(config).to_dict()`, or those of a run.json)."
     text = json.dumps([NUMBERS, hashed_settings(settings)], sort_keys=True, default=str)
     digest = hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
     recipe, place = (settings[name] for name in ("recipe", "backbone"))
@@ -97,4 +98,4 @@ def cache_key(settings: dict) -> str:
 # %% ../../nbs/reproduction/01_run_key.ipynb #82337ccd
 def run_folder(config: TrainConfig, root: str | Path) -> Path:
     "Return the folder of a config's run under `root`. Raise `ValueError` on a wrong setting."
-    return Path(root) / cache_key(config.settings().to_dict())
+    return Path(root) / cache_key(resolve(config).to_dict())

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..training.files import write_atomic, write_text
+from ..files import write_atomic, write_text
 
 # %% ../../nbs/reproduction/37_run_table.ipynb #b7a53d2e
 ROWS = ("evaluations", "metrics")  # lists of rows

@@ -8,7 +8,7 @@ __all__ = ['seeds_of_study', 'in_world', 'check_given']
 # %% ../../nbs/reproduction/40_shared_runs.ipynb #a74beb9c
 import dataclasses
 
-from ..registry import shown, unknown
+from ..registry import shown, unknown_name_error
 from .arms import Arms
 from .registration import REGISTERED, Registration, read_registration
 
@@ -31,7 +31,7 @@ def in_world(
         return arms
     registered = registered or read_registration(REGISTERED)
     if world not in registered.worlds:
-        raise unknown("world", world, registered.worlds)
+        raise unknown_name_error("world", world, registered.worlds)
     found = registered.worlds[world]
     base = dataclasses.replace(arms.base, **found.settings)
     changes = {

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..registry import shown, unknown
+from ..registry import shown, unknown_name_error
 from .speeds import Curve, Curves, Gain, Measured, gain_of, speed
 
 # %% ../../nbs/reproduction/32_speed_endpoints.ipynb #4b48da06
@@ -30,7 +30,7 @@ class Endpoint:
 
     def __post_init__(self):
         if self.name not in ENDPOINTS:
-            raise unknown("endpoint", self.name, ENDPOINTS)
+            raise unknown_name_error("endpoint", self.name, ENDPOINTS)
 
     @property
     def runs_along(self) -> str:

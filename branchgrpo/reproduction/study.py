@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..registry import shown, unknown
+from ..registry import shown, unknown_name_error
 from .comparisons import train_all
 from .cost_axis import with_cost
 from .recorded import REDRAW, RecordedRun, recorded_runs
@@ -23,6 +23,7 @@ from .speeds import Curves
 from .tables import run_record
 from .timing import TimedRun, time_iterations
 from ..training.config import TrainConfig
+from ..training.resolve import resolve
 from ..training.runs import environment
 
 # %% ../../nbs/reproduction/38_study.ipynb #796c67cf
@@ -47,7 +48,7 @@ class StudyArms:
     def __post_init__(self):
         for world, count in self.seeds.items():
             if world not in self.registered.worlds:
-                raise unknown("seeds", world, self.registered.worlds)
+                raise unknown_name_error("seeds", world, self.registered.worlds)
             if type(count) is not int or not 0 <= count <= self.registered.looks[-1]:
                 raise ValueError(f"seeds: {shown(count)} of {world} is not in 0 … {self.registered.looks[-1]}")
 
@@ -62,7 +63,7 @@ class StudyArms:
         for label, (world, recipe) in self.labels().items():
             for seed in self.registered.seeds(self.seeds[world]):
                 places[label, seed] = self.registered.worlds[world].config(recipe, seed)
-                places[label, seed].settings()  # raises on a wrong setting
+                resolve(places[label, seed])  # raises on a wrong setting
         return dict(sorted(places.items(), key=lambda item: item[0][1]))
 
 # %% ../../nbs/reproduction/38_study.ipynb #2b0bc20b

@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..registry import shown, unknown
+from ..registry import shown, unknown_name_error
 from .addresses import check_no_secret
 from .own import import_own, is_own_name
 from .table import REWARDS, TESTBED, Entry
@@ -58,7 +58,7 @@ def split_name(name: str) -> Named:
     if name.removesuffix(":").endswith(".py"):
         raise ValueError(f"reward: {shown(name)} names a file and nothing in it; write file.py:function")
     raise ValueError(
-        f"{unknown('reward', name, REWARDS.names())} "
+        f"{unknown_name_error('reward', name, REWARDS.names())} "
         "(also allowed: a folder with a CLIPModel, module:function, file.py:function, and sums of those)"
     )
 

@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm.auto import tqdm
 
 import branchgrpo
-from ..training.files import save_atomic, write_text
+from ..files import save_atomic, write_text
 
 # %% ../../nbs/testbed/02_training.ipynb #d535d813
 WEIGHTS = Path(branchgrpo.__file__).parent / "testbed/weights"  # the committed weights, one folder per model

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ..refusals import in_words, refusal
+from ..files import in_words, refusal
 
 # %% ../../nbs/training/12_callbacks.ipynb #bb9ebfac
 class Callback:

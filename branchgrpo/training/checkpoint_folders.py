@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .checkpoint_manifest import damage, described, write_manifest
-from .files import recover, remove_temporaries, replace_folder, to_disk
+from ..files import recover, remove_temporaries, replace_folder, to_disk
 
 # %% ../../nbs/training/09_checkpoint_folders.ipynb #795eb2ff
 def is_sound(folder: Path) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import branchgrpo
-from .files import write_text
+from ..files import write_text
 
 # %% ../../nbs/training/09_checkpoint_manifest.ipynb #6679b541
 def digest_of(path: Path) -> str:

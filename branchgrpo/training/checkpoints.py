@@ -37,7 +37,7 @@ from branchgrpo.training.checkpoint_tensors import (
 )
 from .config import Settings
 from .distributed import any_process, from_main, local
-from .files import delete, remove_folder
+from ..files import delete, remove_folder
 from .model import Learner
 
 # %% ../../nbs/training/09_checkpoints.ipynb #26b2b3af

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..backbones.names import declared, default_sizes, family, read_index, resolve
+from ..backbones.names import declared, default_sizes, family, read_index, folder_of
 from ..backbones.published import PUBLISHED
 from ..backbones.live_bytes import Operations, fused_attention
 from ..policy import Policy
@@ -46,7 +46,7 @@ def meta_pipeline(name: str, component: str) -> SimpleNamespace:
     "Return what a policy needs of a pipeline, with its denoiser on the meta device, in bfloat16."
     import diffusers
 
-    folder = resolve(name)
+    folder = folder_of(name)
     model = getattr(diffusers, read_index(folder)[component][1])
     with torch.device("meta"):
         denoiser = model.from_config(read_config(model, folder, component)).bfloat16()

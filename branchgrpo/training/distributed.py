@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from ..option_values import variable
+from ..settings import variable
 
 # %% ../../nbs/training/20_distributed.ipynb #7cbaf8f4
 def check_launch() -> None:

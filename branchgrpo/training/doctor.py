@@ -12,13 +12,12 @@ from typing import Any
 
 import branchgrpo
 
-from ..backbones.names import resolve
+from ..backbones.names import folder_of
 from ..rewards.names import split_name, terms
-from .config import Settings
+from .config import Settings, listed
 from .estimate import Estimate, advice, estimate, verdict
 from .here import found, is_inside, packages
 from .memory import GPU, by_phase, memory_table
-from .resolve_checks import listed
 from .verify import Verified, files_of, verify
 from .versions import commit_of
 
@@ -26,7 +25,7 @@ from .versions import commit_of
 def verified(s: Settings) -> list[Verified]:
     "Compare the files of the backbone and of every reward with their published digests."
     rewards = {name for some in (s.reward, *listed(s.held_out)) for _, name in terms(some)[0]}
-    places = {s.backbone: resolve(s.backbone)} | {name: split_name(name).where for name in sorted(rewards)}
+    places = {s.backbone: folder_of(s.backbone)} | {name: split_name(name).where for name in sorted(rewards)}
     outside = {what: where for what, where in places.items() if where and not where.startswith("http")}
     return [verify(what, files_of(where)) for what, where in outside.items() if not is_inside(where)]
 
@@ -73,7 +72,7 @@ def costs(s: Settings, gpus: int = 8, tflops: float = 400.0, gpu: float = GPU) -
 
 # %% ../../nbs/training/17_doctor.ipynb #35cf35cd
 def report(
-    s: Settings,  # as `TrainConfig(...).settings()` returns
+    s: Settings,  # as `resolve(TrainConfig(...))` returns
     gpus: int = 8,
     tflops: float = 400.0,  # sustained speed of one GPU
     gpu: float = GPU,  # memory of one GPU in GB

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .distributed import from_main, full_state, local, plain_class, whole
-from .files import delete, replace_folder, to_disk
+from ..files import delete, replace_folder, to_disk
 from .model import Learner
 
 # %% ../../nbs/training/10_export.ipynb #f6a4068b

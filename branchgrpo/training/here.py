@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 import torch
 
-from ..backbones.names import is_hub_name, resolve
+from ..backbones.names import is_hub_name, folder_of
 from ..prompts import load_prompts
 from ..rewards.names import split_name, terms
 from ..rewards.table import Entry
 from ..rewards.unified_client import ChatClient
-from .resolve_checks import listed
+from .config import listed
 
 # %% ../../nbs/training/17_here.ipynb #2942ca22
 class Finding(NamedTuple):
@@ -77,7 +77,7 @@ def is_here(place: str, file: str) -> bool:
 # %% ../../nbs/training/17_here.ipynb #1c66c6ce
 def backbone_here(name: str) -> Finding:
     "Report whether a backbone's pipeline is on this machine."
-    place = resolve(name)
+    place = folder_of(name)
     what = f"backbone {name}"
     if is_inside(place):
         return Finding("ok", what, "in the package")

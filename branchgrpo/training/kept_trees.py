@@ -23,7 +23,7 @@ from ..fusion import fuse_rewards
 from ..plan import RolloutPlan
 from .config import Settings
 from .credit_assignment import fusion_beta
-from .files import write_text
+from ..files import write_text
 
 # %% ../../nbs/training/26_kept_trees.ipynb #8a8c22a3
 def tree_is_due(s: Settings, iteration: int) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..refusals import Refused, refusals_in_words
+from ..files import Refused, refusals_in_words
 from .checkpoint_folders import newest, remove_leftovers
 from .checkpoints import load_checkpoint
 from .conditioning import encode_ahead

@@ -22,7 +22,7 @@ from accelerate.state import AcceleratorState
 from torch import nn
 
 from ..backbones.base import declared, empty_denoiser, family, largest_rank, load, save_memory
-from ..backbones.base import resolve as folder_of
+from ..backbones.base import folder_of
 from ..backbones.loading import is_reader
 from ..rewards.background import nothing
 from .averages import AveragedWeights

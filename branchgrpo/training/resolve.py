@@ -18,9 +18,9 @@ from ..methods.recipe import Recipe
 from ..ovf import SELECTIONS
 from ..rewards.base import reward_name, source_digest
 from ..rewards.own import is_ours, short_digest
-from ..settings import check_types
-from .config import Settings, TrainConfig
-from .resolve_checks import OPEN_CHOICES, check_all, listed
+from ..settings import read_settings
+from .config import Settings, TrainConfig, listed
+from .resolve_checks import OPEN_CHOICES, check_all
 from ..transition import TRANSITIONS
 from ..windows import WINDOWS
 
@@ -75,14 +75,10 @@ def resolve(config: TrainConfig, policy=None, reward=None, prompts=None) -> Sett
 
     Raises `ValueError` naming the setting, the value and what is allowed.
     """
-    check_types(TrainConfig, dataclasses.asdict(config))
-    recipe, kind = fitted(config.recipe, config.backbone, policy)
-    table = dataclasses.asdict(config)
+    table = read_settings(TrainConfig, {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainConfig)})
+    recipe, kind = fitted(table["recipe"], table["backbone"], policy)
     table |= {k: v for k, v in dataclasses.asdict(recipe.values).items() if table[k] is None}
     table |= names_of(policy, reward, prompts) | {"recipe": recipe.name}
-    for name in ("splits", "side", "preview_at"):
-        if not isinstance(table[name], str):
-            table[name] = tuple(table[name])
     settings = Settings(**table)
     check_all(settings, kind, policy, reward)
     return dataclasses.replace(settings, sources=digests(settings, reward, prompts))

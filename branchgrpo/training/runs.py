@@ -15,11 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..refusals import EVERYWHERE, naming
+from branchgrpo.files import (
+    EVERYWHERE,
+    append_jsonl,
+    check_output,
+    check_path,
+    is_temporary,
+    naming,
+    read_jsonl,
+    write_jsonl,
+    write_text,
+)
 from ..registry import first_of, reason, shown
-from ..settings import RETIRED
-from .files import append_jsonl, is_temporary, read_jsonl, write_jsonl, write_text
-from .output_paths import check_output, check_path
 from .run_lock import LOCK
 from .versions import environment
 
@@ -117,8 +124,7 @@ def check_folder(path: str | Path) -> None:
 def check_same_run(path: str | Path, settings: dict, free: tuple[str, ...]) -> None:
     "Raise `ValueError` if the run at `path` has other settings; those in `free` may differ."
     old = recorded(path, "output")["settings"]
-    names = (old.keys() | settings.keys()) - {*free, *RETIRED}
-    differ = [k for k in names if old.get(k) != settings.get(k)]
+    differ = [k for k in old.keys() | settings.keys() if k not in free and old.get(k) != settings.get(k)]
     if differ:
         raise ValueError(
             f"output: {str(path)!r} holds another run (differs in {first_of(sorted(differ))}); give another folder"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .export import write_lora
-from .files import write_text
+from ..files import write_text
 
 # %% ../../nbs/training/27_small_adapters.ipynb #9f0a1386
 def low_rank(difference: Tensor, rank: int) -> tuple[Tensor, Tensor]:

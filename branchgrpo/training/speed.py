@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..registry import unknown
+from ..registry import unknown_name_error
 from .activations import checkpoint_blocks, skip_adapter_casts
 from .config import Settings
 from .distributed import blocks_of
@@ -26,7 +26,7 @@ def check_attention(name: str | None) -> None:
 
     names = [kernel.value for kernel in AttentionBackendName]
     if name not in names:
-        raise unknown("attention", name, names)
+        raise unknown_name_error("attention", name, names)
 
 # %% ../../nbs/training/18_speed.ipynb #f50beee1
 def check_speed(s: Settings) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..registry import first_of, reason, shown
-from ..training.files import row_of
+from ..files import row_of
 from ..training.run_lock import LOCK
 
 # %% ../../nbs/viewing/01_records.ipynb #755eabc9

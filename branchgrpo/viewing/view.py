@@ -14,8 +14,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..training.files import write_text
-from ..training.output_paths import check_file
+from ..files import check_file, write_text
+from ..settings import bounded, options
 from .page import page
 from .records import Record, read_runs
 from .run_table import run_table
@@ -28,7 +28,7 @@ class ViewOptions:
     runs: tuple[str, ...] = field(default=(), metadata={"positional": "*"})  # folders of runs, shown side by side
     output: str | None = None  # the HTML file; none: view.html in the run's folder, of several beside the first
     live: bool = False  # look again while a run is trained
-    interval: float = 10.0  # seconds between two looks
+    interval: float = bounded(10.0, 1, 86_400)  # seconds between two looks
 
 # %% ../../nbs/viewing/07_view.ipynb #1e85aa6f
 def page_file(o: ViewOptions) -> Path:
@@ -52,9 +52,7 @@ def looks(o: ViewOptions) -> Iterator[tuple[list[Record], str, bool]]:
 
 def view(given: dict[str, Any]) -> int:
     "Show runs: a table here, and curves, samples and trees as one HTML page."
-    o = ViewOptions(**given)
-    if not 1 <= o.interval <= 86_400:
-        raise ValueError(f"interval: {o.interval} is not a number of seconds from 1 to 86400")
+    o = options(ViewOptions, given)
     read_runs(o.runs)
     path = page_file(o)
     clear = "\x1b[H\x1b[2J" if o.live and sys.stdout.isatty() else ""

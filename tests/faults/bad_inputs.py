@@ -4,9 +4,8 @@ import json
 import shutil
 from pathlib import Path
 
-import yaml
-
 import branchgrpo
+from branchgrpo.files import parse_table
 
 SMALL = """steps: 6
 splits: [0, 2]
@@ -15,7 +14,7 @@ evaluate_every: 0
 tracker: none
 iterations: 1
 """
-BAD = yaml.safe_load(Path(__file__).with_name("bad_inputs.yaml").read_text(encoding="utf-8"))
+BAD = parse_table(Path(__file__).with_name("bad_inputs.yaml").read_text(encoding="utf-8"))
 
 TRAIN = "train --config {f}/small.yaml "
 RUNS = {  # what looks odd and is fine: what is typed, and a part of what is printed
@@ -33,9 +32,9 @@ RUNS = {  # what looks odd and is fine: what is typed, and a part of what is pri
     "a flag before --config=FILE overrides it": ("train --seed 9 --config={f}/anchor.yaml --print-config", "seed: 9"),
     "a YAML file with an anchor": ("train --config {f}/anchor.yaml --print-config", "seed: 3"),
     "a YAML file with 1e-4": ("train --config {f}/exp.yaml --print-config", "learning_rate: 0.0001"),
-    "mixed_precision: no, without quotes": ("train --config {f}/no.yaml --print-config", "mixed_precision: 'no'"),
+    "mixed_precision: no, without quotes": ("train --config {f}/no.yaml --print-config", "mixed_precision: no"),
     "a setting that is null: the recipe's value": ("train --config {f}/null.yaml --print-config", "iterations: 50"),
-    "a very small number": ("train --kl 1e-300 --print-config", "kl: 1.0e-300"),
+    "a very small number": ("train --kl 1e-300 --print-config", "kl: 1e-300"),
     "a recipe of your own": ("train --recipe {f}/r_good.yaml --print-config", "recipe: r_good"),
     "a negative weight": ("train --reward -1*tiny-clip --print-config", "reward: -1*tiny-clip"),
     "a negative number after a flag": ("train --beta -0.5 --print-config", "beta: -0.5"),
@@ -44,9 +43,9 @@ RUNS = {  # what looks odd and is fine: what is typed, and a part of what is pri
 EVALUATE = "evaluate --output e --limit 1 "
 ENVIRONMENT = {  # variables, what is typed, and how the one line begins; None: it runs
     "WORLD_SIZE=two": ({"WORLD_SIZE": "two"}, EVALUATE, "WORLD_SIZE: 'two' is not a whole number"),
-    "WORLD_SIZE=0": ({"WORLD_SIZE": "0"}, EVALUATE, "WORLD_SIZE: 0 is not from 1"),
-    "RANK=-1": ({"RANK": "-1"}, EVALUATE, "RANK: -1 is not from 0"),
-    "RANK above WORLD_SIZE": ({"RANK": "3", "WORLD_SIZE": "2"}, EVALUATE, "RANK: 3 is not from 0 to 1"),
+    "WORLD_SIZE=0": ({"WORLD_SIZE": "0"}, EVALUATE, "WORLD_SIZE: 0 is not a whole number from 1"),
+    "RANK=-1": ({"RANK": "-1"}, EVALUATE, "RANK: -1 is not a whole number from 0"),
+    "RANK above WORLD_SIZE": ({"RANK": "3", "WORLD_SIZE": "2"}, EVALUATE, "RANK: 3 is not a whole number from 0 to 1"),
     "LOCAL_RANK=1.5": ({"LOCAL_RANK": "1.5"}, EVALUATE, "LOCAL_RANK: '1.5' is not a whole number"),
     "train with WORLD_SIZE=two": ({"WORLD_SIZE": "two"}, TRAIN, "WORLD_SIZE: 'two' is not a whole number"),
     "train with RANK=x": ({"RANK": "x"}, TRAIN, "RANK: 'x' is not a whole number"),

@@ -16,8 +16,8 @@ from accelerate import Accelerator
 from test_sharding import BEGIN, END, FIT, FULL, processes, rows, settings
 from test_training import config
 
-from branchgrpo.backbones.base import load
-from branchgrpo.backbones.base import resolve as folder_of
+from branchgrpo.backbones.base import folder_of, load
+from branchgrpo.files import append_jsonl, read_jsonl, write_jsonl, write_text
 from branchgrpo.policy import GaussianFlow
 from branchgrpo.reproduction import warm
 from branchgrpo.reproduction.run_cache import is_readable
@@ -28,7 +28,6 @@ from branchgrpo.training.checkpoint_tensors import read_table
 from branchgrpo.training.checkpoints import Progress, Saver, load_checkpoint
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.export import export
-from branchgrpo.training.files import append_jsonl, read_jsonl, write_jsonl, write_text
 from branchgrpo.training.model import make_learner
 from branchgrpo.training.resolve import resolve
 from branchgrpo.training.runs import Run, rewind

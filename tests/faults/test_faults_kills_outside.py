@@ -19,7 +19,6 @@ CACHE = "branchgrpo.reproduction.run_cache"
 CONFIG = TrainConfig.from_dict(CACHED | {"output": ""})
 GET = """
 import json, sys
-from branchgrpo.training.config import TrainConfig
 from branchgrpo.reproduction.run_cache import get_or_train
 print(get_or_train(TrainConfig.from_dict(json.loads(sys.argv[1])), sys.argv[2]).path)
 """

@@ -8,10 +8,10 @@ import time
 
 from branchgrpo import TrainConfig
 from branchgrpo.cli import main
+from branchgrpo.files import read_jsonl
 from branchgrpo.reproduction.page_runs import missing_runs
 from branchgrpo.reproduction.pages import jobs, new_page
 from branchgrpo.reproduction.run_cache import cache_key, get_or_train, is_finished, run_folder
-from branchgrpo.training.files import read_jsonl
 from branchgrpo.training.runs import Run
 
 TINY = dict(steps=2, splits=[0], prompts_per_iteration=1, lora_rank=1, evaluation_prompts=1)

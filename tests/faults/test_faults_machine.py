@@ -320,7 +320,7 @@ def test_a_prompt_file_that_goes_or_changes(tmp_path, noted):
     found = scene(PROMPTS, tmp_path)
     assert found["during"] == [0, []], "prompts are read once"
     for when, words in {
-        "gone": "prompts.txt' is not one of",
+        "gone": "prompts.txt' is not there",
         "more": "it had 3 to train on and 3 to test on, now 4 to train on and 4 to test on",
         "other": "it had 3 to train on and 3 to test on, now as many, with other texts",
     }.items():
@@ -389,9 +389,9 @@ found["changed"] = train(ROOT / "run", *words)
 
 
 def test_a_model_or_a_reward_of_your_own_that_goes_or_changes(tmp_path, noted):
-    from branchgrpo.backbones.base import resolve
+    from branchgrpo.backbones.base import folder_of
 
-    found = scene(f"MODEL = {str(resolve('tiny-flux'))!r}" + PLACES, tmp_path)
+    found = scene(f"MODEL = {str(folder_of('tiny-flux'))!r}" + PLACES, tmp_path)
     assert found["begun"] == [0, []], found
     for what, words in {"model": "backbone: ", "reward": "reward: ", "changed": "output: "}.items():
         code, lines = found[what]

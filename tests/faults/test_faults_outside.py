@@ -38,6 +38,7 @@ from branchgrpo.reproduction.tree_figures import draw_tree
 from branchgrpo.reproduction.warm import run
 from branchgrpo.rewards.base import load as load_reward
 from branchgrpo.training.checkpoint_folders import put_in_place, remove_leftovers
+from branchgrpo.training.resolve import resolve
 from branchgrpo.training.verify import files_of, verify
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +57,7 @@ def tree(folder):
 @pytest.mark.fast
 def test_a_run_stays_in_the_cache(tmp_path, noted):
     "A recipe's name, from its file, and a backbone's folder become part of a run's folder."
-    settings = TrainConfig().settings().to_dict()
+    settings = resolve(TrainConfig()).to_dict()
     known = cache_key(settings)
     assert known.startswith("branchgrpo-tiny-flux-0-")
     for text in HOSTILE:

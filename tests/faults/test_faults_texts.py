@@ -15,15 +15,16 @@ from pathlib import Path
 import hypothesis.strategies as st
 import pytest
 import torch
-import yaml
 from hypothesis import example, given
 from test_faults_plans import FIELDS, NAMES, profile, tables
 
 from branchgrpo import TrainConfig, cli, load_reward, recipes
 from branchgrpo.credit import ADVANTAGES
+from branchgrpo.files import yaml_of
 from branchgrpo.prompts import load_prompts
 from branchgrpo.reproduction.run_key import NOT_HASHED, cache_key
 from branchgrpo.rewards.base import REWARDS, check_name, terms
+from branchgrpo.training.resolve import resolve
 
 COUNTS = collections.Counter()
 # letters of many scripts, signs that have a meaning somewhere, controls, line separators, halves of a pair, emoji
@@ -345,7 +346,7 @@ PLAIN_YAML = st.recursive(
 )
 SETTINGS = st.dictionaries(st.sampled_from(sorted(FIELDS)), PLAIN_YAML, max_size=3)
 DOCUMENTS = st.one_of(
-    st.one_of(SETTINGS, SETTINGS, PLAIN_YAML).map(lambda table: yaml.safe_dump(table, allow_unicode=True).encode()),
+    st.one_of(SETTINGS, SETTINGS, PLAIN_YAML).map(lambda table: yaml_of(table).encode()),
     st.lists(st.sampled_from(["steps: 4", "steps: 4", "- a", "{", "a: &x [*x]", "\t", "!!python/object:os.x",
                               "splits: [0]", "---", "? [1]", "eta: .nan",
                               "<<: 3", "seed: 0x1F", "steps: 1_0", "%YAML 9.9"]), max_size=4)
@@ -434,7 +435,7 @@ def settings_of(table: dict) -> dict | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return TrainConfig.from_dict(table).settings().to_dict()
+            return resolve(TrainConfig.from_dict(table)).to_dict()
         except ValueError:
             return None
 
