@@ -17,6 +17,7 @@ from ..registry import first_of, reason, with_setting
 from ..settings import check_types
 from ..training.files import write_text
 from ..training.output_paths import check_output
+from ..rewards.own import same_as_recorded
 
 # %% ../../nbs/evaluation/04_config.ipynb #2c315dde
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ BOUNDS = {
 # %% ../../nbs/evaluation/04_config.ipynb #88679b60
 def check_evaluation(e: Evaluation) -> None:
     "Raise `ValueError` naming the first field that is wrong. Load no weights."
-    from branchgrpo.rewards.base import check_name  # not above: the help of `evaluate` needs no torch
+    from branchgrpo.rewards.names import check_name  # not above: the help of `evaluate` needs no torch
 
     check_types(Evaluation, asdict(e))
     for name, (least, most) in BOUNDS.items():
@@ -72,7 +73,7 @@ def check_evaluation(e: Evaluation) -> None:
 # %% ../../nbs/evaluation/04_config.ipynb #b5ea4578
 def recorded(e: Evaluation) -> dict[str, Any]:
     "Return what evaluation.json holds: the fields, and a digest of the source of every reward of your own."
-    from branchgrpo.rewards.base import source_digest
+    from branchgrpo.rewards.names import source_digest
 
     digests = {name: source_digest(name) for name in e.rewards}
     own = {name: digest for name, digest in digests.items() if digest}
@@ -102,7 +103,7 @@ def check_place(folder: Path, e: Evaluation) -> bool:
     check_output(folder)
     if (folder / "evaluation.json").is_file():
         old, new = read_record(folder), recorded(e)
-        differ = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+        differ = sorted(name for name in old.keys() | new.keys() if not same_as_recorded(old.get(name), new.get(name)))
         if differ:
             raise ValueError(f"output: {str(folder)!r} holds another evaluation (differs in {first_of(differ)})")
         return True

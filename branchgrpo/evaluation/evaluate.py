@@ -20,8 +20,8 @@ from .rows import file_columns, image_rows, save_images, score_images
 from .sampling import open_policy, sample_block
 from .summary import summarise
 from ..prompts import load_prompts
-from ..rewards.base import Scorer
-from ..rewards.base import load as load_reward
+from ..rewards.scorer import Scorer
+from ..rewards.names import load_reward
 from ..training.files import read_jsonl, remove_temporaries, write_jsonl
 
 # %% ../../nbs/evaluation/05_evaluate.ipynb #37022152

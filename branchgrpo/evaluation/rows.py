@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .sampling import as_image
 from ..prompts import PromptSet
-from ..rewards.base import Scorer
+from ..rewards.scorer import Scorer
 from ..training.files import write_atomic
 
 # %% ../../nbs/evaluation/03_rows.ipynb #87ca37da

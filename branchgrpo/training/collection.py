@@ -16,7 +16,7 @@ from torch import Tensor
 from ..ovf import Seen
 from ..planning import plan_of, process_of, sibling_s
 from ..prompts import PromptSet
-from ..rewards.base import Scorer
+from ..rewards.scorer import Scorer
 from ..rewards.scorer import part_weights
 from ..rollout import Noise, rollout
 from ..shares import Whole

@@ -21,7 +21,7 @@ from ..backbones.pipeline import DECODE_BYTES
 from ..backbones.published import ENCODING_BYTES, T5_XXL
 from ..costs import plan_cost
 from ..rewards.names import split_name, terms
-from ..rewards.table import Entry
+from ..rewards.names import Entry
 from .config import Settings
 from .counting import Countable, Counted, counted_policy
 from .decoding import decoding
