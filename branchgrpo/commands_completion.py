@@ -29,8 +29,8 @@ NAMES = {  # setting: the table of its names
     "recipes": "branchgrpo.recipes:RECIPES",
     "name": "branchgrpo.recipes:RECIPES",
     "backbone": "branchgrpo.backbones.names:BACKBONES",
-    "reward": "branchgrpo.rewards.table:REWARDS",
-    "rewards": "branchgrpo.rewards.table:REWARDS",
+    "reward": "branchgrpo.rewards.names:REWARDS",
+    "rewards": "branchgrpo.rewards.names:REWARDS",
     "prompts": "branchgrpo.prompts:PROMPT_SETS",
 }
 PLACES = ("config", "output", "settings", "images", "python", "folder", "embeddings", "snakefile")

@@ -183,7 +183,7 @@ def test_the_doctor_speaks_json(capsys):
     assert f"{table['costs']['calls']} calls, {table['costs']['trained_calls']} trained calls" in text
     for found in table["found"]:
         assert found["what"] in text and found["note"] in text
-    assert table["verified"] == []
+    assert table["verify"] == []
 
 
 ASK = """

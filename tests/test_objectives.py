@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 from branchgrpo import TrainConfig, Trainer, process_of
 from branchgrpo.diversity import FEATURES
 from branchgrpo.ovf import SELECTIONS, sees_images
-from branchgrpo.rewards.base import load
-from branchgrpo.rewards.sums import RewardSum
+from branchgrpo.rewards.contract import RewardSum
+from branchgrpo.rewards.names import load_reward
 from branchgrpo.suspects import win_rate
 from branchgrpo.training.checkpoint_folders import newest
 from branchgrpo.training.checkpoints import read_table
@@ -67,7 +67,7 @@ def test_a_single_reward_is_normalised_as_ever(tmp_path, reward_sum):
 
 def test_decoupled_rewards_do_not_depend_on_their_units(tmp_path):
     "The weight of a reward counts and its unit does not: one a thousand times as large gives the same advantages."
-    clip, aesthetic = load("tiny-clip"), load("tiny-aesthetic")
+    clip, aesthetic = load_reward("tiny-clip"), load_reward("tiny-aesthetic")
     found = {}
     for scale in (1, 1000):
         second = lambda images, *other: scale * aesthetic(images, *other)  # noqa: B023, E731

@@ -96,7 +96,6 @@ def test_requests_of_an_evaluation_run_while_the_next_prompts_are_sampled(tmp_pa
 
 def test_a_refused_request_stops_the_run(tmp_path, server):
     trainer = trainer_of(server, tmp_path / "run")
-    trainer.scorer.reward.url += "/nothing"
     server.RequestHandlerClass = Refusing
     with pytest.raises(ValueError, match="refused a request .404"):
         trainer.step()

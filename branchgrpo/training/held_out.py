@@ -21,8 +21,8 @@ from torch import Tensor
 from ..plan import RolloutPlan
 from ..planning import process_of
 from ..prompts import PromptSet
-from ..rewards.background import attempt
-from ..rewards.base import Scorer
+from ..rewards.scorer import attempt
+from ..rewards.scorer import Scorer
 from ..rollout import EVALUATION_SEED, Noise, rollout
 from .blocks import BLOCK, Block, prompt_blocks
 from .conditioning import Conditioner

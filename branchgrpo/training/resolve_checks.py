@@ -26,7 +26,7 @@ from ..planning_checks import at_places, check_plans, leaves_of
 from ..pruning import PRUNINGS
 from ..registry import unknown_name_error, with_setting
 from ..reward_sums import REWARD_SUMS
-from ..rewards.base import check_name, terms
+from ..rewards.names import check_name, terms
 from ..rewards.scorer import part_weights
 from ..settings import field_types
 from ..step_weights import STEP_WEIGHTS, check_step_weights

@@ -29,6 +29,7 @@ from branchgrpo.files import (
 from ..registry import first_of, reason, shown
 from .run_lock import LOCK
 from .versions import environment
+from ..rewards.own import same_as_recorded
 
 # %% ../../nbs/training/01_runs.ipynb #9d7ae096
 def with_null(row: dict) -> dict:
@@ -124,7 +125,9 @@ def check_folder(path: str | Path) -> None:
 def check_same_run(path: str | Path, settings: dict, free: tuple[str, ...]) -> None:
     "Raise `ValueError` if the run at `path` has other settings; those in `free` may differ."
     old = recorded(path, "output")["settings"]
-    differ = [k for k in old.keys() | settings.keys() if k not in free and old.get(k) != settings.get(k)]
+    differ = [
+        k for k in old.keys() | settings.keys() if k not in free and not same_as_recorded(old.get(k), settings.get(k))
+    ]
     if differ:
         raise ValueError(
             f"output: {str(path)!r} holds another run (differs in {first_of(sorted(differ))}); give another folder"

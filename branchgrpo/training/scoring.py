@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..rewards.base import Scorer
-from ..rewards.base import load as load_reward
+from ..rewards.scorer import Scorer
+from ..rewards.names import load_reward
 from ..rewards.scorer import is_remote, part_names, start_scoring
 from ..batches import chunks
 from ..rollout import nothing

@@ -173,8 +173,8 @@ def test_a_prompt_with_nan_latents_or_images_trains_nothing(tmp_path):
 
 OWN = """
 import pathlib
-from branchgrpo.rewards.base import load
-clip = load("tiny-clip")
+from branchgrpo.rewards.names import load_reward
+clip = load_reward("tiny-clip")
 def score(images, prompts, metadata=None):
     scores = clip(images, prompts, metadata)
     return scores * float("nan") if pathlib.Path(__file__).with_name("bad").exists() else scores

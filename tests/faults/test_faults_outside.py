@@ -1,7 +1,6 @@
 """What comes from outside: names, parameters, settings, weights and prompts are data; none of them writes or runs."""
 
 import ast
-import hashlib
 import json
 import os
 import re
@@ -36,10 +35,9 @@ from branchgrpo.reproduction.slurm import sbatch_options
 from branchgrpo.reproduction.snakefile import rule
 from branchgrpo.reproduction.tree_figures import draw_tree
 from branchgrpo.reproduction.warm import run
-from branchgrpo.rewards.base import load as load_reward
+from branchgrpo.rewards.names import load_reward
 from branchgrpo.training.checkpoint_folders import put_in_place, remove_leftovers
 from branchgrpo.training.resolve import resolve
-from branchgrpo.training.verify import files_of, verify
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = (
@@ -366,97 +364,21 @@ def test_a_models_folder_runs_no_code(tmp_path, noted):
     )
 
 
-def published_model(cache, name, files):
-    "A model in a cache with the hub's layout: blobs named by their digests, and links to them."
-    repo = cache / f"models--{name.replace('/', '--')}"
-    snapshot = repo / "snapshots" / ("0" * 40)
-    (repo / "blobs").mkdir(parents=True)
-    (repo / "refs").mkdir()
-    (repo / "refs" / "main").write_text("0" * 40)
-    for file, (data, large) in files.items():
-        git = hashlib.sha1(f"blob {len(data)}\0".encode() + data).hexdigest()
-        digest = hashlib.sha256(data).hexdigest() if large else git
-        (repo / "blobs" / digest).write_bytes(data)
-        (snapshot / file).parent.mkdir(parents=True, exist_ok=True)
-        (snapshot / file).symlink_to(os.path.relpath(repo / "blobs" / digest, (snapshot / file).parent))
-    return snapshot
-
-
-WEIGHTS = {
-    "model_index.json": (b"{}", False),
-    "transformer/a.safetensors": (b"a" * 9999, True),
-    "vae/b.safetensors": (b"b" * 99, True),
-}
-
-
-def flip(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(bytes(data))
-
-
 @pytest.mark.fast
-def test_downloaded_weights_are_compared_with_their_digests(tmp_path, monkeypatch, noted):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    snapshot = published_model(tmp_path, "owner/model", WEIGHTS)
-    found = verify("owner/model", files_of("owner/model"))
-    assert [len(part) for part in found[1:]] == [3, 0, 0] and str(found).startswith("verified")
-    damages = {
-        "a flipped bit": flip,
-        "a missing last byte": lambda path: path.write_bytes(path.read_bytes()[:-1]),
-        "an empty file": lambda path: path.write_bytes(b""),
-        "a blob that is gone": lambda path: path.unlink(),
-    }
-    for damage in damages.values():
-        for file in WEIGHTS:
-            blob = (snapshot / file).resolve()
-            kept = blob.read_bytes()
-            damage(blob)
-            found = verify("owner/model", files_of("owner/model"))
-            assert [str(path.relative_to(snapshot)) for path in found.damaged] == [file]
-            assert str(found).startswith("DAMAGED") and file in str(found)
-            blob.write_bytes(kept)
-    assert verify("none/such", files_of("none/such"))[1:] == ([], [], [])
-    noted(
-        "faults",
-        "Weights in the hub's cache: a flipped bit, a missing byte, an empty file, a lost blob",
-        happened="branchgrpo doctor --verify names the file",
-        kept="nothing is loaded or deleted",
-    )
-
-
-@pytest.mark.fast
-def test_doctor_verifies_what_a_run_would_load(tmp_path, monkeypatch, capsys, noted):
-    "Files of `hf download --local-dir`, of the cache, and of unknown origin."
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    place = tmp_path / "head" / "sac+logos+ava1-l14-linearMSE.pth"
-    place.parent.mkdir()
-    place.write_bytes(b"not the published head")
-    shutil.copytree(load("tiny-flux").pipeline.config._name_or_path, tmp_path / "flux")
-    notes = tmp_path / "flux" / ".cache" / "huggingface" / "download"
-    notes.mkdir(parents=True)
-    sound = tmp_path / "flux" / "model_index.json"
-    digest = hashlib.sha256(sound.read_bytes()).hexdigest()
-    (notes / "model_index.json.metadata").write_text(f"{'0' * 40}\n{digest}\n1.0\n")
-    words = [
-        "doctor",
-        "--backbone",
-        str(tmp_path / "flux"),
-        "--reward",
-        f"aesthetic:{place.parent}",
-        "--verify",
+def test_the_doctor_names_the_commands_that_verify_downloads(tmp_path, capsys, noted):
+    "Of the hub's cache, and of a folder; the tiny models are part of the package."
+    (tmp_path / "head").mkdir()
+    words = ["doctor", "--backbone", "black-forest-labs/FLUX.1-dev", "--verify"]
+    assert main([*words, "--reward", f"pickscore+aesthetic:{tmp_path}/head"]) == 0
+    said = capsys.readouterr().out.partition("verify: run\n")[2]
+    assert said.splitlines() == [
+        "hf cache verify black-forest-labs/FLUX.1-dev",
+        "hf cache verify yuvalkirstain/PickScore_v1",
+        f"hf cache verify OWNER/NAME --local-dir {tmp_path}/head",
     ]
-    assert main(words) == 1
-    said = capsys.readouterr().out
-    assert "1 as published" in said and "no digest published" in said
-    assert f"DAMAGED  aesthetic:{place.parent}" in said
-    assert main(["doctor", "--verify"]) == 0, "the tiny models are part of the package"
-    noted(
-        "faults",
-        "doctor --verify: a folder of `hf download`, own files, a reward's file that is not the published one",
-        happened="1 as published, others: no digest published; DAMAGED, code 1",
-        kept="all files",
-    )
+    assert main(["doctor", "--verify"]) == 0
+    assert capsys.readouterr().out.endswith("verify: nothing was downloaded for this run\n")
+    noted("faults", "Are downloaded weights damaged?", "doctor --verify prints hf cache verify …", "nothing is loaded")
 
 
 @pytest.mark.fast

@@ -150,8 +150,8 @@ def test_before_and_after_the_training_a_signal_loses_nothing(tmp_path, monkeypa
 OWN = (
     INJECTOR
     + """
-from branchgrpo.rewards.base import load
-clip = load("tiny-clip")
+from branchgrpo.rewards.names import load_reward
+clip = load_reward("tiny-clip")
 def score(images, prompts, metadata=None):
     return clip(images, prompts, metadata)
 """

@@ -1,7 +1,6 @@
-"""Servers that misbehave: real sockets; a request is bounded, an error is one line, a score belongs to its image."""
+"""Servers that misbehave: real sockets; a request is bounded in time, an error is one line, a score is its image's."""
 
 import base64
-import gzip
 import io
 import itertools
 import json
@@ -25,10 +24,10 @@ from test_training import SMALL
 
 from branchgrpo import cli
 from branchgrpo.reproduction.warm import popen
-from branchgrpo.rewards import background, scorer, unified, unified_answers, unified_client
-from branchgrpo.rewards.addresses import TOKEN
-from branchgrpo.rewards.scorer import Scorer
-from branchgrpo.rewards.sums import RewardSum
+from branchgrpo.rewards import scorer, unified
+from branchgrpo.rewards.contract import RewardSum
+from branchgrpo.rewards.names import TOKEN
+from branchgrpo.rewards.scorer import Scorer, in_background
 from branchgrpo.rewards.unified import UnifiedReward
 from branchgrpo.training.checkpoint_folders import newest
 from branchgrpo.training.config import TrainConfig
@@ -36,8 +35,14 @@ from branchgrpo.training.signals import REQUEUE
 from branchgrpo.training.trainer import Trainer
 
 IMAGE = torch.linspace(0, 1, 3 * 8 * 8).view(1, 3, 8, 8)
-QUICK = {"timeout": 1.0, "retries": 1, "wait": 0.01, "patience": 1.0}
 LOADED = 30  # seconds that a machine under load may add
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    "Half a second before the second try is long for a test."
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.01)
+    monkeypatch.setattr(unified, "LONGEST_WAIT", 0.5)
 
 
 def chat(text):
@@ -135,9 +140,9 @@ def serve():
             server.close()
 
 
-def scored(server, images=IMAGE, **options):
+def scored(server, images=IMAGE, timeout=1.0, retries=1, **options):
     "Return the client, the scores of one call, and its seconds."
-    client = UnifiedReward(server.where, **(QUICK | options))
+    client = UnifiedReward(server.where, timeout=timeout, retries=retries, **options)
     start = time.monotonic()
     scores = client(images, ["a prompt"] * len(images))
     return client, scores, time.monotonic() - start
@@ -154,18 +159,6 @@ def trickle(data, every=0.1):
     return behave
 
 
-def endless(head, part):
-    "Send a head, and then the same part for ever."
-
-    def behave(connection, n, body):
-        connection.sendall(head)
-        while True:
-            behave.sent += connection.send(part)
-
-    behave.sent = 0
-    return behave
-
-
 def sends(data):
     return lambda connection, n, body: connection.sendall(data)
 
@@ -178,48 +171,29 @@ def cuts(data):
     return behave
 
 
+CHUNKS = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nhello\r\n"
 UNANSWERED = {
-    "takes the request and never answers": (lambda connection, n, body: time.sleep(60), "no whole answer within 1 s"),
-    "sends the head a byte at a time": (trickle(answer(chat("x" * 500))), "no whole answer within 1 s"),
+    "takes the request and never answers": (lambda connection, n, body: time.sleep(60), "ReadTimeout"),
     "sends the body a byte at a time": (
         lambda connection, n, body: (connection.sendall(answer()[:40]), trickle(answer()[40:])(connection, n, body)),
-        "no whole answer within 1 s",
+        "no whole answer within 3 s",
     ),
     "closes in the middle of the body": (cuts(answer()[:-9]), "RemoteProtocolError"),
     "closes without a word": (cuts(b""), "RemoteProtocolError"),
-    "says a length that never comes": (
-        sends(answer().replace(b"Length: ", b"Length: 9")),
-        "no whole answer within 1 s",
-    ),
-    "says a length that is too short": (
-        cuts(answer().replace(b"Length: ", b"Length: 1 \r\nX: ")),
+    "says a length that never comes": (sends(answer().replace(b"Length: ", b"Length: 9")), "ReadTimeout"),
+    "sends chunks of garbage": (sends(CHUNKS), "RemoteProtocolError"),
+    "does not speak HTTP": (cuts(b"220 mail.example.org ESMTP\r\n"), "RemoteProtocolError"),
+    "sends HTML": (sends(answer(b"<html>Welcome to nginx</html>")), "no score in the answer"),
+    "sends JSON of another form": (sends(answer(b'{"score": 4}')), "no score in the answer"),
+    "says JSON and sends none": (
+        sends(answer(b"{", head="Content-Type: application/json\r\n")),
         "no score in the answer",
     ),
-    "sends chunks of garbage": (
-        sends(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nhello\r\n"),
-        "RemoteProtocolError",
-    ),
-    "does not speak HTTP": (cuts(b"220 mail.example.org ESMTP\r\n"), "RemoteProtocolError"),
-    "sends HTML": (sends(answer(b"<html>Welcome to nginx</html>")), "no score in the answer '<html>Welcome"),
-    "sends JSON of another form": (sends(answer(b'{"score": 4}')), "no score in the answer"),
     "sends JSON in 500,000 brackets": (sends(answer(b"[" * 500_000)), "no score in the answer"),
     "sends bytes that are no text": (sends(answer(b"\xff\xfe\x00")), "no score in the answer"),
-    "sends nothing": (sends(answer(b"")), "no score in the answer"),
     "scores 7 of 5": (sends(answer(chat("Final Score: 7"))), "no score in the answer"),
-    "scores NaN": (sends(answer(chat("Final Score: NaN"))), "no score in the answer"),
-    "scores 1e400": (sends(answer(chat("Final Score: 1e400"))), "no score in the answer"),
     "scores a number instead of a text": (sends(answer(b'{"choices": [{"message": {"content": 1e400}}]}')), "no score"),
-    "answers a million spaces after 'Final Score:'": (
-        sends(answer(chat("Final Score:" + " " * 1_000_000))),
-        "no score in the answer",
-    ),
-    "sends a compressed answer that unpacks to 300 MB": (
-        sends(answer(gzip.compress(b" " * 300_000_000), head="Content-Encoding: gzip\r\n")),
-        "the answer is compressed",
-    ),
-    "fails with 500": (sends(answer(b"oops", "500 Oops")), "status 500"),
     "fails with 502": (sends(answer(b"oops", "502 Oops")), "status 502"),
-    "is busy (503)": (sends(answer(b"oops", "503 Busy")), "status 503"),
     "has too many requests (429)": (sends(answer(b"", "429 Slow down")), "status 429"),
 }
 FAST = ("sends the body a byte at a time", "sends HTML", "closes in the middle of the body")
@@ -232,59 +206,9 @@ def test_no_answer_costs_bounded_time_and_gives_no_score(what, serve, noted):
     client, scores, seconds = scored(server)
     assert scores.isnan().all()
     assert client.last_error.startswith(f"{server.where}: {reason}"), client.last_error
-    assert seconds < 1 + 2 * 1 + LOADED
-    assert len(server.posts) >= 2, "tried again"
+    assert seconds < client.seconds + LOADED
     said = client.last_error.removeprefix(f"{server.where}: ")
-    noted(
-        "faults", f"a reward server {what}", f"no score after {len(server.posts)} tries: {said}", "no score is made up"
-    )
-
-
-HUGE = {
-    "an answer of 1 GB": endless(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n", b" " * 65536),
-    "an answer without an end": endless(
-        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"10000\r\n" + b" " * 65536 + b"\r\n"
-    ),
-    "headers without an end": endless(b"HTTP/1.1 200 OK\r\n", b"X-More: " + b"x" * 1000 + b"\r\n"),
-    "one header of 1 GB": endless(b"HTTP/1.1 200 OK\r\nX-More: ", b"x" * 65536),
-}
-
-
-@pytest.mark.parametrize("what", [pytest.param(w, marks=[pytest.mark.fast] if "1 GB" in w else []) for w in HUGE])
-def test_a_huge_answer_is_given_up(what, serve, noted):
-    "The server counts the bytes that it could send before the connection was cut: those of the sockets' buffers."
-    behave = HUGE[what]
-    behave.sent = 0
-    client, scores, _ = scored(serve(behave), timeout=20.0, retries=0, patience=0.0)
-    assert scores.isnan().all()
-    assert behave.sent < 30_000_000
-    happened = f"given up after {unified_client.LONGEST >> 20} MB: {client.last_error.partition(': ')[2]}"
-    noted("faults", f"a reward server sends {what}", happened, "no score is made up; memory does not grow")
-
-
-def test_nobody_accepts_the_connection(noted):
-    "The queue of a socket that nobody accepts from is full."
-    with socket.socket() as full:
-        full.bind(("127.0.0.1", 0))
-        full.listen(0)
-        where = f"http://127.0.0.1:{full.getsockname()[1]}/v1"
-        waiting = [socket.socket() for _ in range(4)]
-        for one in waiting:
-            one.setblocking(False)
-            one.connect_ex(full.getsockname())
-        start = time.monotonic()
-        with pytest.raises(ValueError, match=f"reward: no server answers at {where}"):
-            UnifiedReward(where, **QUICK)
-        assert time.monotonic() - start < 1 + LOADED
-        for one in waiting:
-            one.close()
-    noted(
-        "faults", "a reward server accepts no connection", f"ValueError: no server answers at {where}", "nothing begun"
-    )
-
-
-def located(where):
-    return sends(answer(b"", "307 Elsewhere", f"Location: {where}\r\n"))
+    noted("faults", f"a reward server {what}", f"no score: {said}", "no score is made up")
 
 
 @pytest.mark.fast
@@ -292,14 +216,12 @@ def test_a_redirect_is_not_followed(serve, noted):
     "Neither to another server, which would get the images, nor to itself, nor to a file."
     elsewhere = serve()
     for target in (f"{elsewhere.where}/chat/completions", "/v1/chat/completions", "file:///etc/passwd"):
-        server = serve(located(target))
+        server = serve(sends(answer(b"", "307 Elsewhere", f"Location: {target}\r\n")))
         with pytest.raises(ValueError, match=r"redirects \(307\), which is not followed") as error:
             scored(server)
         assert len(server.posts) == 1
     assert elsewhere.heads == []
-    noted(
-        "faults", "a reward server redirects to another host, to itself, to a file", str(error.value), "no byte went on"
-    )
+    noted("faults", "a reward server redirects", str(error.value), "no byte went on")
 
 
 REFUSALS = {401: TOKEN, 403: TOKEN, 404: "no such model", 400: "no such model", 422: "no such model"}
@@ -317,7 +239,7 @@ def test_a_refusal_stops_at_once(status, serve, noted):
     noted("faults", f"a reward server refuses ({status})", str(error.value), "nothing is trained without a score")
 
 
-@pytest.mark.parametrize("status", [408, 425, 429, 503])
+@pytest.mark.parametrize("status", [408, 429, 503])
 def test_a_server_may_ask_to_wait(status, serve, noted):
     times = []
 
@@ -325,23 +247,10 @@ def test_a_server_may_ask_to_wait(status, serve, noted):
         times.append(time.monotonic())
         connection.sendall(answer(b"", f"{status} Later", "Retry-After: 1\r\n") if n == 0 else answer())
 
-    _, scores, _ = scored(serve(behave), patience=60.0)
+    _, scores, _ = scored(serve(behave))
     assert scores.tolist() == [4.0]
     assert times[1] - times[0] >= 1
     noted("faults", f"a reward server asks to wait a second ({status})", "waits, and tries again", "the score")
-
-
-@pytest.mark.fast
-def test_waits_are_bounded_and_draw_nothing_from_the_seeds(serve):
-    client = UnifiedReward(serve().where)
-    random.seed(0), torch.manual_seed(0)
-    before = random.getstate(), torch.get_rng_state()
-    for asked in ("99999999", "Fri, 31 Dec 9999 23:59:59 GMT", "", "-1"):
-        ended = unified_answers.Try(wait=unified_answers.asked_wait(asked))
-        waits = [unified_client.pause(client, attempt, ended) for attempt in range(5000)]
-        assert min(waits) >= 0.5 and max(waits) <= unified_client.MOST_WAIT
-    assert unified_client.pause(client, 2, unified_answers.Try()) <= 4 * 1.25
-    assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
 
 
 @pytest.mark.fast
@@ -350,48 +259,26 @@ def test_a_server_that_is_not_there_costs_one_line(tmp_path, monkeypatch, capsys
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         where = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
-    start = time.monotonic()
     code = cli.main(["train", "--reward", f"unified-reward:{where}", "--output", "run"])
-    err = capsys.readouterr().err
-    assert code == 2 and time.monotonic() - start < LOADED
-    assert err.splitlines()[-1].startswith(f"branchgrpo: reward: no server answers at {where} (ConnectError")
+    err = capsys.readouterr().err.splitlines()[-1]
+    assert code == 2 and err.startswith(f"branchgrpo: reward: no server answers at {where} (ConnectError")
     assert list(tmp_path.iterdir()) == []
-    noted(
-        "faults", "no reward server is there when a run begins", f"code 2, {err.splitlines()[-1]}", "nothing is written"
-    )
+    noted("faults", "no reward server is there when a run begins", f"code 2, {err}", "nothing is written")
 
 
-WRONG = {
-    "host:8080/v1": "is not the address of a server",
-    "ftp://host/v1": "is not the address of a server",
-    "file:///etc/passwd": "is not the address of a server",
-    "http://host:many/v1": "is not the address of a server",
-    "http://[::1/v1": "is not the address of a server",
-}
-
-
-@pytest.mark.parametrize("where", WRONG)
-def test_a_wrong_address_is_one_line(where):
-    with pytest.raises(ValueError, match=f"^reward: .*{WRONG[where]}"):
-        UnifiedReward(where)
-
-
-def test_a_server_that_dies_and_comes_back(serve, noted):
+def test_a_server_that_dies_and_comes_back(serve, monkeypatch, noted):
     "Meanwhile nobody listens, which fails in no time: the tries do not run out before the server is back."
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.5)
+    monkeypatch.setattr(unified, "LONGEST_WAIT", 8.0)
     first = serve(lambda connection, n, body: connection.sendall(answer()) if n < 3 else with_reset(connection))
-    client = UnifiedReward(first.where, timeout=5.0, retries=1, wait=0.01, patience=60.0, in_flight=2)
-    images = IMAGE.expand(12, -1, -1, -1)
-    found = []
-    caller = threading.Thread(target=lambda: found.append(client(images, ["a"] * 12)), daemon=True)
-    caller.start()
+    client = UnifiedReward(first.where, timeout=5.0, in_flight=2)
+    waiting = in_background(client, IMAGE.expand(12, -1, -1, -1), ["a"] * 12)
     while len(first.posts) < 5:
         time.sleep(0.01)
     first.close()
     time.sleep(1.5)
-    assert caller.is_alive()
     second = serve(port=first.port)
-    caller.join(60 + LOADED)
-    assert found[0].tolist() == [4.0] * 12
+    assert waiting.result(timeout=60 + LOADED).tolist() == [4.0] * 12
     assert len(second.posts) == 9
     noted("faults", "a reward server dies in the middle and comes back", "waits for it", "all 12 scores")
 
@@ -401,7 +288,7 @@ def test_a_server_that_has_gone_ends_the_call(serve, noted):
     server = serve(lambda connection, n, body: time.sleep(60))
     _, scores, seconds = scored(server, IMAGE.expand(500, -1, -1, -1), in_flight=2)
     assert scores.isnan().all()
-    assert seconds < 1 + 2 * 1 + LOADED, "the patience and two time-outs"
+    assert seconds < 3 + LOADED
     assert len(server.posts) < 20
     noted(
         "faults", "a reward server goes silent before 500 images", f"ended after {seconds:.0f} s", "no score is made up"
@@ -410,14 +297,17 @@ def test_a_server_that_has_gone_ends_the_call(serve, noted):
 
 @pytest.mark.fast
 def test_a_connection_that_is_cut_once(serve, noted):
-    "Retried at once, without a wait."
     server = serve(lambda connection, n, body: connection.sendall(answer()) if n % 2 else connection.close())
-    client = UnifiedReward(server.where, **(QUICK | {"timeout": 20.0, "retries": 2, "wait": 50.0}))
-    start = time.monotonic()
-    scores = [client(IMAGE, ["a"]).item() for _ in range(20)]
-    assert scores == [4.0] * 20
-    assert time.monotonic() - start < LOADED
-    noted("faults", "a reward server cuts every second connection", "tries again at once", "all scores")
+    client = UnifiedReward(server.where, retries=1)
+    assert [client(IMAGE, ["a"]).item() for _ in range(20)] == [4.0] * 20
+    noted("faults", "a reward server cuts every second connection", "tries again", "all scores")
+
+
+def test_a_pixel_that_is_not_finite_has_no_score(serve):
+    "It would be sent as black."
+    server = serve()
+    images = torch.cat([IMAGE, IMAGE.where(IMAGE > 0.5, torch.nan)])
+    assert scored(server, images)[1].isnan().tolist() == [False, True] and len(server.posts) == 1
 
 
 # a score is a function of its own image
@@ -449,7 +339,7 @@ def chaotic(seed, kinds):
         if kind in ("cut", "half"):
             connection.sendall(good[: len(good) // 2 if kind == "half" else 0])
             return connection.close()
-        return connection.sendall(good.replace(b"Final", b"No") if kind == "wrong" else good)
+        return connection.sendall(good.replace(b"Final", b"Never") if kind == "wrong" else good)
 
     return behave
 
@@ -461,9 +351,9 @@ KINDS = ("good", "good", "late", "late", "busy", "twice", "cut", "half", "wrong"
 def test_every_score_belongs_to_its_image(serve, noted):
     "Six calls at once share the connections; the answers come late, twice, out of order, cut."
     server = serve(chaotic(0, KINDS))
-    client = UnifiedReward(server.where, timeout=0.4, retries=6, wait=0.01, in_flight=8, patience=60.0)
+    client = UnifiedReward(server.where, timeout=0.4, in_flight=8)
     values = [list(range(k, 240 + k, 6)) for k in range(6)]
-    waiting = [background.in_background(client, images_of(v), [str(i) for i in v]) for v in values]
+    waiting = [in_background(client, images_of(v), [str(i) for i in v]) for v in values]
     attached = 0
     for some, future in zip(values, waiting):
         wanted = 1 + 4 * torch.tensor(some) / 255
@@ -471,7 +361,7 @@ def test_every_score_belongs_to_its_image(serve, noted):
         known = found.isfinite()
         torch.testing.assert_close(found[known], wanted[known], rtol=0, atol=1e-4)
         attached += int(known.sum())
-    assert attached >= 200
+    assert attached >= 150  # an answer without a score is not asked for again
     happened = f"{attached} of 240 images scored by {len(server.posts)} requests"
     noted("faults", "a reward server answers late, twice, cut, in half, out of order", happened, "each its own score")
 
@@ -481,8 +371,7 @@ def test_a_run_on_a_misbehaving_server_ends_as_on_a_good_one(serve, tmp_path, no
         server = serve(chaotic(1, kinds))
         table = SMALL | {"output": str(tmp_path / name), "iterations": 2, "reward": f"unified-reward:{server.where}"}
         trainer = Trainer(TrainConfig.from_dict(table))
-        client = trainer.scorer.reward
-        client.timeout, client.wait, client.retries = 5.0, 0.01, 20
+        trainer.scorer.retries, trainer.scorer.wait = 20, 0.0
         rows = [{k: v for k, v in row.items() if not k.startswith("seconds")} for row in trainer.fit().metrics]
         return rows, {k: p.detach().clone() for k, p in trainer.learner.parameters.items()}, len(server.posts)
 
@@ -512,7 +401,7 @@ def test_requests_and_threads_are_bounded(serve, monkeypatch, noted):
         connection.sendall(answer())
 
     server = serve(behave)
-    encode = unified.request_body
+    encode = unified.chat_messages
     sizes, held = [], [0, 0]
 
     def counted(*arguments):
@@ -521,9 +410,9 @@ def test_requests_and_threads_are_bounded(serve, monkeypatch, noted):
         sizes.append(1)
         return encode(*arguments)
 
-    monkeypatch.setattr(unified, "request_body", counted)
+    monkeypatch.setattr(unified, "chat_messages", counted)
     client = UnifiedReward(server.where, timeout=60.0, in_flight=4)
-    waiting = [background.in_background(client, IMAGE.expand(6, -1, -1, -1), ["a"] * 6) for _ in range(100)]
+    waiting = [in_background(client, IMAGE.expand(6, -1, -1, -1), ["a"] * 6) for _ in range(100)]
     assert all((future.result(timeout=300) == 4).all() for future in waiting)
     assert len(sizes) == 600
     assert most[0] <= 4 and held[1] <= 4 and most[1] <= 40, (most, held)
@@ -578,7 +467,7 @@ class Waiting:
 @pytest.mark.fast
 def test_images_do_not_pile_up_before_a_server(monkeypatch):
     "Without a place, the next call waits for one, and looks for a signal meanwhile."
-    monkeypatch.setattr(background, "PLACES", threading.BoundedSemaphore(2))
+    monkeypatch.setattr(scorer, "PLACES", threading.BoundedSemaphore(2))
     reward = Waiting()
     first = [scorer.start_scoring(Scorer(reward), IMAGE, ["a"]) for _ in range(2)]
 
@@ -602,7 +491,7 @@ def test_a_server_on_this_machine_is_called_without_a_proxy(serve, monkeypatch, 
         monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.port}")
     _, scores, _ = scored(serve())
     assert scores.tolist() == [4.0] and proxy.heads == []
-    far = UnifiedReward("http://node7.invalid:8080/v1", **QUICK)
+    far = UnifiedReward("http://node7.invalid:8080/v1")
     assert far(IMAGE, ["a"]).tolist() == [4.0]
     assert proxy.posts[0].startswith(b"POST http://node7.invalid:8080/v1/chat/completions")
     happened = "a server on this machine is called directly, another one by the proxy"
@@ -747,7 +636,6 @@ def test_a_server_that_goes_during_a_run_is_named(serve, tmp_path, noted):
     server = serve(lambda connection, n, body: connection.sendall(answer()) if n < 8 else connection.close())
     table = SMALL | {"output": str(tmp_path / "run"), "iterations": 4, "reward": f"unified-reward:{server.where}"}
     trainer = Trainer(TrainConfig.from_dict(table | {"splits": (0, 2), "checkpoint_every": 1}))
-    trainer.scorer.reward.silence.patience = 1.0
     trainer.scorer.wait = 0.01
     with pytest.raises(ValueError, match=f"could not be scored at iteration 1.*: {server.where}: Remote") as error:
         trainer.fit()

@@ -12,7 +12,7 @@ from test_faults_servers import Server, answer, chat, value_of
 
 from branchgrpo import cli
 from branchgrpo.reproduction.warm import run
-from branchgrpo.rewards.addresses import TOKEN
+from branchgrpo.rewards.names import TOKEN
 from branchgrpo.training.config import TrainConfig
 
 CANARY = "canary7f3a"
@@ -105,7 +105,7 @@ def test_a_run_its_evaluation_and_the_doctor_keep_the_keys_to_themselves(server,
     )
     codes = [line.split()[1] for line in said.splitlines() if line.startswith("code ")]
     assert codes == ["0", "0", "0", "0", "0", "0", "2"], said
-    assert f"Authorization: Bearer {SECRETS[TOKEN]}".encode() in server.posts[0], "the server itself gets the key"
+    assert f"authorization: Bearer {SECRETS[TOKEN]}".encode() in server.posts[0], "the server itself gets the key"
     assert (tmp_path / "run/run.json").is_file() and list(tmp_path.rglob("events.out*"))
     assert found_in(tmp_path, said) == []
     files = sum(path.is_file() for path in tmp_path.rglob("*"))
@@ -126,7 +126,7 @@ def test_a_server_that_repeats_the_key(server, status, tmp_path, monkeypatch, no
     from branchgrpo.rewards.unified import UnifiedReward
 
     server.status, server.scores = status, False
-    client = UnifiedReward(server.where, timeout=20.0, retries=0, wait=0.01, patience=0.0)
+    client = UnifiedReward(server.where, timeout=20.0, retries=0)
     scorer = Scorer(client, retries=0)
     try:
         said = f"{scorer(IMAGE, ['a'])[0].tolist()} {scorer.last_error}"
