@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .previews import picked
+from .plan import picked
 from .transition import Transition
 
 # %% ../nbs/09_completions.ipynb #468c4387

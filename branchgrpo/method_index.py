@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from . import recipes
-from .costs import plan_cost
 from .methods.recipe import Recipe
+from .plan import plan_cost
 from .planning import plan_of
 from .settings import MethodSettings, OptimiserSettings, SizeSettings
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .batches import filled
-from .gaussian import Gaussian, edge_log_probs
 from .policy import Policy
+from .samplers import Gaussian, edge_log_probs
 from .transition import Transition
 from .tree import Tree
 

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from .batches import chunks, predict  # noqa: F401
 from .completions import check_levels
-from .gaussian import edge_log_probs  # noqa: F401
 from .noise import EVALUATION_SEED, GROUP, PREVIEWS, ROOTS, STEP_SUBSET, preview_stream  # noqa: F401
 from .noise import Noise
 from .plan import RolloutPlan
 from .policy import Policy
 from .replay import replay, revisit  # noqa: F401
 from .rollout_steps import RolloutJob, take_step
+from .samplers import edge_log_probs  # noqa: F401
 from .shares import WHOLE, Whole
 from .transition import Transition
 from .tree import Tree

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from .batches import predict
 from .completions import complete
-from .gaussian import Gaussian, edge_log_probs
 from .noise import Noise, child_lines
 from .plan import RolloutPlan
 from .policy import Policy
+from .samplers import Gaussian, edge_log_probs
 from .shares import Whole
 from .transition import Transition, scaled_noise
 from .tree import Tree, plan_parents

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..gaussian import edge_log_probs
+from ..batches import chunks
 from ..objective import edge_loss
 from ..planning import process_of
-from ..batches import chunks
+from ..samplers import edge_log_probs
 from ..shares import WHOLE
 from .collection import RolloutRewards, roll
 from .config import TrainConfig

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from ..plan import papers_cost
 from branchgrpo.training.bench import (
     Work,
     edge_by_edge,
@@ -28,7 +29,6 @@ from branchgrpo.training.bench import (
     update_floor,
     without_denoiser,
 )
-from ..costs import papers_cost
 from .config import TrainConfig
 from .runs import environment
 from .trainer import Trainer

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..gaussian import Gaussian
-from ..objective import LOSSES, RATIOS, LossOptions, gaussian_kl, needs_means
+from ..objective import LOSSES, LossOptions, RATIOS, gaussian_kl, needs_means
 from ..rollout import edge_log_probs, revisit
+from ..samplers import Gaussian
 from .micro_batches import MicroBatch
 from .model import Learner, autocast, reference_policy
 from .retain import Graphs, unwrapped

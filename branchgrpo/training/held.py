@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 
-from ..backbones.names import resolve
-from ..backbones.published import PUBLISHED
 from ..backbones.loading import encoder_names
+from ..backbones.names import resolve
 from ..backbones.pipeline import DECODE_BYTES
-from ..backbones.published import ENCODING_BYTES, T5_XXL
-from ..costs import plan_cost
+from ..backbones.published import ENCODING_BYTES, PUBLISHED, T5_XXL
+from ..plan import plan_cost
 from ..rewards.names import split_name, terms
 from ..rewards.table import Entry
 from .config import Settings
