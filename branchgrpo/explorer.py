@@ -17,9 +17,7 @@ from typing import Any
 from . import recipes
 from .methods.recipe import Recipe
 from .plan import RolloutPlan
-from .planning import plan_of
-from .planning_previews import preview_depths
-from .planning_steps import window_steps
+from .planning import plan_of, preview_depths, window_steps
 from .reproduction.looks import NEUTRAL, colour_of
 from .settings import MethodSettings
 

@@ -13,9 +13,8 @@ from collections.abc import Iterable
 import torch
 
 from .plan import RolloutPlan
-from .planning import noise_factors, plan_of, process_of
-from .planning_checks import at_places, latest_split
-from .planning_steps import taken_steps
+from .planning import at_places, noise_factors, plan_of, process_of, taken_steps
+from .planning_checks import latest_split
 from .policy import GaussianFlow
 from .settings import MethodSettings
 from .transition import Transition

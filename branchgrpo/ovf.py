@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .costs import cost_ratio
 from .max_variance import select_max_variance
+from .plan import cost_ratio
 from .registry import Registry
 
 # %% ../nbs/14_ovf.ipynb #f615967f

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .depth_windows import depth_window
 from .registry import Registry
 from .tree import Tree, first_leaves
+from .windows import depth_window
 
 # %% ../nbs/13_pruning.ipynb #7d64f61c
 def descendants(tree: Tree, depth: int, kept: Tensor) -> list[Tensor]:

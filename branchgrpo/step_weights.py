@@ -13,8 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .planning import plan_of, process_of
-from .planning_checks import at_places
+from .planning import at_places, plan_of, process_of
 from .policy import GaussianFlow
 from .registry import Registry
 from .settings import MethodSettings

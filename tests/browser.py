@@ -1,6 +1,6 @@
 """What only a browser shows: `make browser`, on a machine with Chromium. Not part of `make test`.
 
-1. The explorer's page: a hundred plans changed by hand, its numbers against `branchgrpo.costs`.
+1. The explorer's page: a hundred plans changed by hand, its numbers against `branchgrpo.plan`.
 2. The site: its search finds a lesson.
 3. Screenshots of its first pages and of a run's page, narrow and wide, light and dark: to be looked at.
 4. JupyterLab: the explorer's notebook is run in it, and a plan is changed by hand there.
@@ -25,9 +25,8 @@ from pathlib import Path
 from playwright.sync_api import Error as PlaywrightError
 from playwright.sync_api import sync_playwright
 
-from branchgrpo.costs import plan_cost
 from branchgrpo.explorer import explorer_page
-from branchgrpo.plan import RolloutPlan
+from branchgrpo.plan import RolloutPlan, plan_cost
 
 QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
 QUIET += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]

@@ -9,13 +9,10 @@ import torch
 from py_mini_racer import MiniRacer
 
 from branchgrpo import recipes
-from branchgrpo.costs import plan_cost
 from branchgrpo.explorer import explorer_page, explorer_part, plan_fields, plan_state, recipe_state
 from branchgrpo.fusion import fuse_rewards
-from branchgrpo.plan import RolloutPlan
-from branchgrpo.planning import plan_of
-from branchgrpo.planning_checks import at_places
-from branchgrpo.planning_steps import window_steps
+from branchgrpo.plan import RolloutPlan, plan_cost
+from branchgrpo.planning import at_places, plan_of, window_steps
 from branchgrpo.pruning import PruningOptions, keep_edges
 from branchgrpo.tree import Tree
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from branchgrpo import TrainConfig, recipes
-from branchgrpo.costs import papers_cost
-from branchgrpo.plan import RolloutPlan
+from branchgrpo.plan import RolloutPlan, papers_cost
 from branchgrpo.planning import plan_of
 from branchgrpo.reproduction.claims import Comparison
 from branchgrpo.reproduction.statistics import difference, with_false_discovery

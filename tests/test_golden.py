@@ -6,8 +6,15 @@ import torch
 from branchgrpo.credit import depthwise_advantages
 from branchgrpo.fusion import fuse_rewards
 from branchgrpo.plan import RolloutPlan
-from branchgrpo.schedule import alpha_bars, ddim_timesteps, flow_sigmas
-from branchgrpo.transition import dance_noise, ddim_step, flow_grpo_noise, flow_step
+from branchgrpo.samplers import (
+    alpha_bars,
+    dance_noise,
+    ddim_step,
+    ddim_timesteps,
+    flow_grpo_noise,
+    flow_sigmas,
+    flow_step,
+)
 from branchgrpo.tree import Tree
 
 

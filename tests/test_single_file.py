@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from branchgrpo import TrainConfig, Trainer, load_backbone, load_reward
-from branchgrpo.branching import sibling_factors
-from branchgrpo.noise import Noise, child_lines
+from branchgrpo.noise import Noise, child_lines, sibling_factors
 from branchgrpo.planning import process_of
 from branchgrpo.reproduction import warm
 from branchgrpo.training.rolled import assign_credit

@@ -9,10 +9,9 @@ __all__ = ['judged', 'all_schedules']
 import math
 from itertools import combinations
 
-from ..costs import papers_cost
 from .linear_flow import linear_steps
 from .tree_variance import gradient_moments
-from ..plan import RolloutPlan
+from ..plan import RolloutPlan, papers_cost
 from ..transition import Transition
 
 # %% ../../nbs/mechanism/08_split_search.ipynb #9a701d9a

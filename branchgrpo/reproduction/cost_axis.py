@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ..costs import papers_cost
+from ..plan import papers_cost
 
 # %% ../../nbs/reproduction/24_cost_axis.ipynb #79c5ee38
 COST = ("cost", "calls, rollout + 3–4 × trained")  # key and label of the axis; 4 with a reference model

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..noise import PARTS, Noise
+from ..noise import EDGE_PARTS, Noise
 from ..registry import Registry
 from ..tree import Tree, first_leaves
 
@@ -22,7 +22,7 @@ def deal(
     noise: Noise,  # of P prompts
 ) -> Tensor:  # (P, N) int64, 0…M−1; without meaning where nothing is dealt
     "Deal what is used of each prompt to the parts, in a random order of its own."
-    generators = [noise.generator(p, PARTS) for p in noise.prompts]
+    generators = [noise.generator(p, EDGE_PARTS) for p in noise.prompts]
     first = torch.stack([torch.randint(parts, (1,), generator=g) for g in generators]).to(used.device)
     order = torch.stack([torch.randperm(used.shape[1], generator=g) for g in generators]).to(used.device)
     place = used.gather(1, order).cumsum(1) - 1

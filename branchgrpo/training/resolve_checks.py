@@ -21,8 +21,8 @@ from ..group_std import STDS
 from ..noise_checks import check_all_noise
 from ..objective import LOSSES, RATIOS
 from ..ovf import SELECTIONS, looks_at_images
-from ..planning import check_process, plan_of
-from ..planning_checks import at_places, check_plans, leaves_of
+from ..planning import at_places, check_process, plan_of
+from ..planning_checks import check_plans, leaves_of
 from ..pruning import PRUNINGS
 from ..registry import unknown_name_error, with_setting
 from ..reward_sums import REWARD_SUMS

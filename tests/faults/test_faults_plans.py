@@ -15,12 +15,11 @@ from hypothesis import HealthCheck, assume, given, settings
 from torch import Tensor, nn
 
 from branchgrpo import GaussianFlow, TrainConfig, Trainer, recipes
-from branchgrpo.costs import plan_cost
 from branchgrpo.credit import ADVANTAGES, CreditOptions, estimate_advantages
 from branchgrpo.fusion import fuse_rewards
 from branchgrpo.group_std import STDS
 from branchgrpo.ovf import SELECTIONS, choose, looks_at_images
-from branchgrpo.plan import RolloutPlan
+from branchgrpo.plan import RolloutPlan, plan_cost
 from branchgrpo.planning import plan_of, process_of, sibling_s
 from branchgrpo.pruning import PRUNINGS
 from branchgrpo.reward_sums import REWARD_SUMS
