@@ -11,8 +11,7 @@ import torch
 
 from branchgrpo import recipes
 from branchgrpo.costs import paper_nfe
-from branchgrpo.credit import ADVANTAGES, CreditOptions, estimate_advantages
-from branchgrpo.group_std import STDS
+from branchgrpo.credit import ADVANTAGES, STDS, CreditOptions, estimate_advantages
 from branchgrpo.plan import RolloutPlan
 from branchgrpo.planning import plan_of
 from branchgrpo.policy import GaussianFlow

@@ -9,11 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from branchgrpo import TrainConfig, Trainer, process_of
-from branchgrpo.diversity import FEATURES
-from branchgrpo.ovf import SELECTIONS, sees_images
+from branchgrpo.objective import win_rate
 from branchgrpo.rewards.base import load
 from branchgrpo.rewards.sums import RewardSum
-from branchgrpo.suspects import win_rate
+from branchgrpo.selection import FEATURES, SELECTIONS, sees_images
 from branchgrpo.training.checkpoint_folders import newest
 from branchgrpo.training.checkpoints import read_table
 from branchgrpo.training.rolled import assign_credit

@@ -9,7 +9,7 @@ __all__ = ['sum_within_prompts', 'within_prompts', 'RewardSum']
 import torch
 from torch import Tensor
 
-from ..group_std import ROUNDING
+from ..credit import ROUNDING
 from .contract import Reward, as_scores, within_memory
 
 # %% ../../nbs/rewards/01_sums.ipynb #03732687

@@ -13,12 +13,12 @@ from typing import Any
 
 from torch import Tensor
 
-from ..ovf import Seen
 from ..planning import plan_of, process_of, sibling_s
 from ..prompts import PromptSet
 from ..rewards.base import Scorer
 from ..rewards.scorer import part_weights
 from ..rollout import Noise, rollout
+from ..selection import Seen
 from ..shares import Whole
 from ..spread import held_tree, held_values, trained_here
 

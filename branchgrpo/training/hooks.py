@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..adaptive import AdaptiveSplits
-from ..diversity import FEATURES
-from ..ovf import Seen, choose, looks_at_images
 from ..plan import RolloutPlan
 from ..rollout import Noise, preview_stream
+from ..selection import AdaptiveSplits, FEATURES, Seen, choose, looks_at_images
 from .config import Settings
 from .scoring import RolloutRewards
 

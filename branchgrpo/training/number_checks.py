@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from ..beta import MOST as LARGEST_BETA
+from ..fusion import LARGEST_BETA
 from ..registry import shown
 from .config import Settings
 

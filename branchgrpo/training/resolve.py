@@ -15,9 +15,9 @@ from typing import Any
 from .. import recipes
 from ..backbones.names import adapt_recipe, family
 from ..methods.recipe import Recipe
-from ..ovf import SELECTIONS
 from ..rewards.base import reward_name, source_digest
 from ..rewards.own import is_ours, short_digest
+from ..selection import SELECTIONS
 from ..settings import check_types
 from .config import Settings, TrainConfig
 from .resolve_checks import OPEN_CHOICES, check_all, listed

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..noise import Noise
-from ..ovf import Seen, looks_at_images
 from ..plan import RolloutPlan
+from ..selection import Seen, looks_at_images
 from .config import Settings
 from .credit_assignment import counted_leaves, trained_edges
 from .micro_batches import edges_of
