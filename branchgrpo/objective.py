@@ -54,7 +54,7 @@ def guard(
 class RatioRule:
     "How the loss sees the log-ratio `(N, K)`: `function(log_ratio, dist, old_mean)`, with the Gaussian `dist` of now."
 
-    function: Callable[[Tensor, Any, Tensor | None], Tensor]
+    function: Callable[[Tensor, Any, Any], Tensor]  # `old_mean` is None unless the rule needs it
     needs_means: bool = False  # the update must keep the means of its first pass
 
 
