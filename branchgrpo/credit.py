@@ -51,7 +51,7 @@ def own_std(value: Tensor, reduce: Callable[[Tensor], Tensor] = own_process) -> 
     deviation, n = centre(value)
     return (deviation.square().sum(1, keepdim=True) / (n - 1).clamp(min=1)).sqrt()
 
-
+# %% ../nbs/09_credit.ipynb #817e2207
 def pooled_std(value: Tensor, reduce: Callable[[Tensor], Tensor] = own_process) -> Tensor:
     "Return one standard deviation of the differences within all trees, 0-dim; `reduce` sums over processes."
     deviation, n = centre(value)
@@ -178,7 +178,7 @@ def within_families(value: Tensor, parents: Tensor, children: int, options: Cred
     normalised = depthwise_advantages([families], clip=None, **settings)[0]
     return torch.zeros_like(value).scatter(1, order, normalised.view(order.shape))
 
-
+# %% ../nbs/09_credit.ipynb #c2d839a1
 @ADVANTAGES.register("siblings")
 def siblings(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> list[Tensor]:
     "Return fused rewards normalised within families, whose noise alone differs; an only child takes its parent's."
@@ -210,7 +210,7 @@ def others_mean(
     value = value.nan_to_num()
     return (group_sum(value) - value) / others.clamp(min=1), others
 
-
+# %% ../nbs/09_credit.ipynb #d526d804
 @ADVANTAGES.register("leave-one-out")
 def leave_one_out(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> list[Tensor]:
     """Return fused rewards minus the other siblings' mean, without the effect of shared noise, in leaves' stds.
@@ -247,7 +247,7 @@ def leaf_backup(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> lis
     leaf = normalised_leaves(leaf_rewards, options)
     return [v.nan_to_num() for v in fuse_rewards(tree, leaf, options.beta, options.weights, options.leaf_mask)]
 
-
+# %% ../nbs/09_credit.ipynb #3d535e4d
 @ADVANTAGES.register("broadcast")
 @clips_itself
 def broadcast(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> list[Tensor]:
@@ -279,7 +279,7 @@ def over_all(value: Tensor, reduce: Callable[[Tensor], Tensor] = own_process, ep
     mean = (total / n.clamp(min=1)).float()
     return torch.where(known, value - mean, 0.0) / (global_std(value, reduce) + eps)
 
-
+# %% ../nbs/09_credit.ipynb #d539dafd
 def decoupled_advantages(
     tree: Tree,
     parts: dict[str, tuple[float, Tensor]],  # {reward: (its weight, its scores (P, leaves))}

@@ -14,6 +14,8 @@ from .plan import RolloutPlan
 from .registry import unknown
 from .tree import Tree, path_log_probs
 
+WEIGHTS = ("path", "edge")
+
 # %% ../nbs/08_fusion.ipynb #928242ae
 def softmax_over_siblings(
     score: Tensor,  # (P, C): one score per child
@@ -50,9 +52,6 @@ def leaf_values(tree: Tree, leaf_rewards: Tensor, leaf_mask: Tensor | None) -> t
     return rewards.masked_fill(excluded, torch.nan), log_z.masked_fill(excluded, -torch.inf)
 
 # %% ../nbs/08_fusion.ipynb #79f21ebc
-WEIGHTS = ("path", "edge")
-
-
 def fuse_rewards(
     tree: Tree,
     leaf_rewards: Tensor,  # r_ℓ, (P, leaves)
@@ -71,11 +70,9 @@ def fuse_rewards(
     r_bar = [value]
     for d in range(tree.steps, 0, -1):
         parents, width = tree.parents[d].to(value.device), tree.parents[d - 1].shape[1]
-        if weights == "edge":
-            log_z = torch.where(log_z.isinf(), log_z, 0.0)  # an excluded child stays excluded
+        below = log_z if weights == "path" else log_z.where(log_z.isinf(), 0.0)  # an excluded child stays excluded
         # Eq. 3: w_c ∝ p(c|n)^β Z(c), a softmax over siblings per level in place of one over leaves per node
-        score = beta * tree.log_probs[d].to(value) + log_z
-        w, log_z = softmax_over_siblings(score, parents, width)
+        w, log_z = softmax_over_siblings(beta * tree.log_probs[d].to(value) + below, parents, width)
         # Eq. 3: r̄(n) = Σ_c w_c r̄(c)
         value = torch.zeros_like(log_z).scatter_add(1, parents, w * value.nan_to_num())
         value = value.masked_fill(log_z.isinf(), torch.nan)
@@ -109,7 +106,7 @@ def elements_of(tree: Tree) -> int:
         raise ValueError("tree: it has no latents, so their number of elements is unknown")
     return latents.shape[2:].numel()
 
-
+# %% ../nbs/08_fusion.ipynb #5886cb10
 def density_scale(
     tree: Tree,
     name: str,  # mean; sqrt: means times √D; sum: means times D

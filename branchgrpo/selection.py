@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SELECTIONS', 'FEATURES', 'count_from_below', 'ends_of_rows', 'check_selection', 'select_max_variance', 'Seen',
            'sees_images', 'looks_at_images', 'choose', 'pilot', 'pixels', 'over_mean', 'pair_table', 'after_swaps',
-           'diverse', 'mean_known', 'AdaptiveSplits']
+           'diverse', 'mean_known', 'AdaptiveSplits', 'settled']
 
 # %% ../nbs/11_selection.ipynb #3e157209
 from collections.abc import Callable, Sequence
@@ -195,7 +195,7 @@ def after_swaps(table: Tensor, kept: Tensor) -> Tensor:
         kept = kept.clone()
         kept[inside[best // len(outside)]], kept[outside[best % len(outside)]] = False, True
 
-
+# %% ../nbs/11_selection.ipynb #292f1898
 @SELECTIONS.register("diverse")
 @sees_images
 def diverse(rewards: Tensor, k: int, generators, seen: Seen) -> Tensor:
@@ -218,11 +218,9 @@ def mean_known(values: Tensor, reduce: Callable[[Tensor], Tensor]) -> float:
 class AdaptiveSplits:
     """Decides during a rollout whether a step splits: the `decide` hook of `rollout`.
 
-    `previews` counts the scored previews. Raises `ValueError` if the splits do not fit.
-    """
+    `previews` counts the scored previews. Raises `ValueError` if the splits do not fit."""
 
-    # (step, x0_hat (P, W, …)) -> rewards (P, W); NaN of a prompt that is left out
-    score: Callable[[int, Tensor], Tensor]
+    score: Callable[[int, Tensor], Tensor]  # (step, x0_hat (P, W, …)) -> rewards (P, W); NaN of a prompt left out
     count: int  # splits that are left
     factor: int  # children per split
     last: int  # latest step of the last split
@@ -240,18 +238,19 @@ class AdaptiveSplits:
         if not self.count:
             return 0
         forced = step == 0 or self.count > self.last - step
-        if not (forced or self.settled(step, x0_hat)):
+        if not (forced or settled(self, step, x0_hat)):
             return 0
         self.count -= 1
         self.std_before = None
         return self.factor
 
-    def settled(self, step: int, x0_hat: Tensor) -> bool:
-        "Score the previews and return whether the std of their rewards has stopped growing."
-        rewards = self.score(step, x0_hat)  # of all nodes, those on other processes too
-        self.previews += rewards.numel()
-        if rewards.shape[1] < 2:
-            return False
-        std = mean_known(rewards.std(1), self.reduce)
-        before, self.std_before = self.std_before, std
-        return before is not None and std < (1 + self.growth) * before
+# %% ../nbs/11_selection.ipynb #d3dcf98e
+def settled(splits: AdaptiveSplits, step: int, x0_hat: Tensor) -> bool:
+    "Score the previews and return whether the std of their rewards has stopped growing."
+    rewards = splits.score(step, x0_hat)  # of all nodes, those on other processes too
+    splits.previews += rewards.numel()
+    if rewards.shape[1] < 2:
+        return False
+    std = mean_known(rewards.std(1), splits.reduce)
+    before, splits.std_before = splits.std_before, std
+    return before is not None and std < (1 + splits.growth) * before
