@@ -14,6 +14,10 @@ from branchgrpo.ovf import SELECTIONS, sees_images
 from branchgrpo.rewards.contract import RewardSum
 from branchgrpo.rewards.names import load_reward
 from branchgrpo.suspects import win_rate
+from branchgrpo.objective import win_rate
+from branchgrpo.rewards.base import load
+from branchgrpo.rewards.sums import RewardSum
+from branchgrpo.selection import FEATURES, SELECTIONS, sees_images
 from branchgrpo.training.checkpoint_folders import newest
 from branchgrpo.training.checkpoints import read_table
 from branchgrpo.training.resolve import resolve

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..ovf import looks_at_images
 from ..prompt_files import PromptSet
+from ..selection import looks_at_images
 from ..settings import CreditSettings, ObjectiveSettings, OptimiserSettings, SelectionSettings
 from ..training.config import Settings, TrainConfig
 
