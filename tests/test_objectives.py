@@ -14,8 +14,7 @@ from branchgrpo.ovf import SELECTIONS, sees_images
 from branchgrpo.rewards.base import load
 from branchgrpo.rewards.sums import RewardSum
 from branchgrpo.suspects import win_rate
-from branchgrpo.training.checkpoint_folders import newest
-from branchgrpo.training.checkpoints import read_table
+from branchgrpo.training.checkpoints import newest, read_table
 from branchgrpo.training.rolled import assign_credit
 from branchgrpo.training.update import accumulate
 

@@ -13,8 +13,7 @@ from test_sharding import BEGIN, END, processes, settings
 from test_training import config, gradient, prepared, rows, start
 
 from branchgrpo.training import model
-from branchgrpo.training.checkpoint_folders import newest
-from branchgrpo.training.checkpoints import read_table
+from branchgrpo.training.checkpoints import newest, read_table
 from branchgrpo.training.signals import Preempted
 from branchgrpo.training.trainer import Trainer
 from branchgrpo.training.update import accumulate

@@ -19,8 +19,7 @@ from branchgrpo.objective import edge_loss
 from branchgrpo.planning import process_of
 from branchgrpo.reproduction.warm import popen, run
 from branchgrpo.rollout import edge_log_probs
-from branchgrpo.training.checkpoint_folders import newest
-from branchgrpo.training.checkpoints import read_table
+from branchgrpo.training.checkpoints import newest, read_table
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.rolled import assign_credit
 from branchgrpo.training.trainer import Trainer

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ..ovf import looks_at_images
-from ..prompt_files import PromptSet
+from ..prompts import PromptSet
 from ..settings import CreditSettings, ObjectiveSettings, OptimiserSettings, SelectionSettings
 from ..training.config import Settings, TrainConfig
 

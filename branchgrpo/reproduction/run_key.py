@@ -13,7 +13,7 @@ import typing
 from pathlib import Path
 
 from ..settings import field_types
-from ..training.checkpoint_origin import NUMBERS
+from ..training.checkpoints import NUMBERS
 from ..training.config import TrainConfig
 from ..training.outside import name_part
 

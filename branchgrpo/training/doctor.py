@@ -19,8 +19,8 @@ from .estimate import Estimate, advice, estimate, verdict
 from .here import found, is_inside, packages
 from .memory import GPU, by_phase, memory_table
 from .resolve_checks import listed
+from .runs import commit_of
 from .verify import Verified, files_of, verify
-from .versions import commit_of
 
 # %% ../../nbs/training/17_doctor.ipynb #6fab8f22
 def verified(s: Settings) -> list[Verified]:

@@ -24,7 +24,7 @@ from branchgrpo import TrainConfig
 from branchgrpo.backbones.base import load
 from branchgrpo.cli import main
 from branchgrpo.evaluation.benchmark_files import compbench_layout, geneval_layout, vbench_layout
-from branchgrpo.prompt_files import from_path
+from branchgrpo.prompts import from_path
 from branchgrpo.reproduction.execution import run_notebook
 from branchgrpo.reproduction.launch import train_apart
 from branchgrpo.reproduction.page_runs import page_arms
@@ -37,7 +37,7 @@ from branchgrpo.reproduction.snakefile import rule
 from branchgrpo.reproduction.tree_figures import draw_tree
 from branchgrpo.reproduction.warm import run
 from branchgrpo.rewards.base import load as load_reward
-from branchgrpo.training.checkpoint_folders import put_in_place, remove_leftovers
+from branchgrpo.training.checkpoints import put_in_place, remove_leftovers
 from branchgrpo.training.verify import files_of, verify
 
 ROOT = Path(__file__).parents[2]

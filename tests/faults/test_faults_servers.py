@@ -30,7 +30,7 @@ from branchgrpo.rewards.addresses import TOKEN
 from branchgrpo.rewards.scorer import Scorer
 from branchgrpo.rewards.sums import RewardSum
 from branchgrpo.rewards.unified import UnifiedReward
-from branchgrpo.training.checkpoint_folders import newest
+from branchgrpo.training.checkpoints import newest
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.signals import REQUEUE
 from branchgrpo.training.trainer import Trainer
