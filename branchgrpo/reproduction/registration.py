@@ -14,8 +14,8 @@ from typing import Any
 
 import branchgrpo
 from ..registry import shown, unknown
-from .equivalence import KINDS
 from .speed_endpoints import Endpoint
+from .statistics import KINDS
 from ..training.config import TrainConfig
 from ..yaml_files import read_table
 
