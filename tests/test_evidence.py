@@ -1,7 +1,6 @@
 """Registered claims and the statistics that answer them."""
 
 import dataclasses
-import json
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +9,12 @@ import pytest
 
 from branchgrpo.recipes import RECIPES
 from branchgrpo.reproduction.answers import answer_line, answers
-from branchgrpo.reproduction.equivalence import FAILS, HOLDS, OPEN, SAME, decide, possible
 from branchgrpo.reproduction.registration import Claim, Registration, read_registration
 from branchgrpo.reproduction.run_key import cache_key
 from branchgrpo.reproduction.run_table import read_runs
-from branchgrpo.reproduction.speed_endpoints import Endpoint, unscaled
+from branchgrpo.reproduction.statistics import FAILS, HOLDS, OPEN, SAME, Pair, decide, possible
 from branchgrpo.reproduction.study import recipes_of
 from branchgrpo.reproduction.tested_claims import NOT_RUN
-from branchgrpo.reproduction.two_way import Fit, difference
 from branchgrpo.training.resolve import resolve
 
 ROOT = Path(__file__).parents[1]
@@ -148,14 +145,6 @@ def test_of_sixteen_claims_without_a_difference_any_is_rarely_called_different(m
     assert wrong / 60 <= 0.12
 
 
-def test_the_difference_does_not_depend_on_the_seeds_level():
-    draws = np.random.default_rng(1)
-    scores = {method: {seed: draws.normal() for seed in range(6)} for method in "abc"}
-    moved = {method: {seed: score + 10.0 * seed for seed, score in found.items()} for method, found in scores.items()}
-    before, after = (difference(Fit(found), "a", "b") for found in (scores, moved))
-    np.testing.assert_allclose([before.estimate, before.error], [after.estimate, after.error], rtol=1e-6)
-
-
 def test_wrong_answers_are_rare_for_every_true_difference():
     draws = np.random.default_rng(2)
     for truth, right in [(0.0, {SAME, OPEN}), (0.1, {HOLDS, OPEN}), (0.05, {HOLDS, SAME, OPEN})]:
@@ -163,7 +152,7 @@ def test_wrong_answers_are_rare_for_every_true_difference():
         for _ in range(300):
             y = draws.normal(scale=0.08, size=(2, 6))
             y[0] += truth
-            d = difference(Fit({m: dict(enumerate(row)) for m, row in zip("ab", y)}), "a", "b")
+            d = Pair("a", "b", *y, np.ones(6)).moved()
             wrong += decide(possible(d, "above", 0.1)) not in right
         assert wrong / 300 < 0.08, truth
 
@@ -176,33 +165,6 @@ def test_every_world_is_valid_and_compares_like_with_like():
         for field in ("backbone", "reward", "prompts", "iterations", "evaluation_prompts", "prompts_per_iteration"):
             assert len({getattr(found, field) for found in settings}) == 1, (name, field)
         assert {found.seed for found in settings} == {0}
-
-
-def audited_curves():
-    "Return the curves that the audit read: the page's runs of 2026-11-22, which later runs have replaced."
-    stored = json.loads((ROOT / "tests/golden/audited_curves.json").read_text(encoding="utf-8"))
-    return {
-        label: {int(seed): [dict(zip(stored["keys"], row)) for row in rows] for seed, rows in runs.items()}
-        for label, runs in stored["curves"].items()
-    }
-
-
-def test_speeds_are_those_of_an_independent_audit():
-    "Cost to half of DanceGRPO's gain, three seeds, pooled noise; the numbers were computed elsewhere, by other code."
-    found = unscaled(audited_curves(), Endpoint("speed to half"), "dancegrpo")
-    fit = Fit({label: {seed: run.value for seed, run in runs.items()} for label, runs in found.items()})
-    audit = {
-        "branchgrpo": (2.4, 1.5, 3.7),
-        "branchgrpo-deppru": (2.8, 1.8, 4.4),
-        "branchgrpo-widpru": (2.7, 1.7, 4.2),
-        "branchgrpo-mix": (2.3, 1.5, 3.6),
-        "branch-pro": (1.6, 1.0, 2.5),
-        "dancegrpo-tf0.6": (1.3, 0.8, 2.0),
-        "treegrpo": (4.5, 2.9, 7.1),
-    }
-    for label, numbers in audit.items():
-        d = difference(fit, label, "dancegrpo")
-        np.testing.assert_allclose(np.exp([d.estimate, *d.interval()]), numbers, rtol=0.06, err_msg=label)
 
 
 def test_the_committed_runs_are_one_table():

@@ -13,7 +13,6 @@ from branchgrpo.diversity import FEATURES
 from branchgrpo.ovf import SELECTIONS, sees_images
 from branchgrpo.rewards.contract import RewardSum
 from branchgrpo.rewards.names import load_reward
-from branchgrpo.suspects import win_rate
 from branchgrpo.objective import win_rate
 from branchgrpo.rewards.base import load
 from branchgrpo.rewards.sums import RewardSum

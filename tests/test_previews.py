@@ -8,8 +8,7 @@ import torch
 from test_training import config, ends_well, gradient, prepared, rows, start
 
 from branchgrpo import GaussianFlow, TrainConfig, Trainer
-from branchgrpo.training.checkpoint_folders import newest
-from branchgrpo.training.checkpoints import read_table
+from branchgrpo.training.checkpoints import newest, read_table
 from branchgrpo.training.gradient import accumulate
 
 COUNTS = ("denoiser_calls", "previews")

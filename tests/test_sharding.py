@@ -12,8 +12,7 @@ import torch
 from test_training import SMALL, free_port
 
 from branchgrpo.reproduction.warm import popen
-from branchgrpo.training.checkpoint_folders import checkpoints, is_sound, newest
-from branchgrpo.training.checkpoints import read_table
+from branchgrpo.training.checkpoints import checkpoints_of, is_sound, newest, read_table
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.trainer import Trainer
 
@@ -198,7 +197,7 @@ def test_two_sharded_processes_killed_within_a_save_go_on_to_the_same_end(tmp_pa
     assert rows(tmp_path / "whole") == rows(tmp_path / "killed") and len(rows(tmp_path / "killed")) == 4
     one, two = (read_table(newest(tmp_path / name), "weights") for name in ("whole", "killed"))
     assert all(torch.equal(value, two[name]) for name, value in one.items())
-    assert [path.name for path in checkpoints(tmp_path / "killed")] == ["000003", "000004"]
+    assert [path.name for path in checkpoints_of(tmp_path / "killed")] == ["000003", "000004"]
     check_export(tmp_path / "killed", two)
 
 

@@ -16,10 +16,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from .answers import Answer
-from .equivalence import FAILS, HOLDS, OPEN, SAME
 from .looks import colour_of
 from .registration import Claim
 from .report_parts import seeds_text
+from .statistics import FAILS, HOLDS, OPEN, SAME
 from .tested_claims import NOT_LEARNED, NOT_MEASURED, NOT_RUN
 
 # %% ../../nbs/reproduction/39_answer_texts.ipynb #c87720ae

@@ -10,12 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .equivalence import HOLDS, OPEN, seeds_needed, smallest_effect
 from .registration import Claim, Registration
-from .sequential import sequence, spent
 from .speeds import Curves
+from .statistics import Difference, HOLDS, OPEN, seeds_needed, sequence, smallest_effect, spent
 from .tested_claims import Tested, has_all, tested_on, why_not
-from .two_way import Difference
 
 # %% ../../nbs/reproduction/36_answers.ipynb #e551cf8e
 @dataclass(frozen=True)

@@ -33,7 +33,6 @@ STYLE = {
     "grid.linewidth": 0.6,
     "legend.frameon": False,
     "legend.fontsize": 8,
-    "svg.hashsalt": "branchgrpo",  # the same bytes for the same figure
     "axes.prop_cycle": cycler(color=list(PALETTE)),
 }
 
@@ -65,17 +64,15 @@ def save_small_png(fig: Figure, target: str | Path | BinaryIO, colours: int, **o
 
 # %% ../../nbs/reproduction/04_figure_style.ipynb #5c5c5126
 def save_figure(fig: Figure, path: str | Path) -> None:
-    "Write `path`.png and `path`.svg, each complete or not at all; the same figure gives the same bytes."
+    "Write `path`.png, complete or not at all; the same figure gives the same bytes."
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    drawn = {kind: path.with_suffix(f".{kind}.tmp") for kind in ("png", "svg")}
+    temporary = path.with_suffix(".png.tmp")
     if has_pictures(fig):  # in full colour
-        fig.savefig(drawn["png"], format="png", bbox_inches="tight")
+        fig.savefig(temporary, format="png", bbox_inches="tight")
     else:
-        save_small_png(fig, drawn["png"], 256)
-    fig.savefig(drawn["svg"], format="svg", bbox_inches="tight", metadata={"Date": None})
-    for kind, temporary in drawn.items():
-        os.replace(temporary, path.with_suffix(f".{kind}"))
+        save_small_png(fig, temporary, 256)
+    os.replace(temporary, path.with_suffix(".png"))
 
 # %% ../../nbs/reproduction/04_figure_style.ipynb #0f6313c7
 def small_figure(fig: Figure, dpi: int = 72, colours: int = 96):

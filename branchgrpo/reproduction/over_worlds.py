@@ -14,8 +14,12 @@ from math import exp
 import numpy as np
 from matplotlib.axes import Axes
 
-from branchgrpo.reproduction.aggregates import (
-    Estimate,
+from .looks import colour_of
+from .registration import Claim, Registration
+from .speed_endpoints import Endpoint, SHARES, unscaled
+from .speeds import Curves
+from branchgrpo.reproduction.statistics import (
+    Interval,
     Tasks,
     interquartile_mean,
     probability_of_improvement,
@@ -23,10 +27,6 @@ from branchgrpo.reproduction.aggregates import (
     profile_band,
     stratified,
 )
-from .looks import colour_of
-from .registration import Claim, Registration
-from .speed_endpoints import SHARES, Endpoint, unscaled
-from .speeds import Curves
 from .tested_claims import above_zero, has_learned, tested_on
 
 # %% ../../nbs/reproduction/43_over_worlds.ipynb #a0932933
@@ -105,9 +105,9 @@ class OverWorlds:
 
     recipe: str
     worlds: list[str]
-    middle: Estimate  # interquartile mean of its scores
-    baseline: Estimate  # and of the baselines'
-    improvement: Estimate  # how often one of its runs beats one of the baseline's
+    middle: Interval  # interquartile mean of its scores
+    baseline: Interval  # and of the baselines'
+    improvement: Interval  # how often one of its runs beats one of the baseline's
 
     def row(self, title: str) -> dict[str, str]:
         "Return the aggregates as texts of a table; `title` says what is equal."

@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 from ..prompts import load_prompts
 from .launch import Nodes, train_apart
 from .run_key import cache_key, run_folder
-from ..training.checkpoint_folders import checkpoints, newest
+from ..training.checkpoints import checkpoints_of, newest
 from ..training.config import TrainConfig
 from ..training.runs import Run, check_same_prompts, is_empty
 
@@ -33,7 +33,7 @@ def is_readable(run: Run, checkpoint: bool = True) -> bool:
         info, rows = run.info, run.metrics
         if not {"settings", "state"} <= info.keys():
             return False
-        if checkpoint and checkpoints(run.path) and not has_checkpoint(run):
+        if checkpoint and checkpoints_of(run.path) and not has_checkpoint(run):
             return False
         return info["state"] != "finished" or len(rows) >= info["settings"]["iterations"]
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):

@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.stats import ttest_1samp
 
-from .equivalence import FAILS, HOLDS, SAME, possible
-from .pairs import Pair
 from .registration import Claim
-from .speed_endpoints import MEANS, Endpoint, budget_of, unscaled
+from .speed_endpoints import Endpoint, MEANS, budget_of, unscaled
 from .speeds import Curves, side
+from .statistics import FAILS, HOLDS, Pair, SAME, possible
 
 NOT_RUN, NOT_MEASURED = "not run", "not measured"
 NOT_LEARNED = "no comparison: the baseline did not learn"

@@ -17,10 +17,10 @@ from jinja2 import Environment, StrictUndefined
 import branchgrpo
 from .answer_texts import WORDS, percent, power_words, with_interval
 from .answers import levels
-from .equivalence import FAILS, HOLDS, OPEN, SAME, p_text
 from .gain_and_harm import harm_beside
 from .registration import Claim, Registration, read_registration
 from .saving import saving_line
+from .statistics import FAILS, HOLDS, OPEN, SAME, p_text
 from .tested_claims import NOT_LEARNED, NOT_MEASURED, NOT_RUN
 
 ROOT = Path(branchgrpo.__file__).parents[1]

@@ -13,7 +13,7 @@ import zlib
 import torch
 from torch import Tensor
 
-from ..prompt_files import PromptSet
+from ..prompts import PromptSet
 from .checker import check
 from .clips import clip_scenes, parse_clip, render_clips
 from .digits import RELATIONS, scenes

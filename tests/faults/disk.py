@@ -127,8 +127,7 @@ def rows(folder, file="metrics.jsonl"):
 
 
 def weights(folder):
-    from branchgrpo.training.checkpoint_folders import newest
-    from branchgrpo.training.checkpoints import read_table
+    from branchgrpo.training.checkpoints import newest, read_table
     return read_table(newest(Path(folder)), "weights")
 
 

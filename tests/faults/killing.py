@@ -13,9 +13,7 @@ from safetensors.torch import load_file
 from test_training import SMALL, free_port
 
 from branchgrpo.reproduction.warm import popen
-from branchgrpo.training.checkpoint_folders import newest
-from branchgrpo.training.checkpoint_manifest import read_manifest
-from branchgrpo.training.checkpoints import read_table
+from branchgrpo.training.checkpoints import newest, read_manifest, read_table
 
 INJECTOR = Path(__file__).with_name("injector.py")
 KILLED = {"KILL": -9, "limit": -25}

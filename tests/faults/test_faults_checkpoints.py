@@ -21,11 +21,18 @@ from branchgrpo.files import append_jsonl, read_jsonl, write_jsonl, write_text
 from branchgrpo.policy import GaussianFlow
 from branchgrpo.reproduction import warm
 from branchgrpo.reproduction.run_cache import is_readable
-from branchgrpo.training import checkpoint_origin
-from branchgrpo.training.checkpoint_folders import checkpoints, newest, remove_leftovers
-from branchgrpo.training.checkpoint_manifest import described, seal_of
-from branchgrpo.training.checkpoint_tensors import read_table
-from branchgrpo.training.checkpoints import Progress, Saver, load_checkpoint
+from branchgrpo.training import checkpoints
+from branchgrpo.training.checkpoints import (
+    Progress,
+    Saver,
+    checkpoints_of,
+    described,
+    load_checkpoint,
+    newest,
+    read_table,
+    remove_leftovers,
+    seal_of,
+)
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.export import export
 from branchgrpo.training.model import make_learner
@@ -235,7 +242,7 @@ def test_a_checkpoint_of_another_shape_names_the_parameter(tmp_path, noted):
 
 def test_a_checkpoint_of_other_numbers_says_which_version_wrote_it(tmp_path, noted, monkeypatch):
     run = saved(tmp_path / "run")
-    monkeypatch.setattr(checkpoint_origin, "NUMBERS", checkpoint_origin.NUMBERS + 1)
+    monkeypatch.setattr(checkpoints, "NUMBERS", checkpoints.NUMBERS + 1)
     line = refused(run, noted, "Checkpoint of a version that computes other numbers", tmp_path)
     assert re.search(r"was written by branchgrpo \d+\.\d+\.\d+ .numbers \d+.; this is .* others", line)
 
@@ -577,7 +584,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_no_half(tmp_path, noted):
     assert names(run) == ONE and saver.saved == 4 and saver.pending is None
     assert loaded(run) == (4, 4.0, [])
     saver.save(one, Progress(6))
-    assert [path.name for path in checkpoints(run)] == ["000004", "000006"], "two are kept"
+    assert [path.name for path in checkpoints_of(run)] == ["000004", "000006"], "two are kept"
     noted(
         "faults",
         "A checkpoint's file cannot be written (size limit)",

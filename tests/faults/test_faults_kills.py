@@ -9,7 +9,7 @@ import pytest
 from filelock import FileLock
 from killing import KILLED, MODES, Attempt, outcome
 
-from branchgrpo.training.checkpoint_folders import checkpoints, newest
+from branchgrpo.training.checkpoints import checkpoints_of, newest
 
 TRAINING = "branchgrpo.training"
 ONE, PASSES, THREAD, TWO, SHARDED, SHARDED_THREAD = MODES
@@ -145,7 +145,7 @@ def started_again(folder, mode, never, told=False):
 
 def last_kept(folder):
     "Return the name of the last checkpoint, which must be sound: what is in its place is whole."
-    found = checkpoints(folder) if folder.exists() else []
+    found = checkpoints_of(folder) if folder.exists() else []
     if not found:
         return "nothing yet: begins anew"
     assert newest(folder) == found[-1], "the last checkpoint is damaged"
@@ -286,7 +286,7 @@ SIGNALS = [
 
 def iterations_of(folder):
     "Return the iterations of the newest checkpoint and of the metrics."
-    kept = [int(path.name) for path in checkpoints(folder)] if folder.exists() else []
+    kept = [int(path.name) for path in checkpoints_of(folder)] if folder.exists() else []
     metrics = folder / "metrics.jsonl"
     return max(kept, default=0), metrics.read_text().count("\n") if metrics.exists() else 0
 

@@ -23,7 +23,7 @@ from branchgrpo import TrainConfig
 from branchgrpo.backbones.base import load
 from branchgrpo.cli import main
 from branchgrpo.evaluation.benchmark_files import compbench_layout, geneval_layout, vbench_layout
-from branchgrpo.prompt_files import from_path
+from branchgrpo.prompts import from_path
 from branchgrpo.reproduction.execution import run_notebook
 from branchgrpo.reproduction.launch import train_apart
 from branchgrpo.reproduction.page_runs import page_arms

@@ -14,8 +14,7 @@ from test_sharding import BEGIN, END, FIT, FULL, processes, rows, settings
 from test_training import config
 
 from branchgrpo.reproduction.launch import train_apart
-from branchgrpo.training.checkpoint_folders import newest
-from branchgrpo.training.checkpoints import read_table
+from branchgrpo.training.checkpoints import newest, read_table
 
 # FAULT="place:iteration:nth:rank:signal" sends a signal to this process just before it does something.
 INJECTOR = """
@@ -53,7 +52,7 @@ if "FAULT" in os.environ:
 """
 SHELL = f"""
 import os, sys
-from branchgrpo.cli import main, ended_at_once
+from branchgrpo.cli import ended_at_once, main
 with ended_at_once():
     exec({INJECTOR!r})
 os._exit(main(["train", "--config", sys.argv[2] + ".yaml"]))

@@ -29,7 +29,7 @@ from branchgrpo.rewards.contract import RewardSum
 from branchgrpo.rewards.names import TOKEN
 from branchgrpo.rewards.scorer import Scorer, in_background
 from branchgrpo.rewards.unified import UnifiedReward
-from branchgrpo.training.checkpoint_folders import newest
+from branchgrpo.training.checkpoints import newest
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.signals import REQUEUE
 from branchgrpo.training.trainer import Trainer
