@@ -44,7 +44,7 @@ class MachineOptions:
     gpus: int = bounded(8, 1, 1_000_000)  # GPUs of the run
     tflops: float = bounded(400.0, 0.001)  # sustained speed of one GPU
     gpu_memory: float = bounded(85.5, 0.001)  # GB of one GPU; 85.5 is an H100 with 80 GB
-    verify: bool = False  # compare downloaded weights with their published digests (24 s for FLUX.1-dev)
+    verify: bool = False  # print the commands that compare downloaded weights with the hub's checksums
     json: bool = False  # print JSON, for scripts and for reports of errors
 
 # %% ../nbs/26_commands.ipynb #811346a9
@@ -156,7 +156,7 @@ def doctor(given: dict[str, Any]) -> int:
     import warnings
 
     from branchgrpo.training.config import TrainConfig
-    from branchgrpo.training.doctor import facts, report, verified
+    from branchgrpo.training.doctor import facts, report, verify_commands
     from branchgrpo.training.resolve import resolve
 
     warnings.filterwarnings("ignore")
@@ -166,12 +166,12 @@ def doctor(given: dict[str, Any]) -> int:
     asked = (settings, machine.gpus, machine.tflops, machine.gpu_memory)
     if not machine.json:
         print(report(*asked))
-    found = verified(settings) if machine.verify else []
+    commands = verify_commands(settings) if machine.verify else []
     if machine.json:
-        print_json(facts(*asked) | {"verified": [model._asdict() for model in found]})
-    else:
-        print(*found, sep="\n", end="\n" if found else "")
-    return int(any(model.damaged for model in found))
+        print_json(facts(*asked) | {"verify": commands})
+    elif machine.verify:
+        print("verify: " + ("run\n" + "\n".join(commands) if commands else "nothing was downloaded for this run"))
+    return 0
 
 # %% ../nbs/26_commands.ipynb #39f68379
 def show_recipes(given: dict[str, Any]) -> int:
@@ -209,7 +209,7 @@ def print_recipe(recipe: Any) -> None:
 # %% ../nbs/26_commands.ipynb #a7d2659a
 def show_rewards(given: dict[str, Any]) -> int:
     "List the rewards, what their numbers are, and where their weights come from."
-    from branchgrpo.rewards.table import REWARDS, about
+    from branchgrpo.rewards.names import REWARDS, about
 
     entries = {name: REWARDS.get(name) for name in REWARDS.names()}
     rows = [reward_row(name, entry, about(entry)) for name, entry in entries.items()]
@@ -228,7 +228,7 @@ def check_hps(given: dict[str, Any]) -> int:
     rows = image_rows(o.images)[: o.limit]
     if shutil.which(o.python) is None:
         raise ValueError(f"python: {o.python!r} is not a program; name the python of an environment with hpsv2")
-    found = hps.check_hps(rows, o.python)
+    found = hps.compare_with_hpsv2(rows, o.python)
     for row, (ours, theirs) in zip(rows, found):
         print(f"{ours:9.5f} {theirs:9.5f} {ours - theirs:+.1e}  {row['prompt'][:60]}")
     worst = max(abs(ours - theirs) for ours, theirs in found)

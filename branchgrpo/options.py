@@ -19,9 +19,9 @@ import sys
 import typing
 from typing import Any, Literal, NoReturn
 
-from .settings import READERS, without_none
-from .registry import shown
 from .files import read_table
+from .registry import shown
+from .settings import READERS, RETIRED, without_none, without_retired
 
 # %% ../nbs/25_options.ipynb #60df4fef
 def sections_of(cls: type) -> list[type]:
@@ -101,6 +101,8 @@ def fill_parser(parser: argparse.ArgumentParser, classes: tuple[type, ...], conf
         parser.add_argument("--config", action="append", metavar="FILE", help=about)
         about = "print all settings as YAML, and stop"
         parser.add_argument("--print-config", action="store_true", default=None, help=about)
+        for name in RETIRED:  # a command line of an earlier version
+            parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
     for cls in classes:
         for section in sections_of(cls):
             add_section(parser, section)
@@ -119,7 +121,7 @@ def parse(parser: Parser, words: list[str]) -> dict[str, Any]:
     given: dict[str, Any] = {}
     for path in found.pop("config", None) or ():
         given |= from_file(parser, path)
-    return given | {name: value for name, value in found.items() if value is not None}
+    return given | without_retired({name: value for name, value in found.items() if value is not None})
 
 # %% ../nbs/25_options.ipynb #59782f5a
 def joined(words: list[str]) -> list[str]:
@@ -139,7 +141,7 @@ ONLY_FLAGS = ("help", "config", "print_config")  # no settings of a file
 def from_file(parser: Parser, path: str) -> dict[str, Any]:
     "Return the settings of a YAML file. Raise `ValueError` naming one that is unknown."
     names = [action.dest for action in parser._actions if action.dest not in ONLY_FLAGS]
-    table = read_table(path)
+    table = without_retired(read_table(path))
     for name in table.keys() - set(names):
         close = difflib.get_close_matches(name[:80], names, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""

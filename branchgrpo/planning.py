@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from .plan import RolloutPlan
-from .registry import shown, unknown
+from .registry import shown, unknown_name_error
 from .samplers import ddim_timesteps, flow_sigmas, merged_levels
 from .settings import MethodSettings
 from .transition import SolverTail, Transition, compress_tail, ddim_transition, flow_transition, with_factors
@@ -63,7 +63,7 @@ def at_places(s: MethodSettings) -> Iterator[MethodSettings]:
 def _one_of(setting: str, value: str, table: dict):
     "Return the entry of `table`. Raise `ValueError` naming the setting and what is allowed."
     if value not in table:
-        raise unknown(setting, value, table)
+        raise unknown_name_error(setting, value, table)
     return table[value]
 
 

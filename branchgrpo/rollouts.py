@@ -15,11 +15,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .gaussian import Gaussian, edge_log_probs
 from .noise import Noise, child_lines
-from .plan import RolloutPlan
+from .plan import RolloutPlan, picked
 from .policy import Policy
-from .previews import picked
+from .samplers import Gaussian, edge_log_probs
 from .transition import Transition, scaled_noise
 from .tree import Tree, plan_parents
 

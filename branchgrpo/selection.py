@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d, pad
 
-from .costs import cost_ratio
 from .credit import own_process
+from .plan import cost_ratio
 from .registry import Registry
 
 # %% ../nbs/11_selection.ipynb #bed7cb47
@@ -216,7 +216,7 @@ def mean_known(values: Tensor, reduce: Callable[[Tensor], Tensor]) -> float:
 # %% ../nbs/11_selection.ipynb #31e0f316
 @dataclass
 class AdaptiveSplits:
-    """Decides during a rollout whether a step splits: the `decide` hook of `rollout`.
+    """Decides during a rollout whether a step splits: the method `split` of a `Judge`.
 
     `previews` counts the scored previews. Raises `ValueError` if the splits do not fit."""
 

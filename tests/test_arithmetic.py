@@ -10,12 +10,8 @@ import pytest
 import torch
 
 from branchgrpo import recipes
-from branchgrpo.credit import ADVANTAGES, CreditOptions, estimate_advantages
-from branchgrpo.group_std import STDS
-from branchgrpo.plan import RolloutPlan, paper_nfe
-from branchgrpo.costs import paper_nfe
 from branchgrpo.credit import ADVANTAGES, STDS, CreditOptions, estimate_advantages
-from branchgrpo.plan import RolloutPlan
+from branchgrpo.plan import RolloutPlan, paper_nfe
 from branchgrpo.planning import plan_of
 from branchgrpo.policy import GaussianFlow
 from branchgrpo.training.config import TrainConfig

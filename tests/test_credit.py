@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from branchgrpo.credit import CreditOptions, depthwise_advantages, estimate_advantages
-from branchgrpo.fusion import effective_sample_size, fuse_rewards
-from branchgrpo.noise import Noise
 from branchgrpo.fusion import beta_at, density_scale, effective_sample_size, fuse_rewards
+from branchgrpo.noise import Noise
 from branchgrpo.plan import RolloutPlan
 from branchgrpo.planning import process_of
 from branchgrpo.policy import GaussianFlow

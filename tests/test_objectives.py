@@ -9,16 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from branchgrpo import TrainConfig, Trainer, process_of
-from branchgrpo.diversity import FEATURES
-from branchgrpo.ovf import SELECTIONS, sees_images
+from branchgrpo.objective import win_rate
 from branchgrpo.rewards.contract import RewardSum
 from branchgrpo.rewards.names import load_reward
-from branchgrpo.objective import win_rate
-from branchgrpo.rewards.base import load
-from branchgrpo.rewards.sums import RewardSum
 from branchgrpo.selection import FEATURES, SELECTIONS, sees_images
-from branchgrpo.training.checkpoint_folders import newest
-from branchgrpo.training.checkpoints import read_table
+from branchgrpo.training.checkpoints import newest, read_table
 from branchgrpo.training.resolve import resolve
 from branchgrpo.training.rolled import assign_credit
 from branchgrpo.training.update import accumulate

@@ -15,12 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from branchgrpo.gaussian import edge_log_probs
 from branchgrpo.objective import edge_loss
 from branchgrpo.planning import process_of
 from branchgrpo.reproduction.warm import popen, run
-from branchgrpo.training.checkpoint_folders import newest
-from branchgrpo.training.checkpoints import read_table
+from branchgrpo.samplers import edge_log_probs
+from branchgrpo.training.checkpoints import newest, read_table
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.rolled import assign_credit
 from branchgrpo.training.trainer import Trainer

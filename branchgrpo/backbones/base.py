@@ -17,15 +17,15 @@ from torch import nn
 from .guidance import guided  # noqa: F401
 from .loading import empty_model, encoder_names, place, read_once, read_pipeline
 from .memory import largest_rank, save_memory  # noqa: F401
-from .names import BACKBONES, FAMILIES, TINY, Backbone, adapt_recipe, is_hub_name  # noqa: F401
+from .names import BACKBONES, Backbone, FAMILIES, TINY, adapt_recipe, is_hub_name  # noqa: F401
 from branchgrpo.backbones.names import (
     UNREADABLE,
-    missing_pipeline_error,
     declared,
     default_sizes,
     family,
-    not_loaded,
     folder_of,
+    missing_pipeline_error,
+    not_loaded,
 )
 from .pipeline import PipelinePolicy, decode_images  # noqa: F401
 from .published import PUBLISHED  # noqa: F401

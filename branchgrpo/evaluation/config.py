@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..registry import first_of, reason, with_setting
-from ..settings import bounded, read_settings
 from ..files import check_output, write_text
+from ..registry import first_of, reason, with_setting
+from ..rewards.own import same_as_recorded
+from ..settings import bounded, read_settings
 
 # %% ../../nbs/evaluation/04_config.ipynb #2c315dde
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Evaluation:
 # %% ../../nbs/evaluation/04_config.ipynb #88679b60
 def check_evaluation(e: Evaluation) -> None:
     "Raise `ValueError` naming the first field that is wrong. Load no weights."
-    from branchgrpo.rewards.base import check_name  # not above: the help of `evaluate` needs no torch
+    from branchgrpo.rewards.names import check_name  # not above: the help of `evaluate` needs no torch
 
     read_settings(Evaluation, asdict(e))
     for name in e.rewards:
@@ -52,7 +53,7 @@ def check_evaluation(e: Evaluation) -> None:
 # %% ../../nbs/evaluation/04_config.ipynb #b5ea4578
 def recorded(e: Evaluation) -> dict[str, Any]:
     "Return what evaluation.json holds: the fields, and a digest of the source of every reward of your own."
-    from branchgrpo.rewards.base import source_digest
+    from branchgrpo.rewards.names import source_digest
 
     digests = {name: source_digest(name) for name in e.rewards}
     own = {name: digest for name, digest in digests.items() if digest}
@@ -82,7 +83,7 @@ def check_place(folder: Path, e: Evaluation) -> bool:
     check_output(folder)
     if (folder / "evaluation.json").is_file():
         old, new = read_record(folder), recorded(e)
-        differ = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+        differ = sorted(name for name in old.keys() | new.keys() if not same_as_recorded(old.get(name), new.get(name)))
         if differ:
             raise ValueError(f"output: {str(folder)!r} holds another evaluation (differs in {first_of(differ)})")
         return True

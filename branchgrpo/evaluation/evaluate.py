@@ -19,10 +19,10 @@ from .config import Evaluation, check_evaluation, check_place, open_folder, writ
 from .rows import file_columns, image_rows, save_images, score_images
 from .sampling import open_policy, sample_block
 from .summary import summarise
-from ..prompts import load_prompts
-from ..rewards.base import Scorer
-from ..rewards.base import load as load_reward
 from ..files import read_jsonl, remove_temporaries, write_jsonl
+from ..prompts import load_prompts
+from ..rewards.names import load_reward
+from ..rewards.scorer import Scorer
 
 # %% ../../nbs/evaluation/05_evaluate.ipynb #37022152
 @dataclass

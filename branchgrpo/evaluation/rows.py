@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from .sampling import as_image
-from ..prompts import PromptSet
-from ..rewards.base import Scorer
 from ..files import write_atomic
+from ..prompts import PromptSet
+from ..rewards.scorer import Scorer
 
 # %% ../../nbs/evaluation/03_rows.ipynb #87ca37da
 def image_place(number: int) -> str:

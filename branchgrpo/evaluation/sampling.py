@@ -18,15 +18,14 @@ from PIL import Image
 from torch import Tensor
 
 from ..backbones.base import load
+from ..noise import Noise
 from ..plan import RolloutPlan
 from ..planning import sampling_process
 from ..policy import Policy
-from ..noise import Noise
-from ..rollouts import Predictor, rollout
-from ..training.checkpoint_folders import newest
 from ..registry import shown
-from ..training.checkpoint_tensors import read_table
-from ..training.runs import Run, recorded
+from ..rollouts import Predictor, rollout
+from ..training.checkpoints import newest, read_table
+from ..training.runs import Run, recorded_run
 
 # %% ../../nbs/evaluation/01_sampling.ipynb #2e627f1c
 @torch.no_grad()
@@ -91,14 +90,14 @@ def without_remarks(module: str) -> Iterator[None]:
 # %% ../../nbs/evaluation/01_sampling.ipynb #859c8946
 def open_run_policy(run: Run, weights: str, device: str | torch.device, options: dict[str, Any]) -> Policy:
     "Return the policy of a finished run; `options` that are not None take the place of its sizes and guidance."
-    recorded = SimpleNamespace(**run.info["settings"])
-    trained_with = {name: getattr(recorded, name) for name in ("height", "width", "guidance_scale", "frames")}
+    recorded_run = SimpleNamespace(**run.info["settings"])
+    trained_with = {name: getattr(recorded_run, name) for name in ("height", "width", "guidance_scale", "frames")}
     options = trained_with | {name: value for name, value in options.items() if value is not None}
     model = run.path / "model"
     whole = weights != "base" and model.is_dir()
-    policy: Any = load(str(model) if whole else recorded.backbone, device=device, **options)
-    policy.shift = getattr(recorded, "shift", 3.0)  # images are drawn at the noise levels of the training
-    if weights != "base" and recorded.lora_rank:
+    policy: Any = load(str(model) if whole else recorded_run.backbone, device=device, **options)
+    policy.shift = getattr(recorded_run, "shift", 3.0)  # images are drawn at the noise levels of the training
+    if weights != "base" and recorded_run.lora_rank:
         # the checkpoint names the averaged adapter "default"
         named = {"adapter_name": "default"} if weights == "ema" else {}
         with without_remarks("diffusers.loaders.lora_base"):  # that there is none for a text encoder
@@ -125,6 +124,6 @@ def open_policy(
         if weights != "trained":
             raise ValueError(f"weights: {weights!r} are those of a run, and {shown(name)} is no run's folder")
         return load(name, device=device, **options)
-    if recorded(name, "backbone")["state"] != "finished":
+    if recorded_run(name, "backbone")["state"] != "finished":
         raise ValueError(f"backbone: the run {name!r} is not finished; the command that began it continues it")
     return open_run_policy(run, weights, device, options)

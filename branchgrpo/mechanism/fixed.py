@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..prompt_files import PromptSet
+from ..prompts import PromptSet
 from ..selection import looks_at_images
 from ..settings import CreditSettings, ObjectiveSettings, OptimiserSettings, SelectionSettings
 from ..training.config import Settings, TrainConfig

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..gaussian import Gaussian
+from .vectors import take_gradient
 from ..objective import RATIOS
 from ..rollouts import revisit
+from ..samplers import Gaussian
 from ..training.edge_terms import Rolled
 from ..training.gradient import accumulate
 from ..training.micro_batches import micro_batches
 from ..training.model import Learner
-from .vectors import take_gradient
 
 # %% ../../nbs/mechanism/04_projection.ipynb #6c4d75e1
 def rule_slope(ratio: str, dist: Gaussian, edges: Tensor) -> Tensor:

@@ -19,13 +19,13 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from ..costs import papers_cost
 from .alignment import Measured
 from .fixed import Study, families, recipe_config, two_halves
 from .pathwise import evaluation_process, pathwise_gradient
 from .projection import edge_derivatives, projections, prompt_gradient, trained_parents
 from .reference import Reference, reference_of
 from .vectors import moved_policy
+from ..plan import papers_cost
 from ..training.resolve import resolve
 
 # %% ../../nbs/mechanism/09_study.ipynb #c595f946

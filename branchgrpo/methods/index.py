@@ -14,9 +14,9 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from .. import recipes
-from ..costs import plan_cost
 from .papers import QUOTES, Quote, quotes_of, source_kind, words_of
 from .recipe import Recipe
+from ..plan import plan_cost
 from ..planning import plan_of
 from ..settings import MethodSettings, OptimiserSettings, SizeSettings
 

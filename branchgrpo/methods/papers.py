@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from importlib.resources import as_file, files
 from typing import Any
 
+from ..files import read_table
 from .recipe import Recipe
-from ..settings import MethodSettings, check_types
-from ..yaml_files import read_table
+from ..settings import MethodSettings, read_settings
 
 # %% ../../nbs/methods/05_papers.ipynb #980d5ff9
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def read_quote(paper: str, entry: dict[str, Any]) -> Quote:
     for name, said in entry.get("says", {}).items():
         values = [tuple(v) if isinstance(v, list) else v for v in (said if isinstance(said, list) else [said])]
         for value in values:
-            check_types(MethodSettings, {name: value})
+            read_settings(MethodSettings, {name: value})
         says[name] = values if isinstance(said, list) else said
     return Quote(paper, **entry | {"says": says})
 

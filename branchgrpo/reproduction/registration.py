@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import branchgrpo
-from ..registry import shown, unknown_name_error
-from .equivalence import KINDS
-from .speed_endpoints import Endpoint
-from ..training.config import TrainConfig
 from ..files import read_table
+from ..registry import shown, unknown_name_error
+from .speed_endpoints import Endpoint
+from .statistics import KINDS
+from ..training.config import TrainConfig
 
 REGISTERED = Path(branchgrpo.__file__).parents[1] / "reproduce/registered.yaml"
 

@@ -12,10 +12,10 @@ import json
 import typing
 from pathlib import Path
 
-from ..settings import RETIRED, field_types
-from ..training.checkpoint_origin import NUMBERS
-from ..training.config import TrainConfig
 from ..files import name_part
+from ..settings import RETIRED, field_types
+from ..training.checkpoints import NUMBERS
+from ..training.config import TrainConfig
 from ..training.resolve import resolve
 
 # %% ../../nbs/reproduction/01_run_key.ipynb #7430337b

@@ -21,7 +21,7 @@ from scipy.optimize import brentq
 from scipy.stats import bootstrap, false_discovery_control, mannwhitneyu, nct, trim_mean, ttest_1samp
 from scipy.stats import t as student
 
-from ..registry import unknown
+from ..registry import unknown_name_error
 
 # %% ../../nbs/reproduction/00_statistics.ipynb #cf211deb
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def equivalence_p(d: Compared, margin: float) -> float:
 def possible(d: Compared, kind: str, margin: float) -> dict[str, float]:
     "Return the p value of each answer that a claim of this kind can have."
     if kind not in KINDS:
-        raise unknown("kind", kind, KINDS)
+        raise unknown_name_error("kind", kind, KINDS)
     if kind == "same":
         beyond = 2 * min(d.above(margin), d.below(-margin))
         return {HOLDS: equivalence_p(d, margin), FAILS: min(1.0, beyond)}

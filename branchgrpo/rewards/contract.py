@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..group_std import ROUNDING
+from ..credit import ROUNDING
 
 # %% ../../nbs/rewards/00_contract.ipynb #5330f428
 class Reward(Protocol):

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..gaussian import edge_log_probs
 from ..objective import edge_loss
 from ..planning import process_of
 from ..rollouts import chunks
+from ..samplers import edge_log_probs
 from .collection import make_judge, roll
 from .config import TrainConfig
 from .edge_terms import Rolled

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from ..plan import papers_cost
 from branchgrpo.training.bench import (
     Work,
     edge_by_edge,

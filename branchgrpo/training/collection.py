@@ -17,17 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..adaptive import AdaptiveSplits
-from ..diversity import FEATURES
 from ..noise import Noise, preview_stream
-from ..ovf import Seen, choose, looks_at_images
 from ..plan import RolloutPlan
 from ..planning import plan_of, process_of, sibling_s
 from ..prompts import PromptSet
-from ..rewards.background import nothing
-from ..rewards.base import Scorer
-from ..rewards.scorer import part_weights
+from ..rewards.scorer import Scorer, nothing, part_weights
 from ..rollouts import Judge, rollout
+from ..selection import AdaptiveSplits, FEATURES, Seen, choose, looks_at_images
 
 # %% ../../nbs/training/06_collection.ipynb #b53c999e
 from .conditioning import Conditioner, draw_prompts, positions

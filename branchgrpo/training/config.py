@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ..settings import MethodSettings, bounded, read_settings
 from ..files import read_table
+from ..settings import MethodSettings, bounded, read_settings, without_retired
 
 # %% ../../nbs/training/02_config.ipynb #b2defd2d
 @dataclass(frozen=True)
@@ -74,7 +74,6 @@ class SpeedSettings:
     pad_batches: bool = True  # fill every batch up to max_batch, so that rollout and update use the same kernels
     recompute_old: bool = False  # log-densities before training once more, by the kernels of the update
     checkpoint_blocks: int = bounded(1, 1)  # with gradient_checkpointing: every n-th block is computed again
-    retain: int = bounded(0, 0)  # latents per process whose graphs a rollout keeps; 0: predict again
 
 # %% ../../nbs/training/02_config.ipynb #5pee2c0de
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ class TrainConfig(RankSettings, SpeedSettings, MemorySettings, RecordSettings, M
     @classmethod
     def from_dict(cls, table: dict[str, Any]) -> "TrainConfig":
         "Return the config of a table. Raise `ValueError` on an unknown field or a wrong value."
-        return cls(**read_settings(cls, table))
+        return cls(**read_settings(cls, without_retired(table)))
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> "TrainConfig":

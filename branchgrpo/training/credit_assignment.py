@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..beta import density_scale
-from ..credit import CreditOptions, estimate_advantages, fuse_rewards
-from ..ovf import Seen, choose
+from ..credit import CreditOptions, decoupled_advantages, estimate_advantages
+from ..fusion import density_scale, fuse_rewards
+from ..noise import GROUP, Noise, STEP_SUBSET
+from ..objective import suspects
 from ..planning import sibling_s
 from ..pruning import PruningOptions, keep_edges, paths, random_steps
-from ..reward_sums import decoupled_advantages
-from ..noise import GROUP, STEP_SUBSET, Noise
-from ..suspects import suspects
+from ..selection import Seen, choose
 from .config import Settings
 from ..tree import Tree
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..gaussian import Gaussian, edge_log_probs
-from ..objective import LOSSES, RATIOS, LossOptions, gaussian_kl, needs_means
+from ..objective import LOSSES, LossOptions, RATIOS, gaussian_kl, needs_means
 from ..rollouts import revisit
+from ..samplers import Gaussian, edge_log_probs
 from .micro_batches import MicroBatch
 from .model import Learner, autocast, reference_policy
 from ..transition import Transition

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from ..costs import plan_cost
 from ..objective import needs_means
+from ..plan import plan_cost
 from .config import Settings
 from .counting import Counted, counted_policy
 from .decoding import decoding
-from .share import Part, Share
 from .memory import GPU, by_phase, fits, memory_parts, peak
+from .share import Part, Share
 
 # %% ../../nbs/training/16_estimate.ipynb #880dd8a0
 def training_flops(c: Counted, s: Settings) -> float:

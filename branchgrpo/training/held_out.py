@@ -18,20 +18,20 @@ from accelerate import PartialState
 from accelerate.utils import broadcast, gather_object
 from torch import Tensor
 
+from ..files import write_atomic
+from ..noise import EVALUATION_SEED, Noise
 from ..plan import RolloutPlan
 from ..planning import process_of
 from ..prompts import PromptSet
-from ..rewards.scorer import attempt
-from ..rewards.scorer import Scorer
-from ..rollout import EVALUATION_SEED, Noise, rollout
+from ..rewards.scorer import Scorer, attempt, nothing
+from ..rollouts import rollout
 from .blocks import BLOCK, Block, prompt_blocks
 from .conditioning import Conditioner
 from .config import Settings
-from ..files import write_atomic
-from .ranks import together
-from .runs import Run
 from .not_finite import finite_rows, with_rows
-from .scoring import decode_and_score, images_per_call, joined, nothing
+from .ranks import SharedPredictor, together
+from .runs import Run
+from .scoring import decode_and_score, images_per_call, joined
 
 # %% ../../nbs/training/11_held_out.ipynb #97746e54
 @torch.no_grad()
@@ -48,7 +48,8 @@ def sample(
     whole = {"tail_ratio": 0.0, "window": "none", "merged": {}, "noise_factors": {}, "splits": (), "side": ()}
     process = process_of(dataclasses.replace(s, steps=steps, **whole), policy)
     noise = Noise(EVALUATION_SEED, 0, places)
-    tree = rollout(plan, policy, conditioning, process, noise, max_batch=s.max_batch, pad=s.pad_batches, watch=watch)
+    predict = SharedPredictor(policy, conditioning, s.max_batch, s.pad_batches, watch=watch)
+    tree = rollout(plan, predict, process, noise)
     return tree.latents[-1][:, 0]
 
 # %% ../../nbs/training/11_held_out.ipynb #b0e38477

@@ -15,11 +15,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..backbones.names import is_hub_name, folder_of
+from ..backbones.names import folder_of, is_hub_name
 from ..prompts import load_prompts
-from ..rewards.names import split_name, terms
-from ..rewards.table import Entry
-from ..rewards.unified_client import ChatClient
+from ..rewards.names import Entry, split_name, terms
+from ..rewards.unified import UnifiedReward
 from .config import listed
 
 # %% ../../nbs/training/17_here.ipynb #2942ca22
@@ -89,7 +88,7 @@ def backbone_here(name: str) -> Finding:
 def server_here(what: str, address: str) -> Finding:
     "Report whether a reward's server answers."
     try:
-        return Finding("ok", what, f"{ChatClient(address, timeout=2).status} from {address}")
+        return Finding("ok", what, f"{UnifiedReward(address, timeout=2).status} from {address}")
     except ValueError as error:
         return Finding("missing", what, str(error).removeprefix("reward: "))
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import Refused, refusals_in_words
-from .checkpoint_folders import newest, remove_leftovers
-from .checkpoints import load_checkpoint
+from .checkpoints import load_checkpoint, newest, remove_leftovers
 from .conditioning import encode_ahead
 from .distributed import any_process, from_main
 from .export import export

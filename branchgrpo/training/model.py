@@ -21,10 +21,9 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGr
 from accelerate.state import AcceleratorState
 from torch import nn
 
-from ..backbones.base import declared, empty_denoiser, family, largest_rank, load, save_memory
-from ..backbones.base import folder_of
+from ..backbones.base import declared, empty_denoiser, family, folder_of, largest_rank, load, save_memory
 from ..backbones.loading import is_reader
-from ..rewards.background import nothing
+from ..rewards.scorer import nothing
 from .averages import AveragedWeights
 from .config import Settings
 from .distributed import check_launch, check_processes, fill, mesh_of, plain_class, shard

@@ -19,7 +19,7 @@ import torch
 from accelerate.utils import gather_object, reduce
 from torch import Tensor, distributed
 
-from ..rewards.background import nothing
+from ..rewards.scorer import nothing
 from ..rollouts import Predictor
 from .config import Settings
 from .signals import Preempted

@@ -15,9 +15,9 @@ from typing import Any
 from .. import recipes
 from ..backbones.names import adapt_recipe, family
 from ..methods.recipe import Recipe
-from ..ovf import SELECTIONS
-from ..rewards.base import reward_name, source_digest
-from ..rewards.own import is_ours, short_digest
+from ..rewards.names import reward_name, source_digest
+from ..rewards.own import is_ours, joint_digest
+from ..selection import SELECTIONS
 from ..settings import read_settings
 from .config import Settings, TrainConfig, listed
 from .resolve_checks import OPEN_CHOICES, check_all
@@ -66,7 +66,7 @@ def digests(config: TrainConfig, reward=None, prompts=None) -> dict[str, str]:
         parts[setting] = [source_digest(code) for code in code_of(table.get(name))] if name in table.names() else []
     for setting, found in parts.items():
         codes = [code for code in found if code]
-        own[setting] = codes[0] if len(codes) == 1 else short_digest(*codes) if codes else None
+        own[setting] = joint_digest(codes)
     return {name: digest for name, digest in own.items() if digest}
 
 # %% ../../nbs/training/03_resolve.ipynb #6136a531

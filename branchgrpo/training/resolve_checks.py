@@ -14,20 +14,17 @@ from typing import Any
 import torch
 
 # %% ../../nbs/training/03_resolve_checks.ipynb #932ad29d
-from ..beta import DENSITY_SCALES
-from ..credit import ADVANTAGES
-from ..diversity import FEATURES
-from ..group_std import STDS
+from ..credit import ADVANTAGES, REWARD_SUMS, STDS
+from ..fusion import DENSITY_SCALES
 from ..noise_checks import check_all_noise
 from ..objective import LOSSES, RATIOS
-from ..ovf import SELECTIONS, looks_at_images
 from ..planning import at_places, check_process, plan_of
 from ..planning_checks import check_plans, leaves_of
 from ..pruning import PRUNINGS
 from ..registry import unknown_name_error, with_setting
-from ..reward_sums import REWARD_SUMS
 from ..rewards.names import check_name, terms
 from ..rewards.scorer import part_weights
+from ..selection import FEATURES, SELECTIONS, looks_at_images
 from ..settings import field_types
 from ..step_weights import STEP_WEIGHTS, check_step_weights
 from .config import Settings, listed

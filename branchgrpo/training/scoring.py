@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['REMOTE_CHUNK', 'LOOK', 'make_scorers', 'images_per_call', 'decode_and_score', 'joined', 'RolloutRewards',
-           'own_scores', 'rewards_of_parts']
+           'own_scores', 'shared_scores', 'rewards_of_parts']
 
 # %% ../../nbs/training/05_scoring.ipynb #8c952976
 from collections.abc import Callable
@@ -15,15 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..rewards.scorer import Scorer
 from ..rewards.names import load_reward
-from ..rewards.scorer import is_remote, part_names, start_scoring
-from ..batches import chunks
-from ..rollout import nothing
-from ..shares import WHOLE, Whole
+from ..rewards.scorer import Scorer, is_remote, nothing, part_names, start_scoring
+from ..rollouts import chunks
 from .config import Settings, listed
 from .not_finite import Lost, finite_rows, with_rows
-from .ranks import together
+from .ranks import RankGroup, together
 
 # %% ../../nbs/training/05_scoring.ipynb #aa145346
 def make_scorers(s: Settings, reward: Any, device) -> tuple[Scorer, dict[str, Scorer]]:
@@ -82,7 +79,7 @@ def joined(waiting: list[Future], scorer: Scorer, watch: Callable[[], None] = no
 # %% ../../nbs/training/05_scoring.ipynb #b9880355
 @dataclass
 class RolloutRewards:
-    """Rewards of the nodes of P trees: `rewards_of(latents (P, m, …)) -> rewards (P, W), {part: (P, W)}`.
+    """Rewards of the nodes of P trees: `rewards_of(latents (P, W, …)) -> rewards (P, W), {part: (P, W)}`.
 
     `lost` marks prompts without a finite image or reward; they count 0. `images` are the last ones of this process."""
 
@@ -92,7 +89,7 @@ class RolloutRewards:
     metadata: Callable
     processes: Any  # an Accelerator, or what accelerate knows of this process
     size: int | None = None  # images per call; None: all
-    share: Whole = WHOLE  # which nodes are on this process
+    group: RankGroup = RankGroup()  # the processes that share the images
     watch: Callable[[], None] = nothing  # called between chunks; it may raise
     step: float = 0.0  # of the rollout, whose previews or images are scored
     what: str = "an image"
@@ -107,10 +104,7 @@ class RolloutRewards:
         return self.lost.rows
 
     def __call__(self, latents: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        def own(nodes: Tensor) -> dict[str, Tensor]:
-            return own_scores(self, nodes)
-
-        return rewards_of_parts(self, self.share.score(latents, own))
+        return rewards_of_parts(self, shared_scores(self, latents))
 
 # %% ../../nbs/training/05_scoring.ipynb #f01e8485
 def own_scores(r: RolloutRewards, nodes: Tensor) -> dict[str, Tensor]:
@@ -126,6 +120,15 @@ def own_scores(r: RolloutRewards, nodes: Tensor) -> dict[str, Tensor]:
         r.lost.add(r.step, f"{r.what} is not finite", wrong.reshape(nodes.shape[:2]).any(1))
         scores = {k: with_rows(v.float().to(wrong.device), wrong, torch.nan) for k, v in scores.items()}
         return {k: v.reshape(nodes.shape[:2]) for k, v in scores.items()}
+
+# %% ../../nbs/training/05_scoring.ipynb #5c0a7e11
+def shared_scores(r: RolloutRewards, nodes: Tensor) -> dict[str, Tensor]:
+    "Return the scores `{part: (P, W)}` of all nodes `(P, W, …)`; each process of a group scores its part of them."
+    if r.group.ranks == 1:
+        return own_scores(r, nodes)
+    own = own_scores(r, r.group.part(nodes))
+    everyone = r.group.joined(torch.stack(list(own.values()), -1), nodes.shape[1])  # (P, W, parts)
+    return dict(zip(own, everyone.unbind(-1)))
 
 # %% ../../nbs/training/05_scoring.ipynb #7db0ff36
 def rewards_of_parts(r: RolloutRewards, parts: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

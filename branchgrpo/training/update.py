@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..objective import needs_means
-from ..gaussian import edge_log_probs
+from ..samplers import edge_log_probs
 from .edge_terms import Rolled, of_batch, revisited
 from .gradient import accumulate, agree, until_told
 from .micro_batches import MicroBatch, shared_micro_batches

@@ -36,7 +36,7 @@ from branchgrpo.reproduction.snakefile import rule
 from branchgrpo.reproduction.tree_figures import draw_tree
 from branchgrpo.reproduction.warm import run
 from branchgrpo.rewards.names import load_reward
-from branchgrpo.training.checkpoint_folders import put_in_place, remove_leftovers
+from branchgrpo.training.checkpoints import put_in_place, remove_leftovers
 from branchgrpo.training.resolve import resolve
 
 ROOT = Path(__file__).parents[2]

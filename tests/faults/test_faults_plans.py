@@ -15,22 +15,12 @@ from hypothesis import HealthCheck, assume, given, settings
 from torch import Tensor, nn
 
 from branchgrpo import GaussianFlow, TrainConfig, Trainer, recipes
-from branchgrpo.credit import ADVANTAGES, CreditOptions, estimate_advantages
+from branchgrpo.credit import ADVANTAGES, REWARD_SUMS, STDS, CreditOptions, estimate_advantages
 from branchgrpo.fusion import fuse_rewards
-from branchgrpo.group_std import STDS
-from branchgrpo.ovf import SELECTIONS, choose, looks_at_images
 from branchgrpo.plan import RolloutPlan, plan_cost
 from branchgrpo.planning import plan_of, process_of, sibling_s
 from branchgrpo.pruning import PRUNINGS
-from branchgrpo.reward_sums import REWARD_SUMS
 from branchgrpo.rollouts import Judge, rollout
-from branchgrpo.costs import plan_cost
-from branchgrpo.credit import ADVANTAGES, REWARD_SUMS, STDS, CreditOptions, estimate_advantages
-from branchgrpo.fusion import fuse_rewards
-from branchgrpo.plan import RolloutPlan
-from branchgrpo.planning import plan_of, process_of, sibling_s
-from branchgrpo.pruning import PRUNINGS
-from branchgrpo.rollout import rollout
 from branchgrpo.selection import SELECTIONS, choose, looks_at_images
 from branchgrpo.settings import field_types
 from branchgrpo.step_weights import STEP_WEIGHTS, weights_of

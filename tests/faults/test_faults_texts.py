@@ -23,8 +23,8 @@ from branchgrpo.credit import ADVANTAGES
 from branchgrpo.files import yaml_of
 from branchgrpo.prompts import load_prompts
 from branchgrpo.reproduction.run_key import NOT_HASHED, cache_key
-from branchgrpo.training.resolve import resolve
 from branchgrpo.rewards.names import REWARDS, check_name, terms
+from branchgrpo.training.resolve import resolve
 
 COUNTS = collections.Counter()
 # letters of many scripts, signs that have a meaning somewhere, controls, line separators, halves of a pair, emoji
