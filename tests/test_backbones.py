@@ -6,7 +6,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 
-from branchgrpo.backbones.base import TINY, resolve
+from branchgrpo.backbones.loading import TINY, folder_of
 from branchgrpo.planning import process_of
 from branchgrpo.reproduction.warm import run as run_python
 from branchgrpo.training.config import TrainConfig
@@ -83,7 +83,7 @@ def test_the_result_loads_in_plain_diffusers(tmp_path, backbone, lora):
     conditioning = trainer.conditioner(prompts)
     with torch.no_grad():
         ours = policy.predict(x, time, conditioning)
-    places = [str(resolve(backbone)), str(run.path / "lora")] if lora else [str(run.path / "model")]
+    places = [str(folder_of(backbone)), str(run.path / "lora")] if lora else [str(run.path / "model")]
     pipe = DiffusionPipeline.from_pretrained(places[0], dtype=torch.float32)
     if lora:
         pipe.load_lora_weights(places[1])

@@ -6,11 +6,11 @@ import shutil
 import torch
 from test_training import SMALL, together
 
-from branchgrpo.backbones.base import resolve
+from branchgrpo.backbones.loading import folder_of
 
 LOADS = """
 import os, sys, torch, torch.distributed as dist
-from branchgrpo.backbones.base import load
+from branchgrpo.backbones.loading import load_backbone
 dist.init_process_group("gloo")
 folders, out = sys.argv[1:3], sys.argv[-1]
 policy = load(folders[dist.get_rank()], together=True)
@@ -23,10 +23,10 @@ os._exit(0)
 def test_one_process_reads_the_denoiser_for_both(tmp_path):
     "The second process has a folder without the denoiser's weights."
     blind = tmp_path / "blind"
-    shutil.copytree(resolve("tiny-flux"), blind)
+    shutil.copytree(folder_of("tiny-flux"), blind)
     for file in (blind / "transformer").glob("*.safetensors"):
         file.unlink()
-    for code, log in together(2, LOADS, resolve("tiny-flux"), str(blind), tmp_path / "weights"):
+    for code, log in together(2, LOADS, folder_of("tiny-flux"), str(blind), tmp_path / "weights"):
         assert code == 0, log
     one, two = torch.load(tmp_path / "weights.0"), torch.load(tmp_path / "weights.1")
     assert one.keys() == two.keys()

@@ -19,9 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..backbones.names import declared, default_sizes, family, read_index, resolve
-from ..backbones.published import PUBLISHED
-from ..backbones.live_bytes import Operations, fused_attention
+from ..backbones.loading import declared, default_sizes, family, folder_of, read_index
+from ..backbones.published import Operations, PUBLISHED, fused_attention
 from ..policy import Policy
 from ..registry import import_target
 from .block_counts import largest_block, of_all_blocks
@@ -46,7 +45,7 @@ def meta_pipeline(name: str, component: str) -> SimpleNamespace:
     "Return what a policy needs of a pipeline, with its denoiser on the meta device, in bfloat16."
     import diffusers
 
-    folder = resolve(name)
+    folder = folder_of(name)
     model = getattr(diffusers, read_index(folder)[component][1])
     with torch.device("meta"):
         denoiser = model.from_config(read_config(model, folder, component)).bfloat16()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..backbones.names import read_index, resolve
+from ..backbones.loading import folder_of, read_index
 from ..backbones.pipeline import decode_costs
 from ..backbones.published import PUBLISHED
 from .config import Settings
@@ -27,9 +27,9 @@ def vae_of(name: str) -> Any:
         kind, config = PUBLISHED[name].vae
         model = getattr(diffusers, kind)
     else:
-        kind = read_index(resolve(name))["vae"][1]
+        kind = read_index(folder_of(name))["vae"][1]
         model = getattr(diffusers, kind)
-        config = model.load_config(resolve(name), subfolder="vae")
+        config = model.load_config(folder_of(name), subfolder="vae")
     with torch.device("meta"):
         return model.from_config(config)
 

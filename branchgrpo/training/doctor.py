@@ -12,7 +12,7 @@ from typing import Any
 
 import branchgrpo
 
-from ..backbones.names import resolve
+from ..backbones.loading import folder_of
 from ..rewards.names import split_name, terms
 from .config import Settings
 from .estimate import Estimate, advice, estimate, verdict
@@ -26,7 +26,7 @@ from .versions import commit_of
 def verified(s: Settings) -> list[Verified]:
     "Compare the files of the backbone and of every reward with their published digests."
     rewards = {name for some in (s.reward, *listed(s.held_out)) for _, name in terms(some)[0]}
-    places = {s.backbone: resolve(s.backbone)} | {name: split_name(name).where for name in sorted(rewards)}
+    places = {s.backbone: folder_of(s.backbone)} | {name: split_name(name).where for name in sorted(rewards)}
     outside = {what: where for what, where in places.items() if where and not where.startswith("http")}
     return [verify(what, files_of(where)) for what, where in outside.items() if not is_inside(where)]
 

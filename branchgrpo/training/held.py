@@ -14,11 +14,9 @@ from typing import Any
 
 import torch
 
-from ..backbones.names import resolve
-from ..backbones.published import PUBLISHED
-from ..backbones.loading import encoder_names
+from ..backbones.loading import encoder_names, folder_of
 from ..backbones.pipeline import DECODE_BYTES
-from ..backbones.published import ENCODING_BYTES, T5_XXL
+from ..backbones.published import ENCODING_BYTES, PUBLISHED, T5_XXL
 from ..costs import plan_cost
 from ..rewards.names import split_name, terms
 from ..rewards.table import Entry
@@ -152,7 +150,7 @@ def encoder_sizes(name: str) -> list[int]:
     "Return the parameters of each encoder of a backbone; none for those whose files are not here."
     if name in PUBLISHED:
         return list(PUBLISHED[name].encoders.values())
-    return [parameters_of(Path(resolve(name)) / part) for part in encoder_names(resolve(name))]
+    return [parameters_of(Path(folder_of(name)) / part) for part in encoder_names(folder_of(name))]
 
 # %% ../../nbs/training/16_held.ipynb #7e76a51d
 def encoder_parts(s: Settings, share: Share) -> list[Part]:

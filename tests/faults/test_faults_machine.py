@@ -389,9 +389,9 @@ found["changed"] = train(ROOT / "run", *words)
 
 
 def test_a_model_or_a_reward_of_your_own_that_goes_or_changes(tmp_path, noted):
-    from branchgrpo.backbones.base import resolve
+    from branchgrpo.backbones.loading import folder_of
 
-    found = scene(f"MODEL = {str(resolve('tiny-flux'))!r}" + PLACES, tmp_path)
+    found = scene(f"MODEL = {str(folder_of('tiny-flux'))!r}" + PLACES, tmp_path)
     assert found["begun"] == [0, []], found
     for what, words in {"model": "backbone: ", "reward": "reward: ", "changed": "output: "}.items():
         code, lines = found[what]
