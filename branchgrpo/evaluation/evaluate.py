@@ -19,7 +19,6 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from ..prompts import load_prompts
 from ..registry import first_of, reason, with_setting
 from ..settings import check_types
 from ..training.files import read_jsonl, remove_temporaries, write_jsonl, write_text
@@ -139,6 +138,8 @@ class Evaluator:
     device: str = "cpu"
 
     def __post_init__(self):
+        from branchgrpo.prompts import load_prompts
+
         e = self.evaluation
         check_evaluation(e)
         self.folder = Path(self.folder)
