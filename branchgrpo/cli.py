@@ -116,7 +116,7 @@ class Command:
 
 
 TRAIN = "branchgrpo.training.config:TrainConfig"
-EVALUATION = "branchgrpo.evaluation.config:Evaluation"
+EVALUATION = "branchgrpo.evaluation.evaluate:Evaluation"
 
 # %% ../nbs/27_cli.ipynb #507f4f43
 COMMANDS = {

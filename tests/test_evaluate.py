@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from branchgrpo.evaluation.config import Evaluation
-from branchgrpo.evaluation.evaluate import Evaluator
-from branchgrpo.evaluation.sampling import open_policy
+from branchgrpo.evaluation.evaluate import Evaluation, Evaluator
+from branchgrpo.evaluation.sampling import load_policy
 from branchgrpo.reproduction.warm import popen
 from branchgrpo.testbed.digits import scenes
 from branchgrpo.training.trainer import TrainConfig, Trainer
@@ -105,7 +104,7 @@ def test_the_weights_of_a_run(tmp_path, lora_rank):
     assert not torch.allclose(found["trained"], found["base"], atol=1e-4)
     assert not torch.allclose(found["ema"], found["base"], atol=1e-4)
     assert not torch.allclose(found["trained"], found["ema"], atol=1e-5)
-    plain = velocity(open_policy("tiny-flux", guidance_scale=1.0))
+    plain = velocity(load_policy("tiny-flux", guidance_scale=1.0))
     torch.testing.assert_close(found["base"], plain, rtol=0, atol=1e-5)
 
 
@@ -117,7 +116,7 @@ def test_an_adapter_is_loaded_without_a_remark():
     logger = logging.getLogger("diffusers")
     logger.addHandler(handler)
     try:
-        policy = open_policy(str(Path(__file__).parents[1] / "figures/testbed/models/flux-branchgrpo"))
+        policy = load_policy(str(Path(__file__).parents[1] / "figures/testbed/models/flux-branchgrpo"))
     finally:
         logger.removeHandler(handler)
     assert any("lora" in name for name, _ in policy.denoiser.named_parameters())

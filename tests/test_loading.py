@@ -10,10 +10,10 @@ from branchgrpo.backbones.base import folder_of
 
 LOADS = """
 import os, sys, torch, torch.distributed as dist
-from branchgrpo.backbones.base import load
+from branchgrpo import load_backbone
 dist.init_process_group("gloo")
 folders, out = sys.argv[1:3], sys.argv[-1]
-policy = load(folders[dist.get_rank()], together=True)
+policy = load_backbone(folders[dist.get_rank()], together=True)
 torch.save({n: p.detach() for n, p in policy.denoiser.named_parameters()}, f"{out}.{dist.get_rank()}")
 dist.barrier()
 os._exit(0)

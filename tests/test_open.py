@@ -173,7 +173,7 @@ MyPipeline = my_plugin:MyPolicy
 USE = """
 import torch
 from branchgrpo import FAMILIES, REWARDS, load_reward
-from branchgrpo.backbones.base import default_sizes, family
+from branchgrpo.backbones.loading import default_sizes, family
 assert "bright" in REWARDS.names()
 assert "MyPipeline" in FAMILIES.names()
 assert load_reward("2*bright")(torch.ones(1, 3, 8, 8), ["white"]).tolist() == [2.0]

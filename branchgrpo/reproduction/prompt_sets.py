@@ -9,8 +9,7 @@ __all__ = ['rewards_of', 'evaluation_of', 'device_here', 'scores_on', 'values_on
 from pathlib import Path
 from typing import Any
 
-from ..evaluation.config import Evaluation
-from ..evaluation.evaluate import Evaluator
+from ..evaluation.evaluate import Evaluation, Evaluator
 from .comparisons import Comparison
 from .statistics import mean_interval
 from .whole_tables import BASE

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..backbones.embeddings import EmbeddingCache, fingerprint
-from ..backbones.loading import is_reader
-from ..backbones.memory import awake, encoders_of
+from ..backbones.loading import awake, encoders_of, is_reader
 from ..prompts import PromptSet
 from ..noise import Noise
 from .config import Settings

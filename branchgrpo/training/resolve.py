@@ -13,7 +13,7 @@ from typing import Any
 
 # %% ../../nbs/training/03_resolve.ipynb #3adc47fa
 from .. import recipes
-from ..backbones.names import adapt_recipe, family
+from ..backbones.loading import adapt_recipe, family
 from ..methods.recipe import Recipe
 from ..rewards.names import reward_name, source_digest
 from ..rewards.own import is_ours, joint_digest

@@ -69,13 +69,13 @@ def shrink_run(run: str | Path, folder: str | Path, rank: int = 16) -> float:
     """Write a finished run, whose weights were all trained, as a folder with an adapter.
 
     Return the share of the change's squared length that it keeps. Raise `ValueError` on a run with an adapter."""
-    from branchgrpo.evaluation.sampling import open_policy
+    from branchgrpo.evaluation.sampling import load_policy
 
     info = json.loads((Path(run) / "run.json").read_text(encoding="utf-8"))
     if info["settings"]["lora_rank"]:
         raise ValueError(f"run: {str(run)!r} has an adapter already")
-    policy: Any = open_policy(str(run), weights="base")
-    trained: Any = open_policy(str(run))
+    policy: Any = load_policy(str(run), weights="base")
+    trained: Any = load_policy(str(run))
     kept = add_difference(policy, trained.denoiser.state_dict(), rank)
     write_small_adapter(policy, Path(folder) / "lora")
     settings = info["settings"] | {"lora_rank": rank, "lora_alpha": rank}

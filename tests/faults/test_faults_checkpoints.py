@@ -399,7 +399,7 @@ def test_no_folder_of_a_model_runs_code(tmp_path, noted, kind):
     part, make = MODELS[kind]
     folder = model_with(tmp_path, part, make(marker))
     try:
-        load(str(folder))
+        load_backbone(str(folder))
         happened = "loaded, without the code"
     except ValueError as error:
         happened = str(error).replace(str(tmp_path), "…")
@@ -411,7 +411,7 @@ def test_no_folder_of_a_model_runs_code(tmp_path, noted, kind):
 @pytest.mark.parametrize("kind", ["pickle", "torch"])
 def test_no_adapter_runs_code(tmp_path, noted, kind):
     marker = tmp_path / "marker"
-    policy = load("tiny-flux")
+    policy = load_backbone("tiny-flux")
     (tmp_path / "lora").mkdir()
     (tmp_path / "lora/pytorch_lora_weights.bin").write_bytes(harmful(marker, kind))
     with pytest.raises(Exception):  # noqa: B017  the library's choice

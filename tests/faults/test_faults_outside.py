@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 from PIL import Image
 
 from branchgrpo import TrainConfig
-from branchgrpo.backbones.base import load
+from branchgrpo.backbones.loading import load_backbone
 from branchgrpo.cli import main
 from branchgrpo.evaluation.benchmark_files import compbench_layout, geneval_layout, vbench_layout
 from branchgrpo.prompts import from_path
@@ -322,7 +322,7 @@ def test_anchors_do_not_fill_the_memory(tmp_path, monkeypatch, capsys, noted):
 
 def hostile_pipeline(folder, **changes):
     "A copy of tiny-flux that brings code along."
-    source = load("tiny-flux").pipeline.config._name_or_path
+    source = load_backbone("tiny-flux").pipeline.config._name_or_path
     shutil.copytree(source, folder)
     code = f"open({str(folder.parent / 'EVIL')!r}, 'w')\nclass Evil: pass\n"
     for name in ("evil.py", "pipeline.py", "scheduler/evil.py", "text_encoder/modeling_evil.py"):
@@ -337,10 +337,10 @@ def test_a_models_folder_runs_no_code(tmp_path, noted):
     "A pipeline that names classes of its own, or weights that are a pickle with code: not loaded, and nothing runs."
     bad = hostile_pipeline(tmp_path / "component", scheduler=["evil", "Evil"])
     with pytest.raises(Exception, match="."):
-        load(bad)
+        load_backbone(bad)
     bad = hostile_pipeline(tmp_path / "pipeline", _class_name=["pipeline", "Evil"])
     with pytest.raises(Exception, match="."):
-        load(bad)
+        load_backbone(bad)
     bad = Path(hostile_pipeline(tmp_path / "pickle"))
     (weights,) = (bad / "transformer").glob("*.safetensors")
     weights.unlink()
@@ -351,7 +351,7 @@ def test_a_models_folder_runs_no_code(tmp_path, noted):
 
     torch.save({"x": Evil()}, bad / "transformer" / "diffusion_pytorch_model.bin")
     with pytest.raises(Exception, match="."):
-        load(str(bad))
+        load_backbone(str(bad))
     torch.save({"layers.0.weight": Evil()}, tmp_path / "sac+logos+ava1-l14-linearMSE.pth")
     with pytest.raises(Exception, match="(?i)weights"):
         load_reward(f"aesthetic:{tmp_path}")
