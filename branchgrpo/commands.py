@@ -129,12 +129,12 @@ def sample(given: dict[str, Any]) -> int:
     "Draw one image per prompt, without noise on the way, into one image file."
     import numpy as np
     from PIL import Image
-    from branchgrpo.evaluation.sampling import as_image, open_policy, sample_block
+    from branchgrpo.evaluation.sampling import as_image, load_policy, sample_block
     from branchgrpo.files import write_atomic
 
     o = options(SampleOptions, given, required=("prompt",))
     check_sample(o)
-    images = sample_block(open_policy(o.backbone), list(o.prompt), list(range(len(o.prompt))), o.steps, o.seed)
+    images = sample_block(load_policy(o.backbone), list(o.prompt), list(range(len(o.prompt))), o.steps, o.seed)
     row = Image.fromarray(np.concatenate([np.asarray(as_image(image)) for image in images], 1))
     write_atomic(o.output, lambda temporary: row.save(temporary, format="png"))
     print(f"{len(images)} images: {o.output}")

@@ -28,7 +28,7 @@ NAMES = {  # setting: the table of its names
     "recipe": "branchgrpo.recipes:RECIPES",
     "recipes": "branchgrpo.recipes:RECIPES",
     "name": "branchgrpo.recipes:RECIPES",
-    "backbone": "branchgrpo.backbones.names:BACKBONES",
+    "backbone": "branchgrpo.backbones.loading:BACKBONES",
     "reward": "branchgrpo.rewards.names:REWARDS",
     "rewards": "branchgrpo.rewards.names:REWARDS",
     "prompts": "branchgrpo.prompts:PROMPT_SETS",

@@ -6,7 +6,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 
-from branchgrpo.backbones.base import TINY, folder_of
+from branchgrpo.backbones.loading import TINY, folder_of
 from branchgrpo.planning import process_of
 from branchgrpo.reproduction.warm import run as run_python
 from branchgrpo.training.config import TrainConfig

@@ -6,7 +6,7 @@ import shutil
 import torch
 from test_training import SMALL, together
 
-from branchgrpo.backbones.base import folder_of
+from branchgrpo.backbones.loading import folder_of
 
 LOADS = """
 import os, sys, torch, torch.distributed as dist

@@ -295,7 +295,7 @@ def test_the_result_loads_in_plain_diffusers(tmp_path, lora):
     with torch.no_grad():
         ours = trainer.policy.predict(x, torch.tensor(0.5), cond)
     if lora:
-        from branchgrpo.backbones.base import folder_of
+        from branchgrpo.backbones.loading import folder_of
 
         pipe = FluxPipeline.from_pretrained(folder_of("tiny-flux"), dtype=torch.float32)
         pipe.load_lora_weights(run.path / "lora")

@@ -29,7 +29,7 @@ from torch import nn
 from .pipeline import ENCODERS, FamilyDefaults
 from .published import PUBLISHED
 from ..policy import Policy
-from ..registry import Registry, loaded, shown, unknown
+from ..registry import Registry, loaded, shown, unknown_name_error
 
 # %% ../../nbs/backbones/01_loading.ipynb #a63e068e
 FAMILIES = Registry(
@@ -100,7 +100,7 @@ def folder_of(name: str) -> str:
     if is_pipeline(where) or is_hub_model(where):
         return where
     raise ValueError(
-        f"{unknown('backbone', name, BACKBONES.names())} "
+        f"{unknown_name_error('backbone', name, BACKBONES.names())} "
         "(also allowed: a folder with a model_index.json, or a hub name owner/model)"
     )
 
@@ -269,7 +269,7 @@ def load_pipeline(
 ) -> Any:
     "Return a backbone's diffusers pipeline, frozen. Raises `ValueError` if it is absent or if `encoders` is wrong."
     if encoders not in ENCODER_PLACES:
-        raise unknown("encoders", encoders, ENCODER_PLACES)
+        raise unknown_name_error("encoders", encoders, ENCODER_PLACES)
     folder, part = folder_of(name), declared(family(name), "component")
     waiting = [] if encoders == "device" else encoder_names(folder)
     parts: dict[str, Any] = dict.fromkeys(waiting) if encoders == "none" else {}

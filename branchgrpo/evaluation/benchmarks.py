@@ -17,8 +17,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from ..registry import Registry
 from ..files import read_jsonl, write_text
+from ..registry import Registry
 
 # %% ../../nbs/evaluation/03_benchmarks.ipynb #85aa8514
 def geneval_layout(rows: list[dict], metadata: list[dict], source: Path, target: Path) -> None:

@@ -19,9 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..backbones.live_bytes import Operations, fused_attention
-from ..backbones.names import declared, default_sizes, family, folder_of, read_index
-from ..backbones.published import PUBLISHED
+from ..backbones.loading import declared, default_sizes, family, folder_of, read_index
+from ..backbones.published import Operations, PUBLISHED, fused_attention
 from ..policy import Policy
 from ..registry import import_target
 from .block_counts import largest_block, of_all_blocks

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..backbones.names import folder_of, read_index
+from ..backbones.loading import folder_of, read_index
 from ..backbones.pipeline import decode_costs
 from ..backbones.published import PUBLISHED
 from .config import Settings

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import branchgrpo
-from ..backbones.names import folder_of, is_hub_name
+from ..backbones.loading import folder_of, is_hub_model
 from ..rewards.names import split_name, terms
 from .config import Settings, listed
 from .estimate import Estimate, advice, estimate, verdict
@@ -28,7 +28,7 @@ def verify_commands(s: Settings) -> list[str]:
     outside = [
         place for place in dict.fromkeys(places) if place and not place.startswith("http") and not is_inside(place)
     ]
-    hub = [f"hf cache verify {place}" for place in outside if is_hub_name(place)]
+    hub = [f"hf cache verify {place}" for place in outside if is_hub_model(place)]
     folders = [place for place in outside if Path(place).is_dir()]
     return [*hub, *(f"hf cache verify OWNER/NAME --local-dir {shlex.quote(place)}" for place in folders)]
 

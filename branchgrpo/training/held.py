@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from ..backbones.loading import encoder_names
-from ..backbones.names import folder_of
+from ..backbones.loading import encoder_names, folder_of
 from ..backbones.pipeline import DECODE_BYTES
 from ..backbones.published import ENCODING_BYTES, PUBLISHED, T5_XXL
 from ..plan import plan_cost

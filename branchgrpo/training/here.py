@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..backbones.names import folder_of, is_hub_name
+from ..backbones.loading import folder_of, is_hub_model
 from ..prompts import load_prompts
 from ..rewards.names import Entry, split_name, terms
 from ..rewards.unified import UnifiedReward
@@ -69,7 +69,7 @@ def is_here(place: str, file: str) -> bool:
     "Return whether a folder is on this machine, or `file` of a hub name is in the hub's cache."
     from huggingface_hub import try_to_load_from_cache
 
-    if not is_hub_name(place):
+    if not is_hub_model(place):
         return Path(place).exists()
     return isinstance(try_to_load_from_cache(place, file), str)
 
@@ -101,7 +101,7 @@ BESIDE = {"hps-v2.1": CLIP_H, "pickscore": CLIP_H, "imagereward": ("bert-base-un
 def beside(name: str, place: str) -> str | None:
     "Return the hub name of what a reward reads beside its weights, if it is not here; a folder may have its own."
     hub, file = BESIDE.get(name.partition(":")[0], ("", ""))
-    own = is_here(place, file) if is_hub_name(place) else (Path(place) / file).is_file()
+    own = is_here(place, file) if is_hub_model(place) else (Path(place) / file).is_file()
     return None if not hub or own or is_here(hub, file) else hub
 
 # %% ../../nbs/training/17_here.ipynb #96fe50d6
@@ -119,7 +119,7 @@ def reward_here(name: str) -> Finding:
     if is_here(place, file):
         lacking = beside(name, place)
         return Finding("missing", what, f"hf download {lacking}") if lacking else Finding("ok", what, place)
-    if is_hub_name(place):
+    if is_hub_model(place):
         return Finding("missing", what, f"hf download {place}" + ("" if file == "config.json" else f" {file}"))
     return Finding("missing", what, f"put {place} there, or name its place: {name}:PATH")
 

@@ -21,8 +21,16 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGr
 from accelerate.state import AcceleratorState
 from torch import nn
 
-from ..backbones.base import declared, empty_denoiser, family, folder_of, largest_rank, load, save_memory
-from ..backbones.loading import is_reader
+from branchgrpo.backbones.loading import (
+    declared,
+    empty_denoiser,
+    family,
+    folder_of,
+    is_reader,
+    largest_rank,
+    load_backbone,
+    save_memory,
+)
 from ..rewards.scorer import nothing
 from .averages import AveragedWeights
 from .config import Settings
@@ -70,7 +78,9 @@ def open_policy(s: Settings, device, policy: Any = None) -> Any:
         encoders = "device" if not s.embeddings else "cpu" if is_reader() else "none"
         denoiser = sharded_start(s.backbone, dtype) if s.sharding != "none" else None
         options = {"frames": s.frames, "encoders": encoders, "together": True, "denoiser": denoiser}
-        policy = load(s.backbone, s.height, s.width, s.guidance_scale, dtype, device, s.guidance_grad, **options)
+        policy = load_backbone(
+            s.backbone, s.height, s.width, s.guidance_scale, dtype, device, s.guidance_grad, **options
+        )
         if hasattr(policy, "pipeline"):  # a family of your own may have none
             save_memory(policy.pipeline, s.vae_slicing, s.vae_tiling, s.offload, device)
     if s.decode_batch:

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from test_sharding import BEGIN, END, FIT, FULL, processes, rows, settings
 from test_training import config
 
-from branchgrpo.backbones.base import folder_of, load
+from branchgrpo.backbones.loading import folder_of, load_backbone
 from branchgrpo.files import append_jsonl, read_jsonl, write_jsonl, write_text
 from branchgrpo.policy import GaussianFlow
 from branchgrpo.reproduction import warm

@@ -389,7 +389,7 @@ found["changed"] = train(ROOT / "run", *words)
 
 
 def test_a_model_or_a_reward_of_your_own_that_goes_or_changes(tmp_path, noted):
-    from branchgrpo.backbones.base import folder_of
+    from branchgrpo.backbones.loading import folder_of
 
     found = scene(f"MODEL = {str(folder_of('tiny-flux'))!r}" + PLACES, tmp_path)
     assert found["begun"] == [0, []], found

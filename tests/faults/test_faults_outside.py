@@ -22,7 +22,7 @@ from PIL import Image
 from branchgrpo import TrainConfig
 from branchgrpo.backbones.loading import load_backbone
 from branchgrpo.cli import main
-from branchgrpo.evaluation.benchmark_files import compbench_layout, geneval_layout, vbench_layout
+from branchgrpo.evaluation.benchmarks import compbench_layout, geneval_layout, vbench_layout
 from branchgrpo.prompts import from_path
 from branchgrpo.reproduction.execution import run_notebook
 from branchgrpo.reproduction.launch import train_apart
