@@ -2384,8 +2384,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'branchgrpo.site.front': { 'branchgrpo.site.front.from_root': ('site/front_page.html#from_root', 'branchgrpo/site/front.py'),
                                        'branchgrpo.site.front.main': ('site/front_page.html#main', 'branchgrpo/site/front.py'),
                                        'branchgrpo.site.front.picture': ('site/front_page.html#picture', 'branchgrpo/site/front.py'),
-                                       'branchgrpo.site.front.reading_minutes': ( 'site/front_page.html#reading_minutes',
-                                                                                  'branchgrpo/site/front.py'),
                                        'branchgrpo.site.front.readme': ('site/front_page.html#readme', 'branchgrpo/site/front.py'),
                                        'branchgrpo.site.front.write_front': ( 'site/front_page.html#write_front',
                                                                               'branchgrpo/site/front.py')},

@@ -38,7 +38,7 @@ def trained_by_readme() -> list[TrainConfig]:
     for words in commands():
         if "train" in words and "branchgrpo" in " ".join(words[: words.index("train")]):
             given = parse(parser, words[words.index("train") + 1 :])
-            given.pop("print_config")
+            given.pop("print_config", None)
             found.append(TrainConfig.from_dict(given))
     return found
 

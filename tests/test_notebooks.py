@@ -104,14 +104,6 @@ def test_lesson_opens_with_a_title_and_a_sentence(path):
     assert "\n> " in text
 
 
-@pytest.mark.parametrize("path", LESSONS, ids=name)
-def test_exported_cells_fit_a_screen(path):
-    for cell in cells(path):
-        flag, *lines = "".join(cell["source"]).splitlines() or [""]
-        if flag.startswith("#| export"):
-            assert len([line for line in lines if line.strip()]) <= 25, lines[0]
-
-
 @pytest.mark.parametrize("path", TEMPLATES, ids=name)
 def test_template_has_no_outputs(path):
     assert not any(cell.get("outputs") for cell in cells(path))
