@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from slow import often
 
 from branchgrpo.cli import COMMANDS
 from branchgrpo.files import parse_table
@@ -78,7 +79,7 @@ def pages() -> list[str]:
     return [name for name, scales in table.items() if "paper" in scales]
 
 
-@pytest.mark.parametrize("name", pages())
+@pytest.mark.parametrize("name", often(pages(), ("branchgrpo/table1", "pro_grpo/table1_fig5")))
 def test_every_run_of_the_paper_scale_fits_on_its_gpus(name):
     job = jobs([name], "paper", ROOT / "reproduce")[0]
     for config, _ in planned_runs(job):
