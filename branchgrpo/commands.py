@@ -215,8 +215,7 @@ def show_recipes(given: dict[str, Any]) -> int:
 # %% ../nbs/26_commands.ipynb #0c5b927b
 def print_recipe(recipe: Any) -> None:
     "Print a recipe, the source of each value, and the method that is nearest."
-    from branchgrpo.method_index import differences, nearest  # not above: the list needs no torch
-    from branchgrpo.paper_index import words_lines
+    from branchgrpo.methods.index import different_settings, nearest, words_lines  # not above: the list needs no torch
 
     print(*filter(None, (f"{recipe.name}: {recipe.summary}", recipe.paper, recipe.equation)), sep="\n")
     for setting, value, source in recipe.rows():
@@ -226,7 +225,8 @@ def print_recipe(recipe: Any) -> None:
     if words := words_lines(recipe):
         print("the papers' words ([…]: left out):", *words, sep="\n  ")
     other = nearest(recipe)
-    print(f"nearest: {other.name}; differs in {', '.join(row[0] for row in differences(recipe, other)) or 'nothing'}")
+    differing = [row[0] for row in different_settings(recipe, other)]
+    print(f"nearest: {other.name}; differs in {', '.join(differing) or 'nothing'}")
 
 # %% ../nbs/26_commands.ipynb #a7d2659a
 def show_rewards(given: dict[str, Any]) -> int:

@@ -35,7 +35,7 @@ def recipe_row(recipe: Any) -> dict[str, str]:
 
 def recipe_table(recipe: Any) -> dict[str, Any]:
     "Return a recipe with every value, its source (off: not used), and the papers' words behind the values."
-    from branchgrpo.paper_index import words_rows
+    from branchgrpo.methods.index import words_rows
 
     values = {setting: {"value": value, "source": source} for setting, value, source in recipe.rows()}
     return recipe_row(recipe) | {"equation": recipe.equation, "values": values, "words": words_rows(recipe)}

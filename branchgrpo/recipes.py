@@ -12,35 +12,24 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from branchgrpo.methods import (
-    branch_once,
-    branchgrpo,
-    noise_and_merged,
-    objectives,
-    one_value,
-    other_trees,
-    previews,
-    pro_grpo,
-    released,
-    selection,
-)
-from .methods.recipe import Recipe, Sourced, adapted, changed
+from .methods import branchgrpo, one_step, pro_grpo, variants
+from .methods.recipe import Recipe, Sourced, adapted, changed_recipe
 from . import yaml_files
 from .registry import Registry, shown, unknown
 from .settings import MethodSettings, field_types
 
 # %% ../nbs/22_recipes.ipynb #1783d3e4
 METHODS = (
-    *branchgrpo.METHODS,
-    *pro_grpo.METHODS,
-    *other_trees.METHODS,
-    *one_value.METHODS,
-    *released.METHODS,
-    *branch_once.METHODS,
-    *noise_and_merged.METHODS,
-    *objectives.METHODS,
-    *selection.METHODS,
-    *previews.METHODS,
+    *branchgrpo.BRANCHGRPO_METHODS,
+    *pro_grpo.PRO_GRPO_METHODS,
+    *variants.OTHER_TREES,
+    *variants.ONE_VALUE_CHANGED,
+    *branchgrpo.RELEASED_SCRIPTS,
+    *one_step.ONE_NOISY_STEP,
+    *variants.OTHER_NOISE,
+    *variants.OTHER_OBJECTIVES,
+    *variants.OTHER_SUBSETS,
+    *one_step.SCORED_BEFORE_THE_END,
 )
 RECIPES = Registry("recipe", "recipes", {recipe.name: recipe for recipe in METHODS})
 
@@ -72,7 +61,7 @@ def from_yaml(path: Path, within: tuple[Path, ...] = ()) -> Recipe:
     base = get(table.get("base", "branchgrpo"), (*within, path.resolve()))
     name = file_name(table.get("name", path.stem), path)
     summary = table.get("summary", f"{base.name} with changes")
-    return changed(base, name, summary, values, table.get("paper", ""), table.get("equation", ""))
+    return changed_recipe(base, name, summary, values, table.get("paper", ""), table.get("equation", ""))
 
 # %% ../nbs/22_recipes.ipynb #f89c7b9c
 TEXTS = ("name", "summary", "base", "paper", "equation")  # of a file, besides its values

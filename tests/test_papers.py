@@ -9,26 +9,24 @@ import pytest
 
 from branchgrpo import recipes
 from branchgrpo.commands_json import recipe_table
-from branchgrpo.methods import branchgrpo_errata, pro_grpo_errata
-from branchgrpo.methods.quotes import KINDS, PAPERS, PLACE, kind_of, places, quotes_of
-from branchgrpo.paper_index import QUOTES, words_lines
+from branchgrpo.methods.index import words_lines
+from branchgrpo.methods.papers import ERRATA, PAPERS, QUOTES, SOURCE_KINDS, places, quotes_of, source_kind
 
 ROOT = Path(__file__).parents[1]
-ERRATA = (*branchgrpo_errata.ERRATA, *pro_grpo_errata.ERRATA)
 ALL = [recipes.get(name) for name in recipes.names()]
 SAID = [*QUOTES, *(q for e in ERRATA for q in e.quotes)]
 
 
 @pytest.mark.parametrize("recipe", ALL, ids=lambda recipe: recipe.name)
 def test_every_source_says_what_it_is(recipe):
-    assert not [(name, source) for name, _, source in recipe.rows() if kind_of(source) not in KINDS]
+    assert not [(name, source) for name, _, source in recipe.rows() if source_kind(source) not in SOURCE_KINDS]
 
 
 @pytest.mark.parametrize("recipe", ALL, ids=lambda recipe: recipe.name)
 def test_a_value_with_a_place_has_words(recipe):
     "A value whose source names a place of one of the two papers is stated there by a quote."
     for name, value, source in recipe.rows():
-        if kind_of(source) == "paper" and any(paper in PAPERS for paper, _ in places(source)):
+        if source_kind(source) == "paper" and any(paper in PAPERS for paper, _ in places(source)):
             assert quotes_of(recipe, name, QUOTES), f"{recipe.name}: {name} {value}: no words of {source!r} state it"
 
 
@@ -39,14 +37,6 @@ def test_no_words_without_a_value(q):
         having = [getattr(recipe.values, name) for recipe in ALL if q in quotes_of(recipe, name, (q,))]
         for value in said if isinstance(said, list) else [said]:
             assert value in having, f"{q.place}: no recipe has {name} {value} from there"
-
-
-def test_quotes_are_short_and_have_a_place():
-    for q in SAID:
-        assert q.paper in PAPERS and re.fullmatch(PLACE, q.place), q
-        assert 5 <= len(q.text) <= 300 and q.text == q.text.strip() and "\n" not in q.text, q
-        assert "..." not in q.text, "what is left out is written […]"
-    assert len({(q.paper, q.place, q.text) for q in QUOTES}) == len(QUOTES), "a quote stands twice"
 
 
 def numbers(text):

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FLOW_GRPO_SIZES', 'FLOW_GRPO', 'UNIFORM_SUBSAMPLE', 'OVF', 'PRO_GRPO', 'PRO_GRPO_FLASH', 'SD_SIZES', 'SD',
-           'DANCEGRPO_SD', 'PRO_GRPO_SD', 'METHODS', 'funnel']
+           'DANCEGRPO_SD', 'PRO_GRPO_SD', 'PRO_GRPO_METHODS', 'funnel']
 
 # %% ../../nbs/methods/02_pro_grpo.ipynb #578b0241
 from .recipe import Sourced, neutral
@@ -167,4 +167,4 @@ PRO_GRPO_SD = SD.variant(
 )
 
 # %% ../../nbs/methods/02_pro_grpo.ipynb #0438efe6
-METHODS = (FLOW_GRPO, UNIFORM_SUBSAMPLE, OVF, PRO_GRPO, PRO_GRPO_FLASH, DANCEGRPO_SD, PRO_GRPO_SD)
+PRO_GRPO_METHODS = (FLOW_GRPO, UNIFORM_SUBSAMPLE, OVF, PRO_GRPO, PRO_GRPO_FLASH, DANCEGRPO_SD, PRO_GRPO_SD)

@@ -112,7 +112,7 @@ class ReferencePages(ResultWriter):
 
 # %% ../../nbs/site/05_sources.ipynb #d4607231
 EXPLORER = "24_explorer.ipynb"
-GLANCE = ["00_tour.ipynb", "explorer.md", "24_gallery.ipynb", "24_method_index.ipynb", ANSWERS]
+GLANCE = ["00_tour.ipynb", "explorer.md", "24_gallery.ipynb", "methods/06_index.ipynb", ANSWERS]
 EXPLORER_HEAD = """---
 hide-toc: true
 ---
