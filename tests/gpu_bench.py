@@ -37,12 +37,11 @@ from gpu_models import RandomReward, flux, sd3, without_adapter
 from branchgrpo.planning import process_of
 from branchgrpo.prompts import PromptSet
 from branchgrpo.testbed.quiet import quiet
-from branchgrpo.training.activations import checkpoint_blocks
 from branchgrpo.training.bench import interleaved, peak_memory, seconds
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.rolled import assign_credit
 from branchgrpo.training.runs import environment
-from branchgrpo.training.speed import compile_blocks, compiled_graphs, set_attention, use_tf32
+from branchgrpo.training.speed import checkpoint_blocks, compile_blocks, compiled_graphs, set_attention, use_tf32
 from branchgrpo.training.trainer import Trainer
 from branchgrpo.training.update import update
 

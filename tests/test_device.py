@@ -11,7 +11,7 @@ from branchgrpo import recipes
 from branchgrpo.planning import plan_of, process_of
 from branchgrpo.rollouts import Predictor, replay, rollout
 from branchgrpo.training.config import TrainConfig
-from branchgrpo.training.ranks import RankGroup
+from branchgrpo.training.processes import RankGroup
 from branchgrpo.training.rolled import assign_credit
 from branchgrpo.training.trainer import Trainer, resume
 from branchgrpo.training.update import accumulate, shared_micro_batches

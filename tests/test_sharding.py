@@ -24,8 +24,8 @@ warnings.filterwarnings("ignore")
 torch.set_num_threads(1)
 from branchgrpo import TrainConfig, Trainer, process_of
 from branchgrpo.training.checkpoints import Progress, Saver, load_checkpoint
-from branchgrpo.training.distributed import gathered, sharded_parts, whole
 from branchgrpo.training.rolled import assign_credit
+from branchgrpo.training.speed import gathered, sharded_parts, whole
 from branchgrpo.training.steps import optimiser_step
 from branchgrpo.training.update import accumulate, update
 t = Trainer(TrainConfig.from_dict(json.loads(sys.argv[1])))
