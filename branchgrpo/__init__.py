@@ -35,7 +35,7 @@ _PUBLIC = {
     "SELECTIONS": "selection",
     "edge_loss": "objective",
     "RATIOS": "objective",
-    "STEP_WEIGHTS": "step_weights",
+    "STEP_WEIGHTS": "training.credit",
     "Policy": "policy",
     "GaussianFlow": "policy",
     "plan_cost": "plan",
@@ -53,7 +53,7 @@ _PUBLIC = {
     "load_backbone": "backbones.loading",
     "TrainConfig": "training.config",
     "Trainer": "training.trainer",
-    "Callback": "training.callbacks",
+    "Callback": "training.trainer",
     "Run": "training.runs",
     "view_run": "viewing.view",
 }

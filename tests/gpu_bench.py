@@ -39,7 +39,7 @@ from branchgrpo.planning import process_of
 from branchgrpo.prompts import PromptSet
 from branchgrpo.testbed.quiet import quiet
 from branchgrpo.training.config import TrainConfig
-from branchgrpo.training.rolled import assign_credit
+from branchgrpo.training.credit import assign_credit
 from branchgrpo.training.runs import environment
 from branchgrpo.training.speed import checkpoint_blocks, compile_blocks, compiled_graphs, set_attention, use_tf32
 from branchgrpo.training.trainer import Trainer

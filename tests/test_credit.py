@@ -14,7 +14,7 @@ from branchgrpo.policy import GaussianFlow
 from branchgrpo.pruning import keep_edges, random_steps
 from branchgrpo.rollouts import Predictor, rollout
 from branchgrpo.training.config import TrainConfig
-from branchgrpo.training.credit_assignment import advantages_of, trained_edges
+from branchgrpo.training.credit import advantages_of, trained_edges
 from branchgrpo.training.resolve import resolve
 from branchgrpo.training.trainer import Trainer
 from branchgrpo.tree import Tree, ancestors

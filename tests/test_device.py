@@ -11,8 +11,8 @@ from branchgrpo import recipes
 from branchgrpo.planning import plan_of, process_of
 from branchgrpo.rollouts import Predictor, replay, rollout
 from branchgrpo.training.config import TrainConfig
+from branchgrpo.training.credit import assign_credit
 from branchgrpo.training.processes import RankGroup
-from branchgrpo.training.rolled import assign_credit
 from branchgrpo.training.trainer import Trainer, resume
 from branchgrpo.training.update import accumulate, shared_micro_batches
 
@@ -107,7 +107,7 @@ def test_a_shared_tree_on_a_gpu(gpu, tmp_path, monkeypatch):
     "One of two processes that share each tree; what the other would send is what this one has."
     group = RankGroup(0, 2, lambda own: torch.stack([own, own]))
     monkeypatch.setattr("branchgrpo.training.collection.make_group", lambda *_: group)
-    monkeypatch.setattr("branchgrpo.training.iteration.check_mismatch", lambda *_: None)  # the other sent other outputs
+    monkeypatch.setattr("branchgrpo.training.trainer.check_mismatch", lambda *_: None)  # the other sent other outputs
     for changes in ({"recipe": "branchgrpo", **SHORT}, {"recipe": "pro-grpo", **FUNNEL}):
         assert trainer(tmp_path, **changes).step()["grad_norm"] >= 0
 

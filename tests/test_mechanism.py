@@ -21,8 +21,8 @@ from branchgrpo.mechanism.vectors import moved_policy
 from branchgrpo.plan import RolloutPlan
 from branchgrpo.planning import plan_of, process_of
 from branchgrpo.policy import GaussianFlow
+from branchgrpo.training.credit import assign_credit
 from branchgrpo.training.resolve import resolve
-from branchgrpo.training.rolled import assign_credit
 
 
 def mean_of_image(images, prompts, metadata=None):

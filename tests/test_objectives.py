@@ -14,8 +14,8 @@ from branchgrpo.rewards.contract import RewardSum
 from branchgrpo.rewards.names import load_reward
 from branchgrpo.selection import FEATURES, SELECTIONS, sees_images
 from branchgrpo.training.checkpoints import newest, read_table
+from branchgrpo.training.credit import assign_credit
 from branchgrpo.training.resolve import resolve
-from branchgrpo.training.rolled import assign_credit
 from branchgrpo.training.update import accumulate
 
 SMALL = dict(steps=5, splits=(0, 2), prompts_per_iteration=2, iterations=2, evaluate_every=0, tracker="none")

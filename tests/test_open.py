@@ -10,7 +10,7 @@ import torch
 from branchgrpo import ADVANTAGES, STEP_WEIGHTS, Callback, GaussianFlow, TrainConfig, Trainer
 from branchgrpo.planning import process_of
 from branchgrpo.reproduction.warm import run
-from branchgrpo.training.rolled import assign_credit
+from branchgrpo.training.credit import assign_credit
 
 SMALL = {"steps": 4, "splits": (0, 1), "iterations": 2, "prompts_per_iteration": 2, "evaluate_every": 0}
 PROMPTS = ["a red 3", "two blue 5s"]

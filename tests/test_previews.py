@@ -9,7 +9,7 @@ from test_training import config, ends_well, gradient, prepared, rows, start
 
 from branchgrpo import GaussianFlow, TrainConfig, Trainer
 from branchgrpo.training.checkpoints import newest, read_table
-from branchgrpo.training.gradient import accumulate
+from branchgrpo.training.update import accumulate
 
 COUNTS = ("denoiser_calls", "previews")
 TIMES = ("seconds", "seconds_rollout", "seconds_update")

@@ -10,7 +10,7 @@ from test_training import SMALL, together
 EVALUATION = """
 import sys, json, torch
 from branchgrpo import TrainConfig, Trainer
-from branchgrpo.training.callbacks import Callback
+from branchgrpo.training.trainer import Callback
 t = Trainer(TrainConfig.from_dict(json.loads(sys.argv[1])))
 rows = []
 predict = t.policy.predict

@@ -24,10 +24,9 @@ warnings.filterwarnings("ignore")
 torch.set_num_threads(1)
 from branchgrpo import TrainConfig, Trainer, process_of
 from branchgrpo.training.checkpoints import Progress, Saver, load_checkpoint
-from branchgrpo.training.rolled import assign_credit
+from branchgrpo.training.credit import assign_credit
 from branchgrpo.training.speed import gathered, sharded_parts, whole
-from branchgrpo.training.steps import optimiser_step
-from branchgrpo.training.update import accumulate, update
+from branchgrpo.training.update import accumulate, optimiser_step, update
 t = Trainer(TrainConfig.from_dict(json.loads(sys.argv[1])))
 rank, out = t.accelerator.process_index, sys.argv[2]
 everything = lambda table: {name: whole(value.detach()).clone() for name, value in table.items()}

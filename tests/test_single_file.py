@@ -16,7 +16,7 @@ from branchgrpo import TrainConfig, Trainer, load_backbone, load_reward
 from branchgrpo.noise import Noise, child_lines, sibling_factors
 from branchgrpo.planning import process_of
 from branchgrpo.reproduction import warm
-from branchgrpo.training.rolled import assign_credit
+from branchgrpo.training.credit import assign_credit
 from branchgrpo.training.update import accumulate
 
 ROOT = Path(__file__).parents[1]

@@ -7,9 +7,8 @@ import torch
 
 from branchgrpo import TrainConfig, Trainer, recipes
 from branchgrpo.planning import process_of
+from branchgrpo.training.credit import assign_credit, part_mask
 from branchgrpo.training.export import averaged_weights
-from branchgrpo.training.parts import part_mask
-from branchgrpo.training.rolled import assign_credit
 
 
 def config(output, **changes):
@@ -73,8 +72,7 @@ def test_the_clip_acts_in_later_steps_only(tmp_path):
 def test_parts_of_one_step_are_the_whole_gradient(tmp_path, unit):
     "Without a step in between, the gradients of all parts add up to that of the whole rollout."
     trainer = Trainer(config(tmp_path / "run", steps_per_pass=2, step_unit=unit))
-    from branchgrpo.training.micro_batches import shared_micro_batches
-    from branchgrpo.training.update import accumulate
+    from branchgrpo.training.update import accumulate, shared_micro_batches
 
     collected, process = trainer.collector(0), process_of(trainer.settings, trainer.policy, 0)
     rolled, _ = assign_credit(trainer.learner, collected, process, trainer.collector.noise(0))

@@ -21,7 +21,7 @@ from branchgrpo.reproduction.warm import popen, run
 from branchgrpo.samplers import edge_log_probs
 from branchgrpo.training.checkpoints import newest, read_table
 from branchgrpo.training.config import TrainConfig
-from branchgrpo.training.rolled import assign_credit
+from branchgrpo.training.credit import assign_credit
 from branchgrpo.training.trainer import Trainer
 from branchgrpo.training.update import accumulate
 
@@ -157,7 +157,7 @@ def test_a_killed_run_ends_as_one_that_was_not(tmp_path, changes):
 PROCESSES = """
 import sys, json, torch
 from branchgrpo import TrainConfig, Trainer, process_of
-from branchgrpo.training.rolled import assign_credit
+from branchgrpo.training.credit import assign_credit
 from branchgrpo.training.update import accumulate
 t = Trainer(TrainConfig.from_dict(json.loads(sys.argv[1])))
 collected, process = t.collector(3), process_of(t.settings, t.policy, 3)
@@ -230,7 +230,7 @@ def test_two_processes_do_what_one_does(tmp_path, changes):
 GATED = """
 import sys, json, torch
 from branchgrpo import TrainConfig, Trainer, process_of
-from branchgrpo.training.rolled import assign_credit
+from branchgrpo.training.credit import assign_credit
 t = Trainer(TrainConfig.from_dict(json.loads(sys.argv[1])))
 rolled, _ = assign_credit(t.learner, t.collector(0), process_of(t.settings, t.policy, 0), t.collector.noise(0))
 found = [t.accelerator.gather(x[-1].contiguous().float()) for x in (rolled.advantages, rolled.kl_mask)]

@@ -122,7 +122,7 @@ def test_a_kept_tree_is_the_tree_that_was_trained_on(tmp_path, changes):
 
 FIT = """
 import json, sys
-from branchgrpo import Trainer, TrainConfig
+from branchgrpo import TrainConfig, Trainer
 Trainer(TrainConfig.from_dict(json.loads(sys.argv[1]))).fit()
 """
 
@@ -169,13 +169,13 @@ def test_a_wrong_tree_every(tmp_path):
 
 
 def test_a_large_tree_is_cut_and_a_clip_shows_one_frame(tmp_path):
-    from branchgrpo.training.kept_trees import MOST_LEAVES, MOST_NODES, chosen_leaves, kept_nodes, thumbnail
+    from branchgrpo.training.kept_trees import MOST_KEPT_LEAVES, MOST_KEPT_NODES, chosen_leaves, kept_nodes, small_jpeg
 
-    leaves = 2 * MOST_NODES
+    leaves = 2 * MOST_KEPT_NODES
     parents = [[-1], [0] * 64, [n % 64 for n in range(leaves)]]
     kept = kept_nodes(parents, chosen_leaves(list(range(leaves))))
-    assert len(kept[-1]) == MOST_LEAVES and kept[0] == [0]
-    assert len(thumbnail(torch.rand(3, 9, 480, 832))) < 20_000
+    assert len(kept[-1]) == MOST_KEPT_LEAVES and kept[0] == [0]
+    assert len(small_jpeg(torch.rand(3, 9, 480, 832))) < 20_000
 
 
 # what the page shows

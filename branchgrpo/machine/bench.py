@@ -29,12 +29,10 @@ from ..rollouts import chunks
 from ..samplers import edge_log_probs
 from ..training.collection import make_judge, roll
 from ..training.config import TrainConfig
-from ..training.edge_terms import Rolled
-from ..training.micro_batches import micro_batches
-from ..training.rolled import assign_credit
+from ..training.credit import assign_credit
 from ..training.runs import environment
 from ..training.trainer import Trainer
-from ..training.update import accumulate
+from ..training.update import TrainingBatch, accumulate, micro_batches
 
 # %% ../../nbs/machine/03_bench.ipynb #a539be80
 def wait_for(device: torch.device) -> None:
@@ -83,7 +81,7 @@ class Work:
     "A trainer, and one rollout with its credit."
 
     trainer: Trainer
-    rolled: Rolled
+    rolled: TrainingBatch
 
     @property
     def device(self) -> torch.device:

@@ -27,8 +27,8 @@ from ..objective import needs_means
 from ..plan import RolloutPlan, plan_cost
 from ..planning import plan_of
 from ..rewards.names import Entry, split_name, terms
-from ..training.blocks import BLOCK
 from ..training.config import Settings, listed
+from ..training.held_out import BLOCK
 
 # %% ../../nbs/machine/01_estimate.ipynb #2d2346e1
 GPUS_PER_NODE = 8

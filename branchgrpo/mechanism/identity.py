@@ -16,7 +16,7 @@ from .pathwise import pathwise_gradient
 from .projection import edge_derivatives, projections
 from .vectors import moved_policy
 from ..planning import plan_of, process_of
-from ..training.rolled import assign_credit
+from ..training.credit import assign_credit
 from ..training.trainer import Trainer
 
 # %% ../../nbs/mechanism/10_identity.ipynb #555dd05f

@@ -16,10 +16,8 @@ from .vectors import take_gradient
 from ..objective import RATIOS
 from ..rollouts import revisit
 from ..samplers import Gaussian
-from ..training.edge_terms import Rolled
-from ..training.gradient import accumulate
 from ..training.learner import Learner
-from ..training.micro_batches import micro_batches
+from ..training.update import TrainingBatch, accumulate, micro_batches
 
 # %% ../../nbs/mechanism/04_projection.ipynb #6c4d75e1
 def rule_slope(ratio: str, dist: Gaussian, edges: Tensor) -> Tensor:
@@ -29,7 +27,9 @@ def rule_slope(ratio: str, dist: Gaussian, edges: Tensor) -> Tensor:
 
 # %% ../../nbs/mechanism/04_projection.ipynb #6dffea1e
 @torch.no_grad()
-def step_derivatives(learner: Learner, rolled: Rolled, moved: Any, step: int, delta: float) -> Tensor:  # (P·W', K)
+def step_derivatives(
+    learner: Learner, rolled: TrainingBatch, moved: Any, step: int, delta: float
+) -> Tensor:  # (P·W', K)
     "Return the derivatives of a step's log-ratios towards `moved`, a policy at the distance `delta`."
     given = (rolled.conditioning, rolled.process, step)
     dist, children = revisit(rolled.tree, learner.policy, *given)
@@ -40,7 +40,7 @@ def step_derivatives(learner: Learner, rolled: Rolled, moved: Any, step: int, de
     return edges * rule_slope(learner.settings.ratio, dist, edges)
 
 # %% ../../nbs/mechanism/04_projection.ipynb #645627f7
-def edge_derivatives(learner: Learner, rolled: Rolled, moved: Any, delta: float) -> list[Tensor]:
+def edge_derivatives(learner: Learner, rolled: TrainingBatch, moved: Any, delta: float) -> list[Tensor]:
     "Return d of every edge, per depth `(P, W_d)`; 0 where no step is trained."
     tree = rolled.tree
     found = [torch.zeros_like(p, dtype=torch.float32) for p in tree.parents]
@@ -50,7 +50,7 @@ def edge_derivatives(learner: Learner, rolled: Rolled, moved: Any, delta: float)
     return found
 
 # %% ../../nbs/mechanism/04_projection.ipynb #db0900dc
-def projections(rolled: Rolled, derivatives: list[Tensor]) -> Tensor:  # (P, T)
+def projections(rolled: TrainingBatch, derivatives: list[Tensor]) -> Tensor:  # (P, T)
     "Return what the edges of each step add to ⟨g, û⟩ of each prompt's gradient; the sum over steps is ⟨g, û⟩."
     masks = [mask.float() for mask in rolled.edge_mask[1:]]
     edges = torch.stack([mask.sum(1) for mask in masks]).sum(0).clamp(min=1)
@@ -58,14 +58,14 @@ def projections(rolled: Rolled, derivatives: list[Tensor]) -> Tensor:  # (P, T)
     return torch.stack([(a * mask * d).sum(1) for a, mask, d in table], 1) / edges[:, None]
 
 # %% ../../nbs/mechanism/04_projection.ipynb #1cc8d06f
-def prompt_gradient(learner: Learner, rolled: Rolled, prompt: int) -> Tensor:  # (n,)
+def prompt_gradient(learner: Learner, rolled: TrainingBatch, prompt: int) -> Tensor:  # (n,)
     "Return the gradient of one prompt's edges, as an update would compute it before its first optimiser step."
     chosen = torch.arange(rolled.tree.prompts, device=rolled.tree.device)[:, None] == prompt
     accumulate(learner, replace(rolled, edge_mask=[mask & chosen for mask in rolled.edge_mask], parts=None))
     return -take_gradient(learner)
 
 # %% ../../nbs/mechanism/04_projection.ipynb #31741822
-def trained_parents(rolled: Rolled) -> float:
+def trained_parents(rolled: TrainingBatch) -> float:
     "Return the denoiser calls of the update, per prompt."
     batches = micro_batches(rolled.tree, rolled.edge_mask, None)
     return sum(len(batch.rows) for batch in batches if not batch.is_empty) / rolled.tree.prompts

@@ -34,10 +34,10 @@ from ..planning import process_of
 from ..prompts import PromptSet, load_prompts
 from ..reproduction.run_key import cache_key
 from ..training.config import Settings, TrainConfig
-from ..training.edge_terms import Rolled
+from ..training.credit import assign_credit
 from ..training.learner import Learner
-from ..training.rolled import assign_credit
 from ..training.trainer import Trainer
+from ..training.update import TrainingBatch
 
 # %% ../../nbs/mechanism/09_study.ipynb #7119adbe
 @torch.no_grad()
@@ -75,7 +75,7 @@ def kept_reference(path: Path, study: Study, t: Trainer) -> Reference:
     return found
 
 # %% ../../nbs/mechanism/09_study.ipynb #9cbfab8f
-def measured_once(rolled: Rolled, learner: Learner, derivatives: list[Tensor], lengths: bool) -> dict:
+def measured_once(rolled: TrainingBatch, learner: Learner, derivatives: list[Tensor], lengths: bool) -> dict:
     "Return the projections (P, T), the cost per prompt, and with `lengths` the |g|² of the prompts."
     prompts = range(rolled.tree.prompts) if lengths else ()
     cost = papers_cost(rolled.tree.plan.denoiser_calls, trained_parents(rolled))

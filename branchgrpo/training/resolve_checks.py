@@ -26,9 +26,8 @@ from ..rewards.names import check_name, terms
 from ..rewards.scorer import part_weights
 from ..selection import FEATURES, SELECTIONS, looks_at_images
 from ..settings import field_types
-from ..step_weights import STEP_WEIGHTS, check_step_weights
 from .config import Settings, listed
-from .parts import LOSS_MEANS, STEP_UNITS
+from .credit import LOSS_MEANS, STEP_UNITS, STEP_WEIGHTS, check_step_weights
 from .speed import check_speed
 
 # %% ../../nbs/training/03_resolve_checks.ipynb #279fbe92

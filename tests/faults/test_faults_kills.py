@@ -41,9 +41,7 @@ PLACES = {  # of one iteration after the first checkpoint, and of the end
     "decode": at("branchgrpo.backbones.flux:FluxPolicy.decode", 1, "before", step(3)),
     "reward": at("branchgrpo.rewards.scorer:score_parts", 1, "after", step(3)),
     "credit": at(f"{TRAINING}.rolled:assign_credit", 1, "before", step(3)),
-    "backward": at(
-        "branchgrpo.training.edge_terms:edge_log_probs", 2, "gradient", [f"{TRAINING}.update:train_step", 3]
-    ),
+    "backward": at("branchgrpo.training.update:edge_log_probs", 2, "gradient", [f"{TRAINING}.update:train_step", 3]),
     "backward, in the denoiser": at(DENOISER, 2, "gradient", [f"{TRAINING}.update:train_step", 4]),
     "between micro-batches": at("accelerate:Accelerator.backward", 2, "after", [f"{TRAINING}.update:train_step", 4]),
     "between optimiser steps": at(f"{TRAINING}.update:train_step", 1, "after", step(3)),

@@ -19,7 +19,7 @@ SAMPLER = """
 import ctypes, gc, json, sys
 from pathlib import Path
 import psutil
-from branchgrpo.training.callbacks import Callback
+from branchgrpo.training.trainer import Callback
 
 class Sampler(Callback):
     "Keeps memory, open files, threads and disk every `every` calls."

@@ -13,7 +13,7 @@ FULL = {
     "checkpoint's manifest": ("branchgrpo.training.checkpoints:put_in_place", 2, 0),
     "adapter at the end": ("branchgrpo.training.export:write_result", 1, 0),
     "run.json at the end": ("branchgrpo.training.runs:Run.set_state", 1, 0),
-    "run.json at the start": ("branchgrpo.training.lifetime:open_run", 1, 0),
+    "run.json at the start": ("branchgrpo.training.trainer:open_run", 1, 0),
     "evaluation's images": ("branchgrpo.training.trainer:record", 2, 1),
     "evaluation's row": ("branchgrpo.training.trainer:Run.write_rows", 3, 1),
 }
@@ -148,7 +148,7 @@ def test_a_full_disk_at_an_embedding(tmp_path, noted):
 TRACKER = """
 disk = Disk()
 os.chdir(disk.path)
-before("branchgrpo.training.callbacks:Tracking.on_iteration", disk.fill, 2)
+before("branchgrpo.training.trainer:Tracking.on_iteration", disk.fill, 2)
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     found["run"] = train(disk.path.parent / "run", "--tracker", "tensorboard")

@@ -13,7 +13,7 @@ from branchgrpo.reproduction import warm
 
 # Each kind of fault is put where it would arise, for one prompt of the last process, while `faulty` holds its name.
 INJECT = """
-import branchgrpo.training.iteration as trained_iteration
+import branchgrpo.training.trainer as trained_iteration
 faulty, last = set(), rank == t.accelerator.num_processes - 1
 nan = float("nan")
 predict, decode, reward = t.policy.predict, t.policy.decode, t.scorer.reward

@@ -23,15 +23,11 @@ from branchgrpo.pruning import PRUNINGS
 from branchgrpo.rollouts import Judge, rollout
 from branchgrpo.selection import SELECTIONS, choose, looks_at_images
 from branchgrpo.settings import field_types
-from branchgrpo.step_weights import STEP_WEIGHTS, weights_of
-from branchgrpo.training.credit_assignment import fusion_beta
-from branchgrpo.training.gradient import accumulate
-from branchgrpo.training.iteration import step
+from branchgrpo.training.credit import STEP_UNITS, STEP_WEIGHTS, assign_credit, fusion_beta, part_mask, weights_of
 from branchgrpo.training.learner import DTYPES
-from branchgrpo.training.micro_batches import own_edges, shared_micro_batches
-from branchgrpo.training.parts import STEP_UNITS, part_mask
 from branchgrpo.training.processes import RankGroup, SharedPredictor
-from branchgrpo.training.rolled import assign_credit
+from branchgrpo.training.trainer import train_iteration as step
+from branchgrpo.training.update import accumulate, own_edges, shared_micro_batches
 from branchgrpo.transition import TRANSITIONS
 from branchgrpo.tree import Tree, alive, ancestors
 from branchgrpo.windows import WINDOWS
