@@ -22,25 +22,25 @@ def at(name, call=1, when="before", inside=None, **more):
 
 def step(n):
     "The n-th iteration of a start."
-    return [f"{TRAINING}.trainer:step", n]
+    return [f"{TRAINING}.trainer:train_iteration", n]
 
 
 def evaluation(n):
-    return [f"{TRAINING}.trainer:evaluate", n]
+    return [f"{TRAINING}.trainer:evaluate_now", n]
 
 
 def saving(n):
     return [f"{TRAINING}.checkpoints:Saver.save", n]
 
 
-EXPORT = [f"{TRAINING}.lifetime:export", 1]
+EXPORT = [f"{TRAINING}.trainer:export", 1]
 DENOISER = "diffusers.models.transformers.transformer_flux:FluxTransformer2DModel.forward"
 PLACES = {  # of one iteration after the first checkpoint, and of the end
     "rollout": at("branchgrpo.rollouts:take_step", 3, inside=step(3)),
     "rollout, in the denoiser": at(DENOISER, 5, inside=[f"{TRAINING}.collection:roll", 3]),
     "decode": at("branchgrpo.backbones.flux:FluxPolicy.decode", 1, "before", step(3)),
     "reward": at("branchgrpo.rewards.scorer:score_parts", 1, "after", step(3)),
-    "credit": at(f"{TRAINING}.rolled:assign_credit", 1, "before", step(3)),
+    "credit": at(f"{TRAINING}.credit:assign_credit", 1, "before", step(3)),
     "backward": at("branchgrpo.training.update:edge_log_probs", 2, "gradient", [f"{TRAINING}.update:train_step", 3]),
     "backward, in the denoiser": at(DENOISER, 2, "gradient", [f"{TRAINING}.update:train_step", 4]),
     "between micro-batches": at("accelerate:Accelerator.backward", 2, "after", [f"{TRAINING}.update:train_step", 4]),
@@ -48,19 +48,19 @@ PLACES = {  # of one iteration after the first checkpoint, and of the end
     "between passes": at(f"{TRAINING}.update:train_step", 2, "before", step(3)),
     "optimiser step": at("torch:Tensor.addcdiv_", 30, "before", step(3)),
     "after the optimiser step": at("torch.optim:AdamW.step", 1, "after", step(3)),
-    "averaged weights": at(f"{TRAINING}.averages:AveragedWeights.step", 1, "after", step(3)),
+    "averaged weights": at(f"{TRAINING}.learner:AveragedWeights.step", 1, "after", step(3)),
     "before the row of metrics": at(f"{TRAINING}.runs:Run.append", 2, "before"),
     "after the row of metrics": at(f"{TRAINING}.runs:Run.append", 2, "after"),
     "check before a checkpoint": at(f"{TRAINING}.checkpoints:check_weights", 1, "after", saving(2)),
     "check before the first checkpoint": at(f"{TRAINING}.checkpoints:check_weights", 1, "after", saving(1)),
     "first evaluation": at(f"{TRAINING}.held_out:draw_block", 1, "after", evaluation(1)),
     "evaluation": at(f"{TRAINING}.held_out:draw_block", 1, "after", evaluation(2)),
-    "evaluation, before it is recorded": at(f"{TRAINING}.held_out:evaluate", 1, "after", evaluation(2)),
+    "evaluation, before it is recorded": at(f"{TRAINING}.held_out:score_held_out", 1, "after", evaluation(2)),
     "end, before the model is written": at(f"{TRAINING}.export:write_result", 1, "before"),
     "end, before the model is renamed": at(f"{TRAINING}.export:write_result", 1, "after"),
-    "end, before the run is marked": at(f"{TRAINING}.lifetime:export", 1, "after"),
+    "end, before the run is marked": at(f"{TRAINING}.trainer:export", 1, "after"),
     "start, before the folder is made": at(f"{TRAINING}.runs:open_run", 1, "before"),
-    "start, before the first evaluation": at(f"{TRAINING}.trainer:evaluate", 1, "before"),
+    "start, before the first evaluation": at(f"{TRAINING}.trainer:evaluate_now", 1, "before"),
 }
 WRITES = {  # what the kernel ends in the middle of a write: the process has used up its quota of bytes
     "a checkpoint's weights": at(f"{TRAINING}.checkpoints:check_weights", 1, "after", saving(2), limit=300_000),
@@ -249,9 +249,9 @@ def test_killed_in_a_thread_that_saves_on_two_processes(tmp_path, whole, noted):
 
 AGAIN = {  # a run that was killed is killed once more while it resumes
     "resume, in the reading of the checkpoint": at(f"{TRAINING}.checkpoints:load_checkpoint", 1, "after"),
-    "resume, before the metrics are cut back": at(f"{TRAINING}.lifetime:rewind", 1, "before"),
-    "resume, after the metrics were cut back": at(f"{TRAINING}.lifetime:rewind", 1, "after"),
-    "resume, before leftovers are deleted": at(f"{TRAINING}.lifetime:remove_leftovers", 1, "before"),
+    "resume, before the metrics are cut back": at(f"{TRAINING}.trainer:rewind", 1, "before"),
+    "resume, after the metrics were cut back": at(f"{TRAINING}.trainer:rewind", 1, "after"),
+    "resume, before leftovers are deleted": at(f"{TRAINING}.trainer:remove_leftovers", 1, "before"),
 }
 
 

@@ -14,7 +14,7 @@ FULL = {
     "adapter at the end": ("branchgrpo.training.export:write_result", 1, 0),
     "run.json at the end": ("branchgrpo.training.runs:Run.set_state", 1, 0),
     "run.json at the start": ("branchgrpo.training.trainer:open_run", 1, 0),
-    "evaluation's images": ("branchgrpo.training.trainer:record", 2, 1),
+    "evaluation's images": ("branchgrpo.training.trainer:record_evaluation", 2, 1),
     "evaluation's row": ("branchgrpo.training.trainer:Run.write_rows", 3, 1),
 }
 FILLED = """

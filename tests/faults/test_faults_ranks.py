@@ -20,10 +20,10 @@ from branchgrpo.training.checkpoints import newest, read_table
 INJECTOR = """
 import importlib, os, signal, time
 where = {
-    "rollout": "rollout:take_step", "decode": "training.scoring:start_scoring",
-    "micro-batch": "training.gradient:edge_terms", "optimiser": "training.update:optimiser_step",
-    "evaluation": "training.held_out:sample", "checkpoint": "training.checkpoints:begin_checkpoint",
-    "export": "training.lifetime:export", "backward": "training.gradient:edge_sums",
+    "rollout": "rollouts:take_step", "decode": "training.scoring:start_scoring",
+    "micro-batch": "training.update:edge_terms", "optimiser": "training.update:optimiser_step",
+    "evaluation": "training.held_out:sample_held_out", "checkpoint": "training.checkpoints:begin_checkpoint",
+    "export": "training.trainer:export", "backward": "training.update:edge_sums",
 }
 def inject(place, iteration, nth, rank, number):
     if rank != "all" and os.environ.get("RANK", "0") != rank:
@@ -33,7 +33,7 @@ def inject(place, iteration, nth, rank, number):
     name, function = where[place].split(":")
     module = importlib.import_module(f"branchgrpo.{name}")
     trainer = importlib.import_module("branchgrpo.training.trainer")
-    real, step, count = getattr(module, function), trainer.step, {"iteration": -1, "nth": 0}
+    real, step, count = getattr(module, function), trainer.train_iteration, {"iteration": -1, "nth": 0}
     def stepped(t):
         count.update(iteration=t.progress.iteration, nth=0)
         return step(t)
@@ -45,7 +45,7 @@ def inject(place, iteration, nth, rank, number):
                 print("these are my last words", flush=True)
             os.kill(os.getpid(), signal.Signals[number])
         return real(*args, **options)
-    trainer.step = stepped
+    trainer.train_iteration = stepped
     setattr(module, function, hit)
 if "FAULT" in os.environ:
     inject(*os.environ["FAULT"].split(":"))
