@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help env quickstart lab site check test faults figures benchmark browser report readme export clean-notebooks
+.PHONY: help env quickstart lab site check test slow faults figures benchmark browser report readme export clean-notebooks
 
 help:  ## this text
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -34,6 +34,9 @@ check: env  ## formatting, lint and types
 
 test: env  ## every notebook's tests and tests/
 	$(BIN)/python -m pytest
+
+slow: env  ## what `make test` tries once, with every parameter: processes, kills, pages, recipes (nightly)
+	$(BIN)/python -m pytest --slow -m slow
 
 faults: env  ## kill, starve and mislead it: the whole of tests/faults, and its tables (29 minutes on two cores)
 	@rm -rf .pytest_cache/faults

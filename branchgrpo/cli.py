@@ -39,7 +39,7 @@ def leave(accelerator: Any, error: BaseException, minutes: float) -> None:
     "End a process that failed alone at once: a common end would wait for processes that wait for this one."
     import traceback
 
-    from branchgrpo.training.ranks import of_another
+    from branchgrpo.training.processes import lost_process_error
 
     if accelerator.num_processes == 1:
         with contextlib.suppress(OSError):  # a tracker may meet the full disk again
@@ -47,7 +47,7 @@ def leave(accelerator: Any, error: BaseException, minutes: float) -> None:
         return
     if isinstance(error, (ValueError, Refused)):
         tell(error)
-    elif line := of_another(error, accelerator.process_index, minutes):
+    elif line := lost_process_error(error, accelerator.process_index, minutes):
         print(f"branchgrpo: {line}", file=sys.stderr)
     else:
         traceback.print_exception(error)

@@ -155,8 +155,8 @@ def doctor(given: dict[str, Any]) -> int:
     "Say what is here, what is missing, and what a run costs; load no weights (code 1 if a file is damaged)."
     import warnings
 
+    from branchgrpo.machine.doctor import facts, report, verify_commands
     from branchgrpo.training.config import TrainConfig
-    from branchgrpo.training.doctor import facts, report, verify_commands
     from branchgrpo.training.resolve import resolve
 
     warnings.filterwarnings("ignore")

@@ -55,16 +55,16 @@ def bench(given: dict[str, Any]) -> int:
     import json
     import warnings
 
-    from branchgrpo.training.bench_tables import measure, table_text
-    from branchgrpo.training.config import TrainConfig
     from branchgrpo.files import write_text
+    from branchgrpo.machine.bench import measure_speed, table_text
+    from branchgrpo.training.config import TrainConfig
 
     warnings.filterwarnings("ignore")
     o = options(BenchOptions, given)
     check_bench(o)
     table = read_table(o.settings, "settings") if o.settings else {}
     config = TrainConfig.from_dict(table | {"backbone": o.backbone, "prompts_per_iteration": o.prompts})
-    record = measure(config, o.recipes, list(o.factors), o.rounds)
+    record = measure_speed(config, o.recipes, list(o.factors), o.rounds)
     for title, rows in record["tables"].items():
         print(table_text(title, rows), end="\n\n")
     print(f"{record['backbone']}, {record['prompts']} prompts, medians of {record['rounds']}, {record['device']}")

@@ -26,7 +26,7 @@ from .registry import shown, unknown_name_error
 
 # %% ../nbs/21_settings.ipynb #2a940069
 class Bounds(NamedTuple):
-    "The numbers that a field takes; one that is not finite is within bounds only where `most` is infinite."
+    "The numbers that a field takes; where `most` is infinite, infinity and what a float32 holds (up to 3e38)."
 
     least: float | None = None
     most: float = 10**9
@@ -36,13 +36,14 @@ class Bounds(NamedTuple):
     def holds(self, value: Any) -> bool:
         "Return whether a number is within the bounds; not a number (NaN) is within none."
         low = value >= self.least if self.above is None else value > self.above
-        return low and (value <= self.most if self.below is None else value < self.below)
+        high = value == self.most or value <= min(self.most, 3e38)
+        return low and (high if self.below is None else value < self.below)
 
     def __str__(self) -> str:
         if self.above is None and self.below is None and self.most < inf:
             return f"from {self.least} to {self.most}"
         low = f"of at least {self.least}" if self.above is None else f"above {self.above}"
-        most = "" if self.most == inf else f" and at most {self.most}"
+        most = " and at most 3e38, or inf" if self.most == inf else f" and at most {self.most}"
         return low + (most if self.below is None else f" and below {self.below}")
 
 # %% ../nbs/21_settings.ipynb #b1bb279d

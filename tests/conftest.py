@@ -23,11 +23,13 @@ def golden():
 
 
 def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow too: every parameter (`make slow`)")
     parser.addoption("--faults", action="store_true", help="run the whole suite of tests/faults and write its tables")
 
 
 def pytest_configure(config):
     "Start one warm process for the whole suite: the processes that run the tests find it in their environment."
+    config.addinivalue_line("markers", "slow: one more parameter of a property that `make test` tries; by `make slow`")
     if not hasattr(config, "workerinput"):
         warm.start()
 
@@ -41,10 +43,13 @@ def weight(item):
     return next((n for n, name in enumerate(HEAVY) if item.name.startswith(name)), len(HEAVY))
 
 
-def pytest_collection_modifyitems(items):
-    """Order the tests: the longest first, dealt to the two processes in turn.
+def pytest_collection_modifyitems(config, items):
+    """Leave out what is slow; order the others: the longest first, dealt to the two processes in turn.
 
     Each process starts on one half of the list, and what is left at the end is short.
     """
+    if not config.getoption("--slow"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("slow")])
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
     items.sort(key=weight)
     items[:] = items[::2] + items[1::2]

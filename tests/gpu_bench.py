@@ -34,15 +34,14 @@ from pathlib import Path
 import torch
 from gpu_models import RandomReward, flux, sd3, without_adapter
 
+from branchgrpo.machine.bench import interleaved, peak_memory, seconds_of
 from branchgrpo.planning import process_of
 from branchgrpo.prompts import PromptSet
 from branchgrpo.testbed.quiet import quiet
-from branchgrpo.training.activations import checkpoint_blocks
-from branchgrpo.training.bench import interleaved, peak_memory, seconds
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.rolled import assign_credit
 from branchgrpo.training.runs import environment
-from branchgrpo.training.speed import compile_blocks, compiled_graphs, set_attention, use_tf32
+from branchgrpo.training.speed import checkpoint_blocks, compile_blocks, compiled_graphs, set_attention, use_tf32
 from branchgrpo.training.trainer import Trainer
 from branchgrpo.training.update import update
 
@@ -139,8 +138,8 @@ def iteration(trainer: Trainer, lines: Lines, table: str, name: str, floors: dic
     stats, update_peak = peak_memory(lambda: update(trainer.learner, rolled), DEVICE)
     end = time.perf_counter()
     plan, images = collected.tree.plan, collected.images
-    decode = seconds(lambda: trainer.policy.decode(collected.tree.latents[-1].flatten(0, 1)), DEVICE)
-    reward = seconds(lambda: trainer.scorer(images, ["x"] * len(images), [{}] * len(images)), DEVICE)
+    decode = seconds_of(lambda: trainer.policy.decode(collected.tree.latents[-1].flatten(0, 1)), DEVICE)
+    reward = seconds_of(lambda: trainer.scorer(images, ["x"] * len(images), [{}] * len(images)), DEVICE)
     line = {"calls": plan.denoiser_calls, "trained_calls": stats["calls"], "rollout": middle - start}
     line |= {"update": end - middle, "decode": decode, "reward": reward}
     line |= {"rollout_peak_gb": rollout_peak, "update_peak_gb": update_peak}
@@ -301,7 +300,7 @@ def decoding(lines: Lines, policy) -> None:
 
         def job(latents=latents, size=size):
             more = () if size is None else (size,)
-            took, peak = peak_memory(lambda: seconds(lambda: policy.decode(latents, *more), DEVICE), DEVICE)
+            took, peak = peak_memory(lambda: seconds_of(lambda: policy.decode(latents, *more), DEVICE), DEVICE)
             lines.add("decode", name=f"{len(latents)} images", per_call=size, seconds=took, peak_gb=peak)
 
         lines.attempt("decode", f"{count} images", job)
@@ -325,7 +324,7 @@ def compiled(lines: Lines, policy, reward, batch: int) -> None:
     "Add the seconds of compiled blocks: first call, forward, backward; and the mismatch of an iteration."
     trainer = short(lines, policy, reward)
     compile_blocks(policy.denoiser, "eager" if lines.tiny else "inductor")
-    first = seconds(call(policy, batch), DEVICE)
+    first = seconds_of(call(policy, batch), DEVICE)
     lines.add("compiled", name="first call", seconds=first, graphs=compiled_graphs())
     for backward in (False, True):
         name = "forward and backward" if backward else "forward"

@@ -104,7 +104,7 @@ def test_the_result_loads_in_plain_diffusers(tmp_path, backbone, lora):
 
 @pytest.mark.parametrize("backbone", OTHERS)
 def test_the_doctor_knows_it(backbone):
-    from branchgrpo.training.doctor import report
+    from branchgrpo.machine.doctor import report
 
     text = report(resolve(config("unused", backbone)))
     assert "MISSING" not in text

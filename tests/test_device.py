@@ -3,6 +3,7 @@
 import pytest
 import torch
 from accelerate import Accelerator
+from slow import often
 from torch import Tensor
 from virtual_device import GPU, VirtualDevice, WrongDevice
 
@@ -10,7 +11,7 @@ from branchgrpo import recipes
 from branchgrpo.planning import plan_of, process_of
 from branchgrpo.rollouts import Predictor, replay, rollout
 from branchgrpo.training.config import TrainConfig
-from branchgrpo.training.ranks import RankGroup
+from branchgrpo.training.processes import RankGroup
 from branchgrpo.training.rolled import assign_credit
 from branchgrpo.training.trainer import Trainer, resume
 from branchgrpo.training.update import accumulate, shared_micro_batches
@@ -43,6 +44,14 @@ MIXES = {
     "leaf-backup": dict(advantage="leaf-backup", prune="parent-top1"),
     "joint": dict(advantage="joint", std="global", split_noise="scaled", prune="extreme", prune_keep=1),
     "few nodes": dict(min_nodes=4, weights="edge", beta=1.0, group_selection="ovf", group_keep=2),
+    "weighted steps": dict(
+        advantage="siblings",
+        step_weights="inverse-gradient",
+        transition="linear",
+        eta=1.0,
+        reward="0.7*tiny-clip+0.3*tiny-hps",
+        reward_sum="decoupled+batch",
+    ),
     "bf16": dict(mixed_precision="bf16", gradient_checkpointing=True, vae_slicing=True),
     "sum": dict(reward="norm(0.7*tiny-clip+0.3*tiny-hps)", held_out="tiny-pickscore"),
 }
@@ -68,7 +77,12 @@ def whole_run(t) -> dict:
     return run.metrics[0]
 
 
-@pytest.mark.parametrize("recipe", recipes.names())
+# with MIXES they take nearly every entry of the registries
+CHOSEN = ("branchgrpo-deppru", "branchgrpo-released", "dancegrpo-sd", "flow-dppo", "g2rpo", "gardo", "mixgrpo-flash")
+CHOSEN += ("ovf-diverse", "pro-grpo", "stepwise-flow-grpo", "tp-grpo", "treegrpo")
+
+
+@pytest.mark.parametrize("recipe", often(recipes.names(), CHOSEN))
 def test_recipe_on_a_gpu(gpu, tmp_path, recipe):
     assert whole_run(trainer(tmp_path, recipe=recipe, **NARROW.get(recipe, {})))["grad_norm"] > 0
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from branchgrpo.files import parse_table
-from branchgrpo.site.contents import README_END, chapters
-from branchgrpo.site.front import INDEX, PICTURE, picture, reading_minutes, readme
+from branchgrpo.site.contents import README_END
+from branchgrpo.site.front import INDEX, PICTURE, picture, readme
 from branchgrpo.site.lessons import text_of
 from branchgrpo.training.resolve import resolve
 
@@ -41,28 +41,6 @@ def test_the_answers_stand_between_their_markers():
     answers, _, after = rest.partition("\n<!-- /answers -->\n")
     assert "## The answers" in before and after and "figures/testbed/study_answers.png" in answers
     assert "answers -->" not in answers + after
-
-
-def minutes(*lessons):
-    "Return how long some lessons take."
-    return sum(reading_minutes(json.loads((ROOT / "nbs" / lesson).read_text(encoding="utf-8"))) for lesson in lessons)
-
-
-def course():
-    "Return the lessons of the course, in order."
-    text = "\n".join(text_of(cell) for cell in FIRST["cells"] if cell["cell_type"] == "markdown")
-    found = next(chapter for chapter in chapters(text) if chapter.title == "The course")
-    return [lesson for lessons in found.groups.values() for lesson in lessons]
-
-
-def test_the_times_of_the_front_page_are_measured():
-    "The tour in minutes, the first hour, and the course in hours."
-    (tour,) = re.findall(r"\[The tour\]\(nbs/00_tour.ipynb\) \((\d+) minutes\)", README)
-    assert int(tour) == round(minutes("00_tour.ipynb"))
-    hour = next(part for part in README.split("\n- ") if part.startswith("The first hour"))
-    assert 50 <= minutes("00_tour.ipynb", *re.findall(r"nbs/(\w+\.ipynb)", hour)) <= 65
-    ((lessons, hours),) = re.findall(r"(\d+) lessons \((\d+) hours\)", README)
-    assert (int(lessons), int(hours)) == (len(course()), round(minutes(*course()) / 60))
 
 
 def test_the_number_of_recipes_is_counted():
@@ -99,7 +77,7 @@ def test_your_own_method_is_one(tmp_path):
     assert settings.splits == (0, 1, 2)
 
 
-@pytest.mark.parametrize("link", ["06_plan.ipynb", "yours/02_method.ipynb"])
+@pytest.mark.parametrize("link", ["04_plan.ipynb", "yours/02_method.ipynb"])
 def test_lessons_keep_their_place_below_the_front(link):
     "The site's navigation comes from the lists, not from the front."
     text = "\n".join(text_of(cell) for cell in FIRST["cells"] if cell["cell_type"] == "markdown")

@@ -86,35 +86,27 @@ def test_notebooks_are_clean(copy):
     assert changed == [], "run make clean-notebooks"
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=name)
-def test_notebook_is_small(path):
-    assert path.stat().st_size < 200_000
+def test_notebooks_are_small():
+    assert [name(path) for path in NOTEBOOKS if path.stat().st_size >= 200_000] == []
 
 
 def cells(path):
     return json.loads(path.read_text())["cells"]
 
 
-@pytest.mark.parametrize("path", LESSONS, ids=name)
-def test_lesson_opens_with_a_title_and_a_sentence(path):
+def opens_well(path):
+    "Return whether a notebook begins with a title and a sentence."
     first = cells(path)[0]
     text = "".join(first["source"])
-    assert first["cell_type"] == "markdown"
-    assert text.startswith("# ")
-    assert "\n> " in text
+    return first["cell_type"] == "markdown" and text.startswith("# ") and "\n> " in text
 
 
-@pytest.mark.parametrize("path", LESSONS, ids=name)
-def test_exported_cells_fit_a_screen(path):
-    for cell in cells(path):
-        flag, *lines = "".join(cell["source"]).splitlines() or [""]
-        if flag.startswith("#| export"):
-            assert len([line for line in lines if line.strip()]) <= 25, lines[0]
+def test_notebooks_open_with_a_title_and_a_sentence():
+    assert [name(path) for path in LESSONS if not opens_well(path)] == []
 
 
-@pytest.mark.parametrize("path", TEMPLATES, ids=name)
-def test_template_has_no_outputs(path):
-    assert not any(cell.get("outputs") for cell in cells(path))
+def test_pages_have_no_outputs():
+    assert [name(path) for path in TEMPLATES if any(cell.get("outputs") for cell in cells(path))] == []
 
 
 def test_every_notebook_names_its_kernel():

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from slow import often
 from test_training import SMALL, together
 
 EVALUATION = """
@@ -30,20 +31,23 @@ def results(n, code, table, place):
     return [torch.load(f"{place}.{rank}", weights_only=False) for rank in range(n)]
 
 
-@pytest.mark.parametrize(("count", "processes"), [(3, (4,)), (37, (2, 4))])
-def test_an_evaluation_shared_by_processes_gives_the_scores_of_one(tmp_path, count, processes):
+SHARED_BY = {"37 prompts, two": (37, 2), "37 prompts, four": (37, 4), "3 prompts, four": (3, 4)}
+
+
+@pytest.mark.parametrize("case", often(SHARED_BY, ("37 prompts, two",)))
+def test_an_evaluation_shared_by_processes_gives_the_scores_of_one(tmp_path, case):
     "To the bit, with fewer prompts than processes too; every process makes the same calls."
+    count, processes = SHARED_BY[case]
     table = SMALL | {"output": str(tmp_path / "run"), "splits": [0, 2], "evaluation_prompts": count, "max_batch": 4}
     table |= {"prompts_per_iteration": 4, "reward": "0.7*tiny-clip+0.3*tiny-pickscore", "held_out": "tiny-aesthetic"}
-    one = results(1, EVALUATION, table, tmp_path / "out1")[0]
+    one = results(1, EVALUATION, table, tmp_path / "one")[0]
     assert len(one["images"]) == min(count, 32) and "eval_check_all" in one["scores"], one["scores"]
-    for n in processes:
-        several = results(n, EVALUATION, table, tmp_path / f"out{n}")
-        assert all(own["scores"] == one["scores"] for own in several)
-        assert torch.equal(several[0]["images"], one["images"])
-        assert all(len(own["images"]) == 0 for own in several[1:])
-        assert all(own["rows"] == several[0]["rows"] for own in several)
-        assert len(several[0]["rows"]) < len(one["rows"]) or count < 8
+    several = results(processes, EVALUATION, table, tmp_path / "several")
+    assert all(own["scores"] == one["scores"] for own in several)
+    assert torch.equal(several[0]["images"], one["images"])
+    assert all(len(own["images"]) == 0 for own in several[1:])
+    assert all(own["rows"] == several[0]["rows"] for own in several)
+    assert len(several[0]["rows"]) < len(one["rows"]) or count < 8
 
 
 SHARED = """
@@ -76,6 +80,7 @@ ADAPTIVE = {"splits": [0, 1, 3], "adaptive": True}
 SEEN = {"splits": [0, 1, 3], "previews": "ode/2+x0", "advantage": "consistent-turns", "std": "pooled", "min_nodes": 3}
 TREES = {  # settings, and (processes, of them for each prompt)
     "81 leaves": (LEAVES81, [(2, 2), (4, 4)]),
+    "pruned, two": (PRUNED, [(2, 2)]),
     "pruned": (PRUNED, [(4, 2)]),
     "funnel": (FUNNEL, [(2, 2), (4, 4)]),
     "adaptive": (ADAPTIVE, [(4, 4)]),
@@ -83,7 +88,7 @@ TREES = {  # settings, and (processes, of them for each prompt)
 }
 
 
-@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("name", often(TREES, ("pruned, two",)))
 def test_a_tree_shared_by_processes_is_the_tree_of_one(tmp_path, name):
     "Calls of one latent and of one image, so that rewards are equal to the bit; gradients and metrics agree."
     changes, layouts = TREES[name]
@@ -134,10 +139,16 @@ torch.save(seen, f"{sys.argv[2]}.{t.accelerator.process_index}")
 """
 
 
-@pytest.mark.parametrize("changes", [{}, {"roots": 4, "splits": [], "prune_at": {"1": 2}, "ranks_per_prompt": 2}])
-def test_an_error_of_one_process_is_raised_on_all(tmp_path, changes):
+FAILURES = {
+    "a tree each": {},
+    "a shared funnel": {"roots": 4, "splits": [], "prune_at": {"1": 2}, "ranks_per_prompt": 2},
+}
+
+
+@pytest.mark.parametrize("case", often(FAILURES, ("a shared funnel",)))
+def test_an_error_of_one_process_is_raised_on_all(tmp_path, case):
     "In a rollout, its previews and an evaluation; afterwards the processes still work together."
-    table = SMALL | {"output": str(tmp_path / "run"), "splits": [0, 2], "evaluation_prompts": 16} | changes
+    table = SMALL | {"output": str(tmp_path / "run"), "splits": [0, 2], "evaluation_prompts": 16} | FAILURES[case]
     first, second = results(2, FAILING, table, tmp_path / "out")
     refused = "reward: the server refused a request (400)"
     assert second[:2] == [("ValueError", refused)] * 2 and first[:2] == [("ValueError", f"{refused} (process 1)")] * 2

@@ -2,14 +2,18 @@
 
 import pytest
 import torch
+from slow import often
 
 from branchgrpo import recipes
 from branchgrpo.planning import plan_of
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.trainer import Trainer
 
+# a tree, a pruned one, windows with a solver, a funnel, a side branch with previews, a sum of rewards, an own density
+CHOSEN = ("branchgrpo", "branchgrpo-adaptive", "mixgrpo-flash", "pro-grpo", "g2rpo", "gdpo", "flow-cps", "dancegrpo-sd")
 
-@pytest.mark.parametrize("name", recipes.names())
+
+@pytest.mark.parametrize("name", often(recipes.names(), CHOSEN))
 def test_recipe_trains(name, tmp_path):
     trainer = Trainer(
         TrainConfig(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from slow import often
 from test_training import SMALL, free_port
 
 from branchgrpo.reproduction.warm import popen
@@ -23,8 +24,8 @@ warnings.filterwarnings("ignore")
 torch.set_num_threads(1)
 from branchgrpo import TrainConfig, Trainer, process_of
 from branchgrpo.training.checkpoints import Progress, Saver, load_checkpoint
-from branchgrpo.training.distributed import gathered, sharded_parts, whole
 from branchgrpo.training.rolled import assign_credit
+from branchgrpo.training.speed import gathered, sharded_parts, whole
 from branchgrpo.training.steps import optimiser_step
 from branchgrpo.training.update import accumulate, update
 t = Trainer(TrainConfig.from_dict(json.loads(sys.argv[1])))
@@ -90,6 +91,7 @@ FUNNEL = {"roots": 6, "splits": [], "prune_at": {"2": 4}, "group_selection": "ov
 
 WHOLE = {}  # DDP
 CASES = {
+    "pruned, kl": (PRUNED | PLAIN, [(2, WHOLE), (2, FULL)]),
     "tree": (PLAIN, [(2, WHOLE), (4, WHOLE), (4, HYBRID)]),
     "pruned": (PRUNED, [(2, FULL), (4, FULL)]),
     "funnel": (FUNNEL, [(4, WHOLE), (2, FULL)]),
@@ -97,7 +99,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", often(CASES, ("pruned, kl",)))
 def test_any_number_of_processes_and_any_sharding_do_the_same(tmp_path, case):
     "Trees, rewards, gradients, weights and averages; with KL, uneven micro-batches, pruning, and a lost prompt."
     lose = "lose" if "lost" in case else ""
@@ -216,12 +218,17 @@ import os, sys
 from branchgrpo.cli import main
 os._exit(main(["train", "--config", sys.argv[2] + ".yaml"]))
 """
-STOPPED = [(1, {}, signal.SIGUSR2), (2, {}, signal.SIGTERM), (2, FULL, signal.SIGTERM)]
+STOPPED = {
+    "alone": (1, {}, signal.SIGUSR2),
+    "two": (2, {}, signal.SIGTERM),
+    "two, sharded": (2, FULL, signal.SIGTERM),
+}
 
 
-@pytest.mark.parametrize("n, sharding, number", STOPPED, ids=["alone", "two", "two, sharded"])
-def test_a_run_that_is_told_to_stop_saves_and_asks_to_be_started_again(tmp_path, n, sharding, number):
+@pytest.mark.parametrize("case", often(STOPPED, ("two, sharded",)))
+def test_a_run_that_is_told_to_stop_saves_and_asks_to_be_started_again(tmp_path, case):
     "At the shell: exit code 75, a checkpoint of the iteration that was reached, and the same end; one rank is told."
+    n, sharding, number = STOPPED[case]
     changes = sharding | {"checkpoint_every": 100, "prompts_per_iteration": 2, "iterations": 3}
     whole, stopped = (settings(tmp_path / name, **changes) for name in ("whole", "stopped"))
     processes(n, BEGIN + FIT + END, whole, tmp_path / "end")
@@ -255,7 +262,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", often(KINDS, ("adapter",)))
 def test_precisions_adapters_and_families_are_sharded(tmp_path, kind):
     changes = {key: str(tmp_path) if value == "EMBEDDINGS" else value for key, value in KINDS[kind].items()}
     table = settings(tmp_path / "run", **{"prompts_per_iteration": 2} | changes)
@@ -279,9 +286,9 @@ t.accelerator.wait_for_everyone()
 """
 
 
-@pytest.mark.parametrize("sharding", [{}, FULL], ids=["DDP", "sharded"])
+@pytest.mark.parametrize("sharding", often(("none", "full"), ("full",)))
 def test_a_gradient_that_is_not_finite_on_one_process_is_skipped_by_all(tmp_path, sharding):
-    processes(2, BEGIN + NOT_FINITE + END, settings(tmp_path / "run", **sharding), tmp_path / "out")
+    processes(2, BEGIN + NOT_FINITE + END, settings(tmp_path / "run", sharding=sharding), tmp_path / "out")
 
 
 def test_what_shards_the_model_twice_is_refused(tmp_path, monkeypatch):

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .vectors import laid_out
 from ..planning import sampling_process
 from ..rewards.clip import ClipReward, embed_images
 from ..rewards.contract import Checked, label
 from ..training.config import Settings
-from ..training.model import Learner, frozen_copy
+from ..training.learner import Learner, frozen_copy
 from ..transition import Transition
-from .vectors import laid_out
 
 # %% ../../nbs/mechanism/02_pathwise.ipynb #0c5c4614
 def path_end(

@@ -18,8 +18,8 @@ from ..rollouts import revisit
 from ..samplers import Gaussian
 from ..training.edge_terms import Rolled
 from ..training.gradient import accumulate
+from ..training.learner import Learner
 from ..training.micro_batches import micro_batches
-from ..training.model import Learner
 
 # %% ../../nbs/mechanism/04_projection.ipynb #6c4d75e1
 def rule_slope(ratio: str, dist: Gaussian, edges: Tensor) -> Tensor:

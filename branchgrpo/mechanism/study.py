@@ -29,13 +29,13 @@ from ..plan import papers_cost
 from ..training.resolve import resolve
 
 # %% ../../nbs/mechanism/09_study.ipynb #c595f946
+from ..files import save_atomic, write_atomic, write_text
 from ..planning import process_of
 from ..prompts import PromptSet, load_prompts
 from ..reproduction.run_key import cache_key
 from ..training.config import Settings, TrainConfig
 from ..training.edge_terms import Rolled
-from ..files import save_atomic, write_atomic, write_text
-from ..training.model import Learner
+from ..training.learner import Learner
 from ..training.rolled import assign_credit
 from ..training.trainer import Trainer
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from ..training.model import Learner, frozen_copy
+from ..training.learner import Learner, frozen_copy
 
 # %% ../../nbs/mechanism/01_vectors.ipynb #e944bb64
 def laid_out(gradients: Iterable[Tensor | None], parameters: Iterable[Tensor]) -> Tensor:

@@ -78,7 +78,9 @@ def read_quote(paper: str, entry: dict[str, Any]) -> Quote:
     for name, said in entry.get("says", {}).items():
         values = [tuple(v) if isinstance(v, list) else v for v in (said if isinstance(said, list) else [said])]
         for value in values:
-            read_settings(MethodSettings, {name: value})
+            read = read_settings(MethodSettings, {name: value})[name]
+            if read != value:
+                raise ValueError(f"{name}: {value!r} is a text; write {read!r}")
         says[name] = values if isinstance(said, list) else said
     return Quote(paper, **entry | {"says": says})
 

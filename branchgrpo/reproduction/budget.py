@@ -10,13 +10,12 @@ __all__ = ['cost_of', 'gpu_hours', 'changes', 'needed', 'Total', 'memory_text', 
 from dataclasses import dataclass, field
 
 from .. import recipes
+from ..machine.doctor import findings
+from ..machine.estimate import Estimate, GPU_GB, advice, estimate, fits, flag
 from .page_runs import planned_runs
 from .pages import Job
 from .run_key import cache_key
 from ..training.config import TrainConfig
-from ..training.here import found
-from ..training.estimate import Estimate, advice, estimate, flag
-from ..training.memory import GPU, fits
 from ..training.resolve import resolve
 
 # %% ../../nbs/reproduction/07_budget.ipynb #f40f113d
@@ -82,7 +81,7 @@ def memory_text(config: TrainConfig, gpus: int, cost: Estimate) -> str:
     if fits(cost.peak_gb):
         return f"{text}, fits"
     changes = advice(resolve(config), gpus)
-    return f"{text}, DOES NOT FIT on {GPU:g}: " + " ".join(flag(*item) for item in (changes or {}).items())
+    return f"{text}, DOES NOT FIT on {GPU_GB:g}: " + " ".join(flag(*item) for item in (changes or {}).items())
 
 # %% ../../nbs/reproduction/07_budget.ipynb #971c4435
 def time_text(hours: float, gpus: int) -> str:
@@ -115,7 +114,7 @@ def file_line(needs: set[tuple[str, str, str]]) -> list[str]:
 # %% ../../nbs/reproduction/07_budget.ipynb #58b1974b
 def weight_lines(needs: set[tuple[str, str, str]]) -> list[str]:
     "Return one line per backbone, reward and prompt set: whether it is on this machine."
-    lines = dict.fromkeys(line for need in sorted(needs) for line in found(*need))
+    lines = dict.fromkeys(line for need in sorted(needs) for line in findings(*need))
     return [f"  {'ok     ' if state == 'ok' else 'MISSING'}  {what:48} {note}" for state, what, note in lines]
 
 # %% ../../nbs/reproduction/07_budget.ipynb #30d6c370

@@ -38,8 +38,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 import branchgrpo
 from ..files import delete, recover, remove_folder, remove_temporaries, replace_folder, to_disk, write_text
 from .config import Settings
-from .distributed import any_process, from_main, local
-from .model import Learner
+from .learner import Learner
+from .processes import any_process, from_main
+from .speed import local
 
 # %% ../../nbs/training/10_checkpoints.ipynb #6679b541
 def file_digest_of(path: Path) -> str:

@@ -29,9 +29,9 @@ from ..selection import AdaptiveSplits, FEATURES, Seen, choose, looks_at_images
 from .conditioning import Conditioner, draw_prompts, positions
 from .config import Settings
 from .kept_trees import Sketch, tree_is_due
-from .model import DTYPES
+from .learner import DTYPES
 from .not_finite import emptied, faulty_depths, first_of_all, look_at_tree
-from .ranks import RankGroup, SharedPredictor, make_group
+from .processes import RankGroup, SharedPredictor, make_group
 from .scoring import RolloutRewards, images_per_call
 from ..tree import Tree
 

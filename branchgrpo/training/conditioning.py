@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ..backbones.embeddings import EmbeddingCache, fingerprint
 from ..backbones.loading import awake, encoders_of, is_reader
-from ..prompts import PromptSet
 from ..noise import Noise
+from ..prompts import PromptSet
 from .config import Settings
-from .ranks import group_positions
+from .processes import group_positions
 
 # %% ../../nbs/training/05_conditioning.ipynb #91658e5e
 def positions(settings: Settings, accelerator) -> tuple[int, ...]:

@@ -15,8 +15,8 @@ from torch import Tensor
 from ..objective import LOSSES, LossOptions, RATIOS, gaussian_kl, needs_means
 from ..rollouts import revisit
 from ..samplers import Gaussian, edge_log_probs
+from .learner import Learner, autocast, reference_policy
 from .micro_batches import MicroBatch
-from .model import Learner, autocast, reference_policy
 from ..transition import Transition
 from ..tree import Tree
 

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from .distributed import from_main, full_state, local, plain_class, whole
 from ..files import delete, replace_folder, to_disk
-from .model import Learner
+from .learner import Learner
+from .processes import from_main
+from .speed import full_state, local, plain_class, whole
 
 # %% ../../nbs/training/10_export.ipynb #f6a4068b
 @contextmanager

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from .edge_terms import EdgeTerms, Rolled, edge_terms
+from .learner import Learner
 from .micro_batches import MicroBatch, shared_micro_batches
-from .model import Learner
 
 # %% ../../nbs/training/08_gradient.ipynb #78ca1b5e
 MEANS = ("ratio_minus_1", "clip_fraction", "loss", "kl")

@@ -29,7 +29,7 @@ from .blocks import BLOCK, Block, prompt_blocks
 from .conditioning import Conditioner
 from .config import Settings
 from .not_finite import finite_rows, with_rows
-from .ranks import SharedPredictor, together
+from .processes import SharedPredictor, together
 from .runs import Run
 from .scoring import decode_and_score, images_per_call, joined
 

@@ -10,12 +10,12 @@ import time
 from typing import Any
 
 from ..planning import process_of
-from .distributed import gathered
 from .kept_trees import keep_tree
 from .metrics import add_progress, over_processes, reward_metrics
+from .processes import check_stop
 from .rolled import assign_credit
+from .speed import gathered
 from .steps import check_mismatch
-from .stops import check_stop
 from .update import update
 
 # %% ../../nbs/training/14_iteration.ipynb #4026e130

@@ -15,9 +15,8 @@ from typing import Any
 from ..files import Refused, refusals_in_words
 from .checkpoints import load_checkpoint, newest, remove_leftovers
 from .conditioning import encode_ahead
-from .distributed import any_process, from_main
 from .export import export
-from .ranks import together
+from .processes import any_process, from_main, together
 from .run_lock import RunLock
 from .runs import Run, check_folder, open_run, rewind
 

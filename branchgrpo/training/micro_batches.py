@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..rollouts import chunks
-from .distributed import most_of
-from .model import Learner
+from .learner import Learner
+from .processes import most_of
 from ..tree import Tree
 
 # %% ../../nbs/training/08_micro_batches.ipynb #ae1e76e7

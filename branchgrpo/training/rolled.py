@@ -13,7 +13,7 @@ from ..step_weights import weighted_advantages
 from .collection import Collected
 from .credit_assignment import advantages_of, counted_leaves, kl_edges, trained_edges
 from .edge_terms import Rolled
-from .model import Learner
+from .learner import Learner
 from .parts import parts_of
 from ..transition import Transition
 

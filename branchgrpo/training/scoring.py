@@ -20,7 +20,7 @@ from ..rewards.scorer import Scorer, is_remote, nothing, part_names, start_scori
 from ..rollouts import chunks
 from .config import Settings, listed
 from .not_finite import Lost, finite_rows, with_rows
-from .ranks import RankGroup, together
+from .processes import RankGroup, together
 
 # %% ../../nbs/training/05_scoring.ipynb #aa145346
 def make_scorers(s: Settings, reward: Any, device) -> tuple[Scorer, dict[str, Scorer]]:

@@ -12,8 +12,8 @@ import warnings
 from torch import Tensor
 
 from .config import Settings
-from .distributed import whole
-from .model import Learner
+from .learner import Learner
+from .speed import whole
 
 # %% ../../nbs/training/08_steps.ipynb #a61e39fd
 MISMATCH_LIMIT = 1e-2  # of |ρ − 1|: more than rounding is expected to reach; no GPU has tested it

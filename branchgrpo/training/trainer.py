@@ -16,20 +16,19 @@ from .checkpoints import Progress, Saver, delete_old
 from .collection import Collector, TooManyUnscored
 from .conditioning import make_conditioner
 from .config import Settings, TrainConfig
-from .distributed import any_process, from_main, gathered
 from .export import averaged_weights
 from .held_out import Evaluator, record
 from .iteration import step
 from .kept_trees import KeptTree, tree_is_due, write_tree
+from .learner import make_accelerator, make_learner, open_policy
 from .lifetime import close, one_training, open_shared, resume
-from .model import make_accelerator, make_learner, open_policy
-from .ranks import together
+from .processes import any_process, check_stop, from_main, together, watch
 from .resolve import resolve
 from .runs import Run, check_folder
 from .scoring import make_scorers
 from .signals import Preempted, StopSignal
+from .speed import gathered
 from .steps import TooManySkipped
-from .stops import check_stop, watch
 
 # %% ../../nbs/training/14_trainer.ipynb #918c09e9
 def open_models(s: Settings, accelerator: Any, policy: Any, reward: Any) -> tuple[Any, Scorer, dict[str, Scorer]]:

@@ -15,8 +15,8 @@ from ..objective import needs_means
 from ..samplers import edge_log_probs
 from .edge_terms import Rolled, of_batch, revisited
 from .gradient import accumulate, agree, until_told
+from .learner import Learner, autocast
 from .micro_batches import MicroBatch, shared_micro_batches
-from .model import Learner, autocast
 from .parts import part_mask
 from .steps import count_skipped, optimiser_step, where_skipped
 

@@ -35,7 +35,7 @@ from branchgrpo.training.checkpoints import (
 )
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.export import export
-from branchgrpo.training.model import make_learner
+from branchgrpo.training.learner import make_learner
 from branchgrpo.training.resolve import resolve
 from branchgrpo.training.runs import Run, rewind
 from branchgrpo.training.trainer import Trainer

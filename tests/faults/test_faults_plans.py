@@ -27,10 +27,10 @@ from branchgrpo.step_weights import STEP_WEIGHTS, weights_of
 from branchgrpo.training.credit_assignment import fusion_beta
 from branchgrpo.training.gradient import accumulate
 from branchgrpo.training.iteration import step
+from branchgrpo.training.learner import DTYPES
 from branchgrpo.training.micro_batches import own_edges, shared_micro_batches
-from branchgrpo.training.model import DTYPES
 from branchgrpo.training.parts import STEP_UNITS, part_mask
-from branchgrpo.training.ranks import RankGroup, SharedPredictor
+from branchgrpo.training.processes import RankGroup, SharedPredictor
 from branchgrpo.training.rolled import assign_credit
 from branchgrpo.transition import TRANSITIONS
 from branchgrpo.tree import Tree, alive, ancestors

@@ -9,7 +9,7 @@ from test_faults_kills import ONE, PLACES, lost, step
 from branchgrpo import recipes
 
 ITERATIONS = 3
-FAST = {"g2rpo", "gardo"}  # previews of three strides; a gate that looks at the rewards seen so far
+FAST = {"gardo"}  # a gate that looks at the rewards seen so far
 # in the second iteration of the first start, and in the second one of the start after it
 FIRST = PLACES["after the optimiser step"] | {"inside": step(2)}
 SECOND = PLACES["rollout"] | {"inside": step(2)}
