@@ -22,7 +22,7 @@ from branchgrpo.reproduction.warm import popen, run
 from branchgrpo.training.resolve import resolve
 from branchgrpo.training.runs import Run
 from branchgrpo.viewing.page import page
-from branchgrpo.viewing.records import read_run, read_runs
+from branchgrpo.viewing.records import read_records, read_run
 from branchgrpo.viewing.run_table import run_table
 from branchgrpo.viewing.tree_drawing import trees_of
 from branchgrpo.viewing.view import view_run
@@ -227,8 +227,8 @@ def test_what_a_run_holds_is_text_and_no_html(copied, tmp_path):
     other = tmp_path / "<script>alert(2)<"
     other.mkdir()
     (other / "run.json").write_text(json.dumps({"settings": {"seed": 0}}))
-    found = Elements(page(read_runs((copied, other)), refresh=5))
-    clean = Elements(page(read_runs((copied,))))
+    found = Elements(page(read_records((copied, other)), refresh=5))
+    clean = Elements(page(read_records((copied,))))
     assert not found.all("script") and not clean.all("script")
     assert all(attrs["src"].startswith("data:image/") and "onerror" not in attrs for attrs in found.all("img"))
     assert len(found.all("title")) == 1 + len([tag for tag, _ in found.found if tag in ("circle", "rect")])

@@ -14,24 +14,24 @@ import torch
 from torch import Tensor
 
 from branchgrpo.testbed.digits import (
-    COLOURS,
     GLYPH,
+    GLYPH_COLOURS,
+    Glyph,
     SIZE,
     TEXTURES,
-    Glyph,
     handwriting,
     is_test,
     parse_glyph,
     random_glyph,
     texture_masks,
 )
-from .tokenizers import WORDS
+from .tokenizers import CAPTION_WORDS
 
 # %% ../../nbs/testbed/09_clips.ipynb #3b8eaa5d
 FRAMES = 9  # frames of a clip
 QUICK, SLOW = 2, 1  # pixels per frame
 MOTIONS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}  # (y, x)
-CLIP_WORDS = (*WORDS, "moving", "slowly", "up", "down", "standing", "still")
+CLIP_WORDS = (*CAPTION_WORDS, "moving", "slowly", "up", "down", "standing", "still")
 
 # %% ../../nbs/testbed/09_clips.ipynb #b67d5211
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def draw_clip(page: Tensor, clip: Clip, split: str, rng: np.random.Generator) ->
     hands = handwriting(split)[clip.glyph.digit]
     mask = 0.35 + 0.65 * texture_masks()[:, :GLYPH, :GLYPH]
     ink = hands[rng.integers(len(hands))] * mask[TEXTURES.index(clip.glyph.texture)]
-    colour = torch.tensor(COLOURS[clip.glyph.colour])[:, None, None]
+    colour = torch.tensor(GLYPH_COLOURS[clip.glyph.colour])[:, None, None]
     patch = page[:, 0, :GLYPH, :GLYPH].lerp(colour, ink)
     y, x = random_start(clip.velocity, rng)
     for f in range(FRAMES):

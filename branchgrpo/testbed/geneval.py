@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from .checker import NOTHING, cut_cells, labels
-from .digits import COLOURS, TEXTURES, parse
+from .checker import EMPTY_CELL, cut_cells, labels
+from .digits import GLYPH_COLOURS, TEXTURES, parse_caption
 
 # %% ../../nbs/testbed/20_geneval_reward.ipynb #2979bfde
 class CellReader(nn.Module):
@@ -34,7 +34,7 @@ class CellReader(nn.Module):
             nn.Linear(2 * width * 25, 96),
             nn.GELU(),
         )
-        self.heads = nn.ModuleList(nn.Linear(96, n) for n in (NOTHING + 1, len(COLOURS), len(TEXTURES)))
+        self.heads = nn.ModuleList(nn.Linear(96, n) for n in (EMPTY_CELL + 1, len(GLYPH_COLOURS), len(TEXTURES)))
 
     def forward(self, cells: Tensor) -> list[Tensor]:
         "Return the three logits of each cell."
@@ -44,14 +44,14 @@ class CellReader(nn.Module):
 # %% ../../nbs/testbed/20_geneval_reward.ipynb #028c426d
 def expected_right(logits: list[Tensor], captions: list[str]) -> Tensor:
     "Return R(x) `(B,)` from the logits `(B, 9, …)` of digit (10: empty), colour and texture of each cell."
-    wanted = labels([parse(caption) for caption in captions]).to(logits[0].device)
-    filled = wanted[..., 0] != NOTHING
+    wanted = labels([parse_caption(caption) for caption in captions]).to(logits[0].device)
+    filled = wanted[..., 0] != EMPTY_CELL
     answers = []
     for i, logit in enumerate(logits):
         label = wanted[..., i].clamp(min=0)[..., None]  # -1: no question
         right = logit.softmax(-1).gather(-1, label)[..., 0]
         answers.append((right * filled).sum(1) / filled.sum(1))
-    empty = logits[0].softmax(-1)[..., NOTHING]
+    empty = logits[0].softmax(-1)[..., EMPTY_CELL]
     places = torch.where(filled, 1 - empty, empty).prod(1)
     return torch.stack([*answers, places]).mean(0)
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .checker import MARGIN, load_net
+from .checker import CELL_MARGIN, load_net
 from .clips import QUICK, parse_clip
-from .digits import CELL, COLOURS, SIZE, TEXTURES
+from .digits import CELL, GLYPH_COLOURS, SIZE, TEXTURES
 
 # %% ../../nbs/testbed/10_motion.ipynb #d0b89009
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def box_centre(ink: Tensor) -> Tensor:
 # %% ../../nbs/testbed/10_motion.ipynb #443ecbc7
 def cut_windows(clips: Tensor) -> Tensor:
     "Return a window around the ink of each frame, `(B·F, 3, 20, 20)`, cut as the checker's cells are."
-    side = CELL + 2 * MARGIN
+    side = CELL + 2 * CELL_MARGIN
     frames = clips.float().transpose(1, 2).flatten(0, 1).cpu()
     frames = F.pad(frames, (side // 2,) * 4, mode="replicate")
     corner = box_centre(track(clips).ink).round().long().flatten(0, 1).cpu().clamp(0, SIZE)
@@ -140,7 +140,7 @@ def check_clips(clips: Tensor, captions: list[str]) -> dict[str, Tensor]:
     wanted = []
     for caption in captions:
         glyph = parse_clip(caption).glyph
-        wanted.append([glyph.digit, list(COLOURS).index(glyph.colour), TEXTURES.index(glyph.texture)])
+        wanted.append([glyph.digit, list(GLYPH_COLOURS).index(glyph.colour), TEXTURES.index(glyph.texture)])
     share = (read_frames(clips) == torch.tensor(wanted)[:, None]).float().mean(1)  # of the frames, (B, 3)
     moves = (scores["velocity"] > np.exp(-0.5)) & (scores["smoothness"] > 0.5)
     right = (share > 0.5).all(1) & moves.cpu()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..registry import first_of, reason
-from .records import Record, number
+from .records import Record, usable_number
 
 # %% ../../nbs/viewing/04_samples.ipynb #921fcecf
 MOST_ROWS = 8
@@ -54,7 +54,7 @@ def strip(path: Path, prompts: int) -> str:
 def strips(record: Record) -> list[tuple[int, str]]:
     "Return (iteration, data URI) of some of a run's evaluations; sheets that cannot be read are noted and left out."
     files = [path for path in (record.path / "samples").glob("*.png") if path.stem.isdigit()]
-    prompts = int(number(record.settings.get("evaluation_prompts")) or SHEET)
+    prompts = int(usable_number(record.settings.get("evaluation_prompts")) or SHEET)
     found, damaged = [], []
     for path in spread(sorted(files, key=lambda path: int(path.stem))):
         try:

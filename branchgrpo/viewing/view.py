@@ -17,7 +17,7 @@ from typing import Any
 from ..files import check_file, write_text
 from ..settings import bounded, options
 from .page import page
-from .records import Record, read_runs
+from .records import Record, read_records
 from .run_table import run_table
 
 # %% ../../nbs/viewing/07_view.ipynb #061c2d6a
@@ -42,7 +42,7 @@ def page_file(o: ViewOptions) -> Path:
 def looks(o: ViewOptions) -> Iterator[tuple[list[Record], str, bool]]:
     "Yield the runs, their page, and whether another look follows: once, or until no run is trained any more."
     while True:
-        records = read_runs(o.runs)
+        records = read_records(o.runs)
         goes_on = o.live and any(r.state == "training" for r in records)
         yield records, page(records, o.interval if goes_on else None), goes_on
         if not goes_on:
@@ -53,7 +53,7 @@ def looks(o: ViewOptions) -> Iterator[tuple[list[Record], str, bool]]:
 def view(given: dict[str, Any]) -> int:
     "Show runs: a table here, and curves, samples and trees as one HTML page."
     o = options(ViewOptions, given)
-    read_runs(o.runs)
+    read_records(o.runs)
     path = page_file(o)
     clear = "\x1b[H\x1b[2J" if o.live and sys.stdout.isatty() else ""
     for records, text, goes_on in looks(o):
@@ -75,7 +75,7 @@ def view_run(*runs: str | Path, live: bool = False, interval: float = 10.0, heig
     "Show runs in a cell; with `live` the cell follows their training until it ends, or until it is interrupted."
     o = ViewOptions(tuple(str(folder) for folder in runs), live=live, interval=interval)
     if not live:
-        return framed(page(read_runs(o.runs)), height)
+        return framed(page(read_records(o.runs)), height)
     from IPython.display import display
 
     handle = display(display_id=True)
