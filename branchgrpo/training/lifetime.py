@@ -18,8 +18,7 @@ from .conditioning import encode_ahead
 from .distributed import any_process, from_main
 from .export import export
 from .ranks import together
-from .run_lock import RunLock
-from .runs import Run, check_folder, open_run, rewind
+from .runs import Run, RunLock, check_folder, open_run, rewind
 
 # %% ../../nbs/training/24_lifetime.ipynb #2bd2aa7a
 def open_alone(t: Any, run: Run, settings: dict) -> None:
