@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..registry import first_of, reason, shown
 from ..files import row_of
-from ..training.run_lock import LOCK
+from ..registry import first_of, reason, shown
+from ..training.runs import LOCK
 
 # %% ../../nbs/viewing/01_records.ipynb #755eabc9
 LARGEST_METRIC = 1e30  # no metric is larger

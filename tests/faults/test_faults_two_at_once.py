@@ -13,7 +13,7 @@ from test_training import SMALL, ends_well, start
 
 from branchgrpo.reproduction.pages import jobs, new_page
 from branchgrpo.reproduction.warm import popen, run
-from branchgrpo.training.run_lock import LOCK, RunLock
+from branchgrpo.training.runs import LOCK, RunLock
 
 TRAIN = """
 import json, sys
@@ -257,8 +257,8 @@ def test_what_a_killed_execution_leaves(tmp_path, page, noted):
 
 
 SCENE = """
-from branchgrpo.reproduction.pages import Job
 from branchgrpo.reproduction.execution import execute
+from branchgrpo.reproduction.pages import Job
 disk = Disk()
 job = Job("page", Path(TEMPLATE), {"n": 2, "where": str(ROOT)}, disk.path / "page.ipynb")
 before("branchgrpo.reproduction.execution:run_notebook", disk.fill, 1)
