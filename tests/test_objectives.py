@@ -13,7 +13,7 @@ from branchgrpo.objective import win_rate
 from branchgrpo.rewards.contract import RewardSum
 from branchgrpo.rewards.names import load_reward
 from branchgrpo.selection import FEATURES, SELECTIONS, sees_images
-from branchgrpo.training.checkpoints import newest, read_table
+from branchgrpo.training.checkpoints import newest, read_saved_table
 from branchgrpo.training.credit import assign_credit
 from branchgrpo.training.resolve import resolve
 from branchgrpo.training.update import accumulate
@@ -232,5 +232,5 @@ def test_a_stopped_run_goes_on_to_the_same_numbers(tmp_path, name):
     trainer(tmp_path / "half", **changes | {"iterations": 1}).fit()
     again = trainer(tmp_path / "half", **changes).fit()
     assert rows(whole) == rows(again)
-    one, two = (read_table(newest(tmp_path / folder), "weights") for folder in ("whole", "half"))
+    one, two = (read_saved_table(newest(tmp_path / folder), "weights") for folder in ("whole", "half"))
     assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from branchgrpo import recipes
-from branchgrpo.commands_json import recipe_table
+from branchgrpo.commands import recipe_table
 from branchgrpo.methods.index import words_lines
 from branchgrpo.methods.papers import ERRATA, PAPERS, QUOTES, SOURCE_KINDS, places, quotes_of, source_kind
 

@@ -8,7 +8,7 @@ import torch
 from test_training import config, ends_well, gradient, prepared, rows, start
 
 from branchgrpo import GaussianFlow, TrainConfig, Trainer
-from branchgrpo.training.checkpoints import newest, read_table
+from branchgrpo.training.checkpoints import newest, read_saved_table
 from branchgrpo.training.update import accumulate
 
 COUNTS = ("denoiser_calls", "previews")
@@ -20,7 +20,7 @@ def test_previews_that_no_advantage_reads_change_nothing(tmp_path):
     found = {}
     for words in ("none", "ode+x0"):
         run = Trainer(config(tmp_path / words.replace("+", ""), previews=words, preview_at="after", iterations=2)).fit()
-        weights = read_table(newest(run.path), "weights")
+        weights = read_saved_table(newest(run.path), "weights")
         found[words] = run.metrics, weights
     (plain, weights), (seen, others) = found.values()
     assert all(torch.equal(weights[name], others[name]) for name in weights)
@@ -95,5 +95,5 @@ def test_a_killed_recipe_with_previews_ends_as_one_that_was_not(tmp_path, recipe
     ends_well(again, tmp_path / "killed")
     assert rows(tmp_path / "whole") == rows(tmp_path / "killed")
     assert len(rows(tmp_path / "whole")) == 4 and rows(tmp_path / "whole")[-1]["previews"] > 0
-    one, two = (read_table(newest(tmp_path / name), "weights") for name in ("whole", "killed"))
+    one, two = (read_saved_table(newest(tmp_path / name), "weights") for name in ("whole", "killed"))
     assert all(torch.equal(one[name], two[name]) for name in one)

@@ -13,7 +13,7 @@ from slow import often
 from test_training import SMALL, free_port
 
 from branchgrpo.reproduction.warm import popen
-from branchgrpo.training.checkpoints import checkpoints_of, is_sound, newest, read_table
+from branchgrpo.training.checkpoints import checkpoints_of, is_sound, newest, read_saved_table
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.trainer import Trainer
 
@@ -25,11 +25,11 @@ torch.set_num_threads(1)
 from branchgrpo import TrainConfig, Trainer, process_of
 from branchgrpo.training.checkpoints import Progress, Saver, load_checkpoint
 from branchgrpo.training.credit import assign_credit
-from branchgrpo.training.speed import gathered, sharded_parts, whole
+from branchgrpo.training.speed import gathered, sharded_parts, whole_tensor
 from branchgrpo.training.update import accumulate, optimiser_step, update
 t = Trainer(TrainConfig.from_dict(json.loads(sys.argv[1])))
 rank, out = t.accelerator.process_index, sys.argv[2]
-everything = lambda table: {name: whole(value.detach()).clone() for name, value in table.items()}
+everything = lambda table: {name: whole_tensor(value.detach()).clone() for name, value in table.items()}
 """
 END = """
 sys.stdout.flush()
@@ -186,8 +186,8 @@ def killed_when(started, condition):
 
 def test_two_sharded_processes_killed_within_a_save_go_on_to_the_same_end(tmp_path):
     changes = FULL | {"checkpoint_every": 1, "keep_checkpoints": 2, "keep_every": 3, "prompts_per_iteration": 2}
-    whole, killed = (settings(tmp_path / name, **changes) for name in ("whole", "killed"))
-    processes(2, BEGIN + FIT + END, whole, tmp_path / "end")
+    whole_tensor, killed = (settings(tmp_path / name, **changes) for name in ("whole", "killed"))
+    processes(2, BEGIN + FIT + END, whole_tensor, tmp_path / "end")
     saves = tmp_path / "killed/checkpoints"
     killed_when(
         processes(2, BEGIN + FIT + END, killed, tmp_path / "end1", wait=False),
@@ -196,7 +196,7 @@ def test_two_sharded_processes_killed_within_a_save_go_on_to_the_same_end(tmp_pa
     assert is_sound(newest(tmp_path / "killed"))
     processes(2, BEGIN + FIT + END, killed, tmp_path / "end2")
     assert rows(tmp_path / "whole") == rows(tmp_path / "killed") and len(rows(tmp_path / "killed")) == 4
-    one, two = (read_table(newest(tmp_path / name), "weights") for name in ("whole", "killed"))
+    one, two = (read_saved_table(newest(tmp_path / name), "weights") for name in ("whole", "killed"))
     assert all(torch.equal(value, two[name]) for name, value in one.items())
     assert [path.name for path in checkpoints_of(tmp_path / "killed")] == ["000003", "000004"]
     check_export(tmp_path / "killed", two)
@@ -229,8 +229,8 @@ def test_a_run_that_is_told_to_stop_saves_and_asks_to_be_started_again(tmp_path,
     "At the shell: exit code 75, a checkpoint of the iteration that was reached, and the same end; one rank is told."
     n, sharding, number = STOPPED[case]
     changes = sharding | {"checkpoint_every": 100, "prompts_per_iteration": 2, "iterations": 3}
-    whole, stopped = (settings(tmp_path / name, **changes) for name in ("whole", "stopped"))
-    processes(n, BEGIN + FIT + END, whole, tmp_path / "end")
+    whole_tensor, stopped = (settings(tmp_path / name, **changes) for name in ("whole", "stopped"))
+    processes(n, BEGIN + FIT + END, whole_tensor, tmp_path / "end")
     (tmp_path / "shell.yaml").write_text(json.dumps(stopped))
     started = processes(n, SHELL, settings(tmp_path / "unused"), tmp_path / "shell", wait=False)
     metrics, deadline = tmp_path / "stopped/metrics.jsonl", time.time() + 200

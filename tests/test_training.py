@@ -19,7 +19,7 @@ from branchgrpo.objective import edge_loss
 from branchgrpo.planning import process_of
 from branchgrpo.reproduction.warm import popen, run
 from branchgrpo.samplers import edge_log_probs
-from branchgrpo.training.checkpoints import newest, read_table
+from branchgrpo.training.checkpoints import newest, read_saved_table
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.credit import assign_credit
 from branchgrpo.training.trainer import Trainer
@@ -149,7 +149,7 @@ def test_a_killed_run_ends_as_one_that_was_not(tmp_path, changes):
     ends_well(again, tmp_path / "killed")
     assert len(rows(tmp_path / "whole")) == 6
     assert rows(tmp_path / "whole") == rows(tmp_path / "killed")
-    one, two = (read_table(newest(tmp_path / name), "weights") for name in ("whole", "killed"))
+    one, two = (read_saved_table(newest(tmp_path / name), "weights") for name in ("whole", "killed"))
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
 

@@ -26,7 +26,7 @@ from ..planning import sampling_process
 from ..policy import Policy
 from ..registry import shown
 from ..rollouts import Predictor, rollout
-from ..training.checkpoints import newest, read_table
+from ..training.checkpoints import newest, read_saved_table
 from ..training.runs import Run, recorded_run
 
 # %% ../../nbs/evaluation/00_sampling.ipynb #2e627f1c
@@ -80,7 +80,7 @@ def load_average(policy: Policy, run: Run) -> None:
     folder = newest(run.path, contents=True)
     if folder is None:
         raise ValueError(f"weights: the run {str(run.path)!r} has no checkpoint with averaged weights")
-    averages = read_table(folder, "averages")
+    averages = read_saved_table(folder, "averages")
     parameters = dict(policy.denoiser.named_parameters())
     missing = [name for name in averages if name not in parameters]
     if missing:

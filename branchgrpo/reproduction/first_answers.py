@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['HEADLINES', 'COLUMNS', 'EARLY', 'COMPARE', 'OPENING', 'CLOSING', 'untrained', 'harm_line', 'guidance_line',
-           'headline_table', 'front', 'filled', 'first_answers', 'write_report']
+           'headline_table', 'front', 'filled_answers', 'first_answers', 'write_report']
 
 # %% ../../nbs/reproduction/44_first_answers.ipynb #feb89f57
 import json
@@ -17,13 +17,13 @@ from typing import Any
 
 import nbformat
 
+from ..files import write_text
 from .gain_and_harm import FALLS, is_trained
 from .registration import Claim, read_registration
 from .report_parts import seeds_text
 from .saving import saving_line
-from .written_report import ROOT, by_endpoint, claim_rows, how_many, written_report
+from .written_report import ROOT, by_endpoint, claim_lines, how_many, written_report
 from ..site.front import INDEX
-from ..files import write_text
 
 # %% ../../nbs/reproduction/44_first_answers.ipynb #1b644228
 def untrained(record: dict[str, Any], rewards: dict[str, str]) -> list[tuple[str, str]]:
@@ -101,7 +101,7 @@ COMPARE = "Columns have different budgets: do not compare them."
 OPENING, CLOSING = "<!-- answers -->", "<!-- /answers -->"
 
 
-def filled(text: str, block: str) -> str:
+def filled_answers(text: str, block: str) -> str:
     "Return a text with a block between its two comments. Raise `ValueError` if it has no such comments."
     before, opening, rest = text.partition(OPENING)
     _, closing, after = rest.partition(CLOSING)
@@ -116,7 +116,7 @@ def first_answers(root: Path = ROOT) -> str:
         json.loads((root / f"figures/testbed/study_{name}.json").read_text()) for name in ("answers", "models")
     )
     registered = read_registration(root / "reproduce/registered.yaml")
-    rows = {row["claim"].name: row for row in claim_rows(registered, record)}
+    rows = {row["claim"].name: row for row in claim_lines(registered, record)}
     headlines = [rows[name] for name in HEADLINES]
     rewards = {name: world.settings.get("reward", "") for name, world in registered.worlds.items()}
     before = f"{by_endpoint(registered, record['answers'])}. {saving_line(record['savings'])}"
@@ -129,5 +129,5 @@ def write_report(root: Path = ROOT) -> None:
     write_text(root / "REPORT.md", written_report(root))
     first = nbformat.read(root / INDEX, 4)
     (cell,) = (cell for cell in first.cells if OPENING in cell.source)
-    cell.source = filled(cell.source, first_answers(root))
+    cell.source = filled_answers(cell.source, first_answers(root))
     write_text(root / INDEX, nbformat.writes(first) + "\n")

@@ -14,10 +14,10 @@ from functools import cached_property
 from ..explorer import explorer_frame, explorer_page
 from ..reproduction.report import FILES
 from .contents import chapter_pages, group_page, navigation, toctree
-from .lesson_sources import PAGES, PROJECT, LessonWriter
+from .lesson_sources import LessonWriter, PAGES, PROJECT
 from .lessons import lesson_page, markdown_cell, relative, title_of, with_links
 from .reference import module_page, plain
-from .results import Result, report_head, result_page, sections
+from .results import ResultFile, report_head, result_page, sections
 
 # %% ../../nbs/site/05_sources.ipynb #9f68c269
 FOLDERS = {"branchgrpo": "BranchGRPO", "pro_grpo": "Pro-GRPO", "beyond": "Beyond the papers", "": "Other pages"}
@@ -39,7 +39,7 @@ class ResultPages(LessonWriter):
         return [f"testbed/{path.name}" for path in sorted(folder.glob(f"{name.replace('/', '_')}*.png"))]
 
     @cached_property
-    def results(self) -> dict[str, Result]:
+    def results(self) -> dict[str, ResultFile]:
         "Return every page of results by its path on the site, executed where an executed copy is at hand."
         found = {}
         for path in sorted((self.root / "reproduce").rglob("*.ipynb")):
@@ -48,7 +48,7 @@ class ResultPages(LessonWriter):
             copy = f"runs/reproduce/testbed/{name}.ipynb"
             executed = (self.root / copy).is_file()
             notebook = self.notebook(copy if executed else page)
-            found[page] = Result(name, notebook, sections(self.report).get(page, ""), self.figures(name), executed)
+            found[page] = ResultFile(name, notebook, sections(self.report).get(page, ""), self.figures(name), executed)
         return {page: found[page] for page in found if ".ipynb_checkpoints" not in page}
 
 # %% ../../nbs/site/05_sources.ipynb #e96c4d1c

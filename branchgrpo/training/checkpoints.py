@@ -8,7 +8,7 @@ __all__ = ['FORMAT', 'MANIFEST', 'NUMBERS', 'ORIGIN', 'Shapes', 'FILE', 'COUNTS'
            'checkpoints_of', 'iteration_of', 'put_in_place', 'remove_leftovers', 'is_sound', 'newest', 'set_aside',
            'take_newest', 'superfluous', 'origin_of', 'check_origin', 'check_shapes', 'flat', 'file_numbers',
            'TensorWriter', 'packed', 'plain_errors', 'write_tensors', 'read_tensors', 'saved_shapes', 'shapes_of',
-           'read_table', 'Progress', 'optimizer_state', 'state_of', 'check_weights', 'checkpoint_facts', 'Saver',
+           'read_saved_table', 'Progress', 'optimizer_state', 'state_of', 'check_weights', 'checkpoint_facts', 'Saver',
            'make_anew', 'thread_group', 'nothing_half', 'begin_checkpoint', 'temporary_of', 'finish_checkpoint',
            'delete_old', 'chosen', 'load_checkpoint']
 
@@ -337,7 +337,7 @@ def shapes_of(tables: dict[str, Any]) -> Shapes:
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in flat(tables).items()}
 
 # %% ../../nbs/training/10_checkpoints.ipynb #be5a7f07
-def read_table(folder: Path, table: str) -> dict[str, Tensor]:
+def read_saved_table(folder: Path, table: str) -> dict[str, Tensor]:
     "Return `weights` or `averages` of a checkpoint as whole tensors on the CPU, in one process, by parameter."
     wanted = {name: kind for name, kind in saved_shapes(folder).items() if name.startswith(f"{table}.")}
     state = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in wanted.items()}

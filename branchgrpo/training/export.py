@@ -17,7 +17,7 @@ import torch
 from ..files import delete, replace_folder, to_disk
 from .learner import Learner
 from .processes import from_main
-from .speed import full_state, local, plain_class, whole
+from .speed import full_state, local, plain_class, whole_tensor
 
 # %% ../../nbs/training/13_export.ipynb #f6a4068b
 @contextmanager
@@ -107,7 +107,7 @@ def write_result(learner: Learner, target: Path, state: dict[str, torch.Tensor])
 def exported_state(learner: Learner) -> dict[str, torch.Tensor]:
     "Return the adapter's weights, or those of the whole denoiser. Collective."
     if learner.settings.lora_rank:
-        return {name: whole(p.detach()).cpu() for name, p in learner.parameters.items()}
+        return {name: whole_tensor(p.detach()).cpu() for name, p in learner.parameters.items()}
     return full_state(learner.policy.denoiser)
 
 # %% ../../nbs/training/13_export.ipynb #d0a73f50

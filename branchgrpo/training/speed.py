@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['GRAPHS', 'check_attention', 'check_speed', 'blocks_of', 'repeated_blocks', 'compile_blocks', 'compiled_graphs',
            'set_attention', 'use_tf32', 'every_nth', 'checkpoint_blocks', 'skip_adapter_casts', 'speed_up',
-           'join_group', 'mesh_of', 'shard', 'fill_sharded', 'sharded_parts', 'gathered', 'local', 'whole',
+           'join_group', 'mesh_of', 'shard', 'fill_sharded', 'sharded_parts', 'gathered', 'local', 'whole_tensor',
            'full_state', 'plain_class']
 
 # %% ../../nbs/training/16_speed.ipynb #cbd93826
@@ -205,7 +205,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
+def whole_tensor(tensor: Tensor) -> Tensor:
     "Return all of a sharded tensor, gathered from all processes; another tensor as it is."
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

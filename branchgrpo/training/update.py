@@ -26,7 +26,7 @@ from .config import Settings
 from .credit import TrainingBatch, part_mask
 from .learner import Learner, autocast, reference_policy
 from .processes import most_of
-from .speed import whole
+from .speed import whole_tensor
 from ..tree import Tree
 
 # %% ../../nbs/training/08_update.ipynb #ae1e76e7
@@ -228,7 +228,7 @@ def optimiser_step(learner: Learner, losses: Tensor | None = None) -> tuple[Tens
 
     `losses (processes,)` must be finite too."""
     norm = learner.accelerator.clip_grad_norm_(learner.parameters.values(), learner.settings.max_grad_norm)
-    norm = whole(norm)  # pyrefly: ignore[bad-argument-type] accelerate types it for DeepSpeed, where it may be None
+    norm = whole_tensor(norm)  # pyrefly: ignore[bad-argument-type] accelerate types it for DeepSpeed, where it may be None
     taken = bool(norm.isfinite() if losses is None else norm.isfinite() & losses.isfinite().all())
     if taken or learner.accelerator.scaler is not None:  # the scaler of fp16 skips by itself, and must see it
         learner.optimizer.step()

@@ -127,7 +127,7 @@ def rows(folder, file="metrics.jsonl"):
 
 
 def weights(folder):
-    from branchgrpo.training.checkpoints import newest, read_table
+    from branchgrpo.training.checkpoints import newest, read_saved_table
     return read_table(newest(Path(folder)), "weights")
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from test_training import SMALL, free_port
 
 from branchgrpo.reproduction.warm import popen
-from branchgrpo.training.checkpoints import newest, read_manifest, read_table
+from branchgrpo.training.checkpoints import newest, read_manifest, read_saved_table
 
 INJECTOR = Path(__file__).with_name("injector.py")
 KILLED = {"KILL": -9, "limit": -25}
@@ -119,7 +119,7 @@ def tables(folder):
     "Return a digest of every tensor of a checkpoint: weights, averages and the optimiser's moments."
     found = {}
     for kind in ("weights", "averages", "optimizer"):
-        for name, tensor in read_table(folder, kind).items():
+        for name, tensor in read_saved_table(folder, kind).items():
             found[f"{kind} {name}"] = digest(tensor.contiguous().view(-1).numpy().tobytes())
     return found
 

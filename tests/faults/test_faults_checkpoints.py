@@ -29,7 +29,7 @@ from branchgrpo.training.checkpoints import (
     described,
     load_checkpoint,
     newest,
-    read_table,
+    read_saved_table,
     remove_leftovers,
     seal_of,
 )
@@ -322,7 +322,7 @@ def test_no_file_of_a_checkpoint_runs_code(tmp_path, noted, kind):
             (tensors(folder) if place == "the tensors" else folder / place).write_bytes(data)
             if sealed and place != "progress.json":
                 reseal(folder)
-            for read in (lambda run=run: loaded(run), lambda folder=folder: read_table(folder, "averages")):
+            for read in (lambda run=run: loaded(run), lambda folder=folder: read_saved_table(folder, "averages")):
                 with contextlib.suppress(ValueError, OSError):
                     read()
             assert not marker.exists(), place
@@ -433,7 +433,7 @@ def test_a_run_with_a_damaged_checkpoint_ends_as_one_without(tmp_path, noted):
     with pytest.warns(UserWarning, match="000003' is damaged .*other content"):
         fit(tmp_path / "run", iterations=4)
     assert rows(tmp_path / "whole") == rows(tmp_path / "run")
-    one, two = (read_table(newest(path.path), "weights") for path in (whole, run))
+    one, two = (read_saved_table(newest(path.path), "weights") for path in (whole, run))
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert names(run.path) == ["000002", "000003", "000003.damaged", "000004"]
     noted("faults", "A training with a damaged newest checkpoint is continued", "one warning", "ends bit-equal")
@@ -451,7 +451,7 @@ def test_all_ranks_agree_which_checkpoint_is_used(tmp_path, noted):
     logs = [Path(f"{tmp_path / 'end2'}.log{rank}").read_text() for rank in (0, 1)]
     assert [log.count("000002' is damaged") for log in logs] == [1, 0], "it is said once"
     assert rows(tmp_path / "whole") == rows(tmp_path / "run")
-    one, two = (read_table(newest(tmp_path / name), "weights") for name in ("whole", "run"))
+    one, two = (read_saved_table(newest(tmp_path / name), "weights") for name in ("whole", "run"))
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert names(tmp_path / "run") == ["000001", "000002", "000002.damaged", "000003"]
     noted(

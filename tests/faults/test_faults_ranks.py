@@ -14,7 +14,7 @@ from test_sharding import BEGIN, END, FIT, FULL, processes, rows, settings
 from test_training import config
 
 from branchgrpo.reproduction.launch import train_apart
-from branchgrpo.training.checkpoints import newest, read_table
+from branchgrpo.training.checkpoints import newest, read_saved_table
 
 # FAULT="place:iteration:nth:rank:signal" sends a signal to this process just before it does something.
 INJECTOR = """
@@ -93,7 +93,7 @@ def same(one, two):
     kept = [[json.loads(line) for line in (x / "evaluations.jsonl").read_text().splitlines()] for x in (one, two)]
     kept = [[{k: v for k, v in row.items() if k != "seconds"} for row in lines] for lines in kept]
     assert kept[0] == kept[1] and len(kept[0]) == 3
-    tables = [{kind: read_table(newest(x), kind) for kind in ("weights", "averages")} for x in (one, two)]
+    tables = [{kind: read_saved_table(newest(x), kind) for kind in ("weights", "averages")} for x in (one, two)]
     for kind in tables[0]:
         assert all(torch.equal(value, tables[1][kind][name]) for name, value in tables[0][kind].items())
 
