@@ -200,7 +200,7 @@ COMPLETED_NAMES = {  # setting: the table of its names
     "rewards": "branchgrpo.rewards.names:REWARDS",
     "prompts": "branchgrpo.prompts:PROMPT_SETS",
 }
-COMPLETED_PLACES = ("config", "output", "settings", "images", "python", "folder", "embeddings", "snakefile")
+COMPLETED_PLACES = ("config", "output", "settings", "images", "python", "folder", "embeddings")
 
 # %% ../nbs/cli/00_options.ipynb #ab5f7a23
 SHELLS = ("bash", "zsh", "fish", "tcsh")

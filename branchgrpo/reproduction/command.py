@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PageOptions', 'SlurmOptions', 'reproduce', 'check_options', 'check_gpus', 'check_ways', 'parameter', 'table',
-           'given_parameters', 'ready_folders', 'run_here', 'hand_to_slurm', 'train_only', 'write_snakefile']
+           'given_parameters', 'ready_folders', 'run_here', 'hand_to_slurm', 'train_only']
 
 # %% ../../nbs/reproduction/15_command.ipynb #6d34bf9e
 import json
@@ -14,8 +14,8 @@ import shlex
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..files import REFUSED, check_file, check_output, parse_table
-from ..registry import shown, with_setting
+from ..files import REFUSED, check_output, parse_table
+from ..registry import shown
 from ..settings import bounded, options
 
 # %% ../../nbs/reproduction/15_command.ipynb #0783f968
@@ -41,14 +41,13 @@ class PageOptions:
 # %% ../../nbs/reproduction/15_command.ipynb #6dec1095
 @dataclass
 class SlurmOptions:
-    "Slurm and other schedulers"
+    "Slurm"
 
     slurm: bool = False  # hand the runs, and after them the notebooks, to Slurm (with --dry-run: show the scripts)
     slurm_options: str = ""  # further #SBATCH options: partition=a100,account=x
     hours: int = bounded(24, 1, 10_000)  # time limit of a task; a task that reaches it goes back into the queue
     nodes: int | None = bounded(None, 1, 100_000)  # nodes per run; none: as many as the scale's number of GPUs needs
     gpus_per_node: int = bounded(8, 0, 1000)  # GPUs per node of a run
-    snakefile: str | None = None  # write runs and notebooks as a Snakefile, for other schedulers, and stop
 
 # %% ../../nbs/reproduction/15_command.ipynb #ebe99a98
 def reproduce(given: dict[str, Any]) -> int:
@@ -67,8 +66,6 @@ def reproduce(given: dict[str, Any]) -> int:
         check_given(job.parameters.get("world", ""), parameters)
     if not (o.dry_run or o.redraw):
         ready_folders(jobs, o.recorded)
-    if slurm.snakefile is not None:
-        return write_snakefile(jobs, o, slurm)
     if slurm.slurm:
         return hand_to_slurm(jobs, o, slurm)
     if o.dry_run:
@@ -87,8 +84,6 @@ def check_options(o: PageOptions, slurm: SlurmOptions) -> None:
     check_gpus(o.gpus)
     check_ways(o, slurm)
     check_output(o.output)
-    if slurm.snakefile is not None:
-        with_setting("snakefile", check_file, slurm.snakefile)
     try:
         shlex.split(o.launch or "")
     except ValueError as error:
@@ -104,8 +99,8 @@ def check_gpus(gpus: str | None) -> None:
 # %% ../../nbs/reproduction/15_command.ipynb #eae4d4b0
 def check_ways(o: PageOptions, slurm: SlurmOptions) -> None:
     "Raise `ValueError` if --only or --redraw meets an option that would leave it without effect."
-    others = {"--redraw": o.redraw, "--slurm": slurm.slurm, "--snakefile": slurm.snakefile, "--dry-run": o.dry_run}
-    also = [name for name, given in others.items() if given not in (False, None)]
+    others = {"--redraw": o.redraw, "--slurm": slurm.slurm, "--dry-run": o.dry_run}
+    also = [name for name, given in others.items() if given]
     if o.only and also:
         raise ValueError(f"only: {also[0]} is given, too, and concerns all runs")
     if o.redraw and also[1:]:
@@ -204,19 +199,4 @@ def train_only(jobs: list, names: tuple[str, ...]) -> int:
         if name not in runs:
             raise ValueError(f"only: {name!r} is not a run of these notebooks; see --dry-run")
         get_or_train(*runs[name])
-    return 0
-
-# %% ../../nbs/reproduction/15_command.ipynb #bae137fb
-def write_snakefile(jobs: list, o: PageOptions, slurm: SlurmOptions) -> int:
-    "Write runs and notebooks as a Snakefile."
-    from branchgrpo.reproduction.tasks import torchrun
-    from branchgrpo.reproduction.snakefile import snakefile
-    from branchgrpo.files import write_text
-
-    words = ["--scale", o.scale, "--folder", o.folder, "--output", o.output]
-    launch = o.launch or torchrun(1, slurm.gpus_per_node)
-    words += ["--launch", launch] if launch else []
-    words += ["--set", *o.set] if o.set else []
-    write_text(slurm.snakefile or "Snakefile", snakefile(jobs, words, slurm.gpus_per_node, slurm.hours))
-    print(f"{slurm.snakefile}: snakemake --snakefile {slurm.snakefile} --jobs 8")
     return 0

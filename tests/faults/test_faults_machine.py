@@ -186,20 +186,16 @@ found["sample"] = [(code, lines(err)) for code, _, err in [command(*sample)]][0]
 found["sampled"] = (disk.path / "a.png").exists()
 disk.free()
 found["sampled again"] = command(*sample)[0]
-disk.fill()
-pages = ["reproduce", "--all", "--scale", "smoke", "--folder", REPRODUCE, "--snakefile", disk.path / "Snakefile"]
-found["snakefile"] = [(code, lines(err)) for code, _, err in [command(*pages)]][0]
 found |= {"kind": disk.kind, "tidy": leftovers(disk.path / "e")}
 """
 
 
-def test_a_full_disk_at_evaluate_and_sample(tmp_path, noted, request):
-    found = scene(f"REPRODUCE = {str(request.config.rootpath / 'reproduce')!r}" + TOOLS, tmp_path)
+def test_a_full_disk_at_evaluate_and_sample(tmp_path, noted):
+    found = scene(TOOLS, tmp_path)
     refused(found["evaluate"], is_disk_full(found))
     assert found["again"] == 0 and found["equal"] and found["tidy"] == [], found
     refused(found["sample"], is_disk_full(found))
     assert not found["sampled"] and found["sampled again"] == 0, found
-    refused(found["snakefile"], "branchgrpo: snakefile: " if found["kind"] == "tmpfs" else "branchgrpo: ")
     happened = "code 74, one line"
     noted(
         "faults",

@@ -1,10 +1,8 @@
 """What comes from outside: names, parameters, settings, weights and prompts are data; none of them writes or runs."""
 
-import ast
 import json
 import os
 import re
-import shlex
 import shutil
 import sys
 from configparser import ConfigParser
@@ -32,7 +30,6 @@ from branchgrpo.reproduction.panels import side_by_side
 from branchgrpo.reproduction.paper_tables import markdown_table
 from branchgrpo.reproduction.run_cache import cache_key, get_or_train
 from branchgrpo.reproduction.slurm import sbatch_options
-from branchgrpo.reproduction.snakefile import rule
 from branchgrpo.reproduction.tree_figures import draw_tree
 from branchgrpo.reproduction.warm import run
 from branchgrpo.rewards.names import load_reward
@@ -255,22 +252,6 @@ def test_no_shell_reads_the_launch_command(tmp_path, monkeypatch, noted):
         happened="words of one command; a line break is refused by one line",
         kept="no shell reads them",
     )
-
-
-@pytest.mark.fast
-def test_a_snakefile_quotes_its_words(tmp_path, monkeypatch, noted):
-    "Snakemake formats the command, then a shell splits it: every word arrives as it was."
-    monkeypatch.chdir(tmp_path)
-    words = [value for value in (*VALUES, "{input}", "{{x}}") if "\0" not in value]
-    text = rule("page", ['a"b\nc'], json.dumps("out'put"), words)
-    compile(text.split("shell:")[1].strip(), "Snakefile", "eval")
-    command = ast.literal_eval(text.split("shell:")[1].strip()).format()
-    assert shlex.split(command)[4:] == words
-    Path("echo.py").write_text("import json, sys\njson.dump(sys.argv[1:], open('words.json', 'w'))")
-    script = shlex.join([sys.executable, "echo.py"]) + command.partition(" reproduce")[2]
-    assert os.waitstatus_to_exitcode(os.system(script)) == 0
-    assert json.loads(Path("words.json").read_text()) == words and not EVIL.exists()
-    noted("faults", "Quotes, braces and commands in the words of a Snakefile", happened="quoted", kept="no code runs")
 
 
 TAGGED = '!!python/object/apply:os.system ["touch EVIL"]'

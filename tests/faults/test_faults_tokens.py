@@ -153,7 +153,6 @@ PLACES = {
     "evaluate --rewards": ["evaluate", "--rewards", "{}", "--output", "eval"],
     "doctor": ["doctor", "--reward", "{}"],
     "reproduce --set": ["reproduce", "quickstart", "--scale", "smoke", "--set", "reward={}"],
-    "reproduce --snakefile": ["reproduce", "quickstart", "--scale", "smoke", "--set", "reward={}", "--snakefile", "S"],
     "reproduce --slurm": ["reproduce", "quickstart", "--scale", "smoke", "--set", "reward={}", "--slurm", "--dry-run"],
 }
 
