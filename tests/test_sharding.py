@@ -29,7 +29,7 @@ from branchgrpo.training.speed import gathered, sharded_parts, whole_tensor
 from branchgrpo.training.update import accumulate, optimiser_step, update
 t = Trainer(TrainConfig.from_dict(json.loads(sys.argv[1])))
 rank, out = t.accelerator.process_index, sys.argv[2]
-everything = lambda table: {name: whole(value.detach()).clone() for name, value in table.items()}
+everything = lambda table: {name: whole_tensor(value.detach()).clone() for name, value in table.items()}
 """
 END = """
 sys.stdout.flush()

@@ -14,8 +14,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from matplotlib.transforms import ScaledTranslation
 
-from .figure_style import STYLE, save_figure, small_figure, use_style  # noqa: F401
-from .looks import COLOURS, Look, colour_of, free_look  # noqa: F401
+from .looks import COLOURS, Look, free_look
 
 # %% ../../nbs/reproduction/04_charts.ipynb #72d02c5b
 def smoothed(values, window: int = 1) -> np.ndarray:

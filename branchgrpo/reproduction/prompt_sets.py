@@ -11,8 +11,8 @@ from typing import Any
 
 from ..evaluation.evaluate import Evaluation, Evaluator
 from .comparisons import Comparison
+from .score_sources import BASE
 from .statistics import mean_interval
-from .whole_tables import BASE
 from ..rewards.names import terms
 from ..training.runs import Run
 

@@ -11,16 +11,16 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 from . import warm
-from .command import PageOptions
 from .execution import Result, execute
 from .pages import Job
 from .recorded import REDRAW, record_of
 from .report import write_page
 
 # %% ../../nbs/reproduction/15_redraw.ipynb #2935f912
-def redrawn(job: Job, o: PageOptions) -> Result:
+def redrawn(job: Job, o: Any) -> Result:
     "Execute a notebook with the runs of its record; its result is `kept` if it needs a model, or has no record."
     if job.runner.get("models"):
         return Result(job.name, "kept", error="it draws from models")
@@ -33,7 +33,7 @@ def redrawn(job: Job, o: PageOptions) -> Result:
     return execute(again, {REDRAW: str(record)})
 
 # %% ../../nbs/reproduction/15_redraw.ipynb #0ef43b10
-def redraw(jobs: list[Job], o: PageOptions) -> int:
+def redraw(jobs: list[Job], o: Any) -> int:
     "Draw notebooks from their recorded runs, `--jobs` at a time, and print which were kept; 1 if one failed."
     warm.start()  # the libraries are imported once, not by every kernel
     results = []

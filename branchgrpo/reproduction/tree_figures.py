@@ -18,7 +18,6 @@ from matplotlib.offsetbox import AnnotationBbox, OffsetImage
 from torch import Tensor
 
 from ..policy import Policy
-from .plan_figures import draw_plan  # noqa: F401
 from ..rollouts import Predictor
 from ..transition import Transition
 from ..tree import Tree

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .paper_tables import markdown_table
-from .score_sources import BASE, Source, column_title  # noqa: F401
+from .score_sources import BASE, Source, column_title
 
 # %% ../../nbs/reproduction/24_whole_tables.ipynb #ebc8f0d8
 NOTHING = "–"  # a cell that is not computed

@@ -228,7 +228,7 @@ def optimiser_step(learner: Learner, losses: Tensor | None = None) -> tuple[Tens
 
     `losses (processes,)` must be finite too."""
     norm = learner.accelerator.clip_grad_norm_(learner.parameters.values(), learner.settings.max_grad_norm)
-    norm = whole_tensor(norm)  # pyrefly: ignore[bad-argument-type] accelerate types it for DeepSpeed, where it may be None
+    norm = whole_tensor(norm)  # pyrefly: ignore[bad-argument-type] None with DeepSpeed only
     taken = bool(norm.isfinite() if losses is None else norm.isfinite() & losses.isfinite().all())
     if taken or learner.accelerator.scaler is not None:  # the scaler of fp16 skips by itself, and must see it
         learner.optimizer.step()
