@@ -143,8 +143,7 @@ def smaller(line):
         return [name, *words, *SMALL.split(), "--output", "runs/other"]
     if name == "reproduce":
         words = [word for word in words if word != "--redraw"]  # tests/test_figures.py draws
-        dry = [] if "--dry-run" in words else ["--dry-run"]
-        return [name, *words, "--folder", str(ROOT / "reproduce"), *dry]
+        return [name, *words, "--folder", str(ROOT / "reproduce"), *([] if "--dry-run" in words else ["--dry-run"])]
     return [name, *words]
 
 
