@@ -186,7 +186,6 @@ found["sample"] = [(code, lines(err)) for code, _, err in [command(*sample)]][0]
 found["sampled"] = (disk.path / "a.png").exists()
 disk.free()
 found["sampled again"] = command(*sample)[0]
-disk.fill()
 found |= {"kind": disk.kind, "tidy": leftovers(disk.path / "e")}
 """
 
