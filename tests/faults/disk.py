@@ -128,7 +128,7 @@ def rows(folder, file="metrics.jsonl"):
 
 def weights(folder):
     from branchgrpo.training.checkpoints import newest, read_saved_table
-    return read_table(newest(Path(folder)), "weights")
+    return read_saved_table(newest(Path(folder)), "weights")
 
 
 def same(one, two):

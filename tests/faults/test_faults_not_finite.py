@@ -81,7 +81,7 @@ for kind in json.loads(KINDS):
     t.learner.optimizer.zero_grad()
     for p, w in zip(t.learner.parameters.values(), start): p.data.copy_(w)
 state = {**t.learner.parameters, **t.learner.ema.weights}
-assert all(whole(v.detach()).isfinite().all() for v in state.values())
+assert all(whole_tensor(v.detach()).isfinite().all() for v in state.values())
 if rank == 0: torch.save({}, out)
 t.accelerator.wait_for_everyone()
 """.replace("result = {}", "start = [p.detach().clone() for p in t.learner.parameters.values()]")
