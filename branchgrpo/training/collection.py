@@ -24,8 +24,6 @@ from ..prompts import PromptSet
 from ..rewards.scorer import Scorer, nothing, part_weights
 from ..rollouts import Judge, rollout
 from ..selection import AdaptiveSplits, FEATURES, Seen, choose, looks_at_images
-
-# %% ../../nbs/training/06_collection.ipynb #bf531ee3
 from .conditioning import Conditioner, draw_prompts, positions
 from .config import Settings
 from .kept_trees import MOST_INNER, Sketch, tree_is_due
