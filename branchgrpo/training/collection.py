@@ -21,7 +21,7 @@ from ..noise import Noise, preview_stream
 from ..plan import RolloutPlan
 from ..planning import plan_of, process_of, sibling_s
 from ..prompts import PromptSet
-from ..rewards.scorer import Scorer, nothing, part_weights
+from ..rewards.scorer import Scorer, do_nothing, part_weights
 from ..rollouts import Judge, rollout
 from ..selection import AdaptiveSplits, FEATURES, Seen, choose, looks_at_images
 from .conditioning import Conditioner, draw_prompts, positions
@@ -69,8 +69,8 @@ class Collector:
     prompts: PromptSet
     conditioner: Conditioner
     accelerator: Any
-    watch: Callable[[], None] = nothing  # called before each step of a rollout; it may raise on all processes
-    watch_alone: Callable[[], None] = nothing  # called between chunks of images; it may raise on this process
+    watch: Callable[[], None] = do_nothing  # called before each step of a rollout; it may raise on all processes
+    watch_alone: Callable[[], None] = do_nothing  # called between chunks of images; it may raise on this process
     group: RankGroup = field(init=False)
 
     def __post_init__(self):

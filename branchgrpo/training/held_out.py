@@ -24,7 +24,7 @@ from ..noise import EVALUATION_SEED, Noise
 from ..plan import RolloutPlan
 from ..planning import process_of
 from ..prompts import PromptSet
-from ..rewards.scorer import Scorer, attempt, nothing
+from ..rewards.scorer import Scorer, attempt, do_nothing
 from ..rollouts import rollout
 from .conditioning import Conditioner
 from .config import Settings
@@ -60,7 +60,7 @@ def sample_held_out(
     policy,
     conditioning: dict[str, Tensor],
     places: tuple[int, ...],
-    watch: Callable[[], None] = nothing,  # called before each step; it may raise
+    watch: Callable[[], None] = do_nothing,  # called before each step; it may raise
 ) -> Tensor:
     "Return the latents of one image per prompt, sampled without noise in the run's number of evaluation steps."
     steps = s.evaluation_steps or s.steps
@@ -86,8 +86,8 @@ class HeldOutEvaluator:
     scorer: Scorer
     held_out: dict[str, Scorer] = field(default_factory=dict)
     processes: Any = field(default_factory=PartialState)  # an Accelerator, or what accelerate knows of this process
-    watch: Callable[[], None] = nothing  # called before each step of a block; it may raise on all processes
-    watch_alone: Callable[[], None] = nothing  # called between chunks of images; it may raise on this process
+    watch: Callable[[], None] = do_nothing  # called before each step of a block; it may raise on all processes
+    watch_alone: Callable[[], None] = do_nothing  # called between chunks of images; it may raise on this process
 
     @property
     def scorers(self) -> dict[str, Scorer]:

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['DTYPES', 'make_accelerator', 'sharded_start', 'open_policy', 'check_rank', 'make_trainable', 'AveragedWeights',
-           'never', 'Learner', 'autocast', 'reference_policy', 'frozen_copy', 'shard_policy', 'make_optimizer',
+           'not_requested', 'Learner', 'autocast', 'reference_policy', 'frozen_copy', 'shard_policy', 'make_optimizer',
            'prepared', 'make_learner']
 
 # %% ../../nbs/training/03_learner.ipynb #787f2c5a
@@ -32,7 +32,7 @@ from branchgrpo.backbones.loading import (
     load_backbone,
     save_memory,
 )
-from ..rewards.scorer import nothing
+from ..rewards.scorer import do_nothing
 from .config import Settings
 from .processes import check_launch, check_processes, check_ranks
 from .speed import compile_blocks, fill_sharded, local, mesh_of, plain_class, shard, speed_up
@@ -150,7 +150,7 @@ class AveragedWeights:
             average.sub_(share * (average - local(parameter.detach())))
 
 # %% ../../nbs/training/03_learner.ipynb #40050492
-def never() -> bool:
+def not_requested() -> bool:
     "Return False."
     return False
 
@@ -168,8 +168,8 @@ class Learner:
     before: Any = None  # the policy before training, if it is a copy
     skipped_in_a_row: int = 0  # updates without a finite gradient
     skipped_from: str = ""  # where the first of them began
-    told: Callable[[], bool] = never  # whether this process was told to stop
-    check_stop: Callable[[], None] = nothing  # raises `Preempted` on all processes if one was told; all call it
+    stop_requested: Callable[[], bool] = not_requested  # whether this process was asked to stop
+    check_stop: Callable[[], None] = do_nothing  # raises `Preempted` on all processes if one must stop; all call it
 
     @property
     def module(self) -> nn.Module:

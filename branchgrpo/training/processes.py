@@ -23,7 +23,7 @@ import torch.distributed as dist
 from accelerate.utils import gather_object, reduce
 from torch import Tensor
 
-from ..rewards.scorer import nothing
+from ..rewards.scorer import do_nothing
 from ..rollouts import Predictor
 from ..settings import variable
 from .config import Settings
@@ -113,7 +113,7 @@ class SharedPredictor(Predictor):
     "Predicts this process's part of a depth's nodes, and gathers the outputs of all processes of its group."
 
     group: RankGroup = RankGroup()
-    watch: Callable[[], None] = nothing  # called before each depth; what it raises ends the rollout
+    watch: Callable[[], None] = do_nothing  # called before each depth; what it raises ends the rollout
 
     def __call__(self, latents: Tensor, time: Tensor) -> Tensor:
         self.watch()
@@ -222,14 +222,14 @@ def any_host(hosts: Any, flag: bool) -> bool:
 # %% ../../nbs/training/02_processes.ipynb #4bf01829
 def check_stop(t: Any) -> None:
     "Raise `Preempted` on all processes if one has received a signal to stop. Collective."
-    if any_host(t.hosts, t.stop.told()):
+    if any_host(t.hosts, t.stop.stop_requested()):
         by = t.stop.received or "another process"
         raise Preempted(f"stopped by {by} at iteration {t.progress.iteration}", t.stop.received)
 
 # %% ../../nbs/training/02_processes.ipynb #53379772
 def check_alone(t: Any) -> None:
     "Raise `Preempted` if this process has received a signal to stop: where an error of one is one of all."
-    if t.stop.told():
+    if t.stop.stop_requested():
         raise Preempted(f"stopped by {t.stop.received} at iteration {t.progress.iteration}", t.stop.received)
 
 # %% ../../nbs/training/02_processes.ipynb #cff6ac73
@@ -237,5 +237,5 @@ def watch(t: Any) -> Any:
     "Look for a signal in rollouts, images, evaluations and micro-batches; return the group that agrees on it."
     t.collector.watch = t.evaluator.watch = t.learner.check_stop = partial(check_stop, t)
     t.collector.watch_alone = t.evaluator.watch_alone = partial(check_alone, t)
-    t.learner.told = t.stop.told
+    t.learner.stop_requested = t.stop.stop_requested
     return make_hosts(t.accelerator, t.settings.timeout_minutes)

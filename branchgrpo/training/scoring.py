@@ -18,7 +18,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from ..rewards.names import load_reward
-from ..rewards.scorer import Scorer, is_remote, nothing, part_names, start_scoring
+from ..rewards.scorer import Scorer, is_remote, do_nothing, part_names, start_scoring
 from ..rollouts import chunks
 from .config import Settings, listed
 from .processes import RankGroup, together
@@ -59,7 +59,7 @@ def decode_and_score(
     prompts: list[str],  # B
     metadata: list[dict] | None,  # B
     size: int | None,  # images per call; None: all
-    watch: Callable[[], None] = nothing,  # called before each chunk; it may raise
+    watch: Callable[[], None] = do_nothing,  # called before each chunk; it may raise
 ) -> tuple[Tensor, dict[str, list[Future]]]:
     """Return the images of latents, and their scores of every scorer as they arrive, one future per chunk.
 
@@ -80,7 +80,7 @@ def decode_and_score(
     return torch.cat(images) if images else latents[:0], waiting
 
 # %% ../../nbs/training/05_scoring.ipynb #2a7148d3
-def joined_scores(waiting: list[Future], scorer: Scorer, watch: Callable[[], None] = nothing) -> dict[str, Tensor]:
+def joined_scores(waiting: list[Future], scorer: Scorer, watch: Callable[[], None] = do_nothing) -> dict[str, Tensor]:
     "Wait for the chunks, and return the scores `{name: (B,)}` of every part. Raise what a chunk or `watch` raised."
     for future in waiting:
         while not wait([future], LOOK).done:
@@ -131,7 +131,7 @@ class RolloutRewards:
     processes: Any  # an Accelerator, or what accelerate knows of this process
     size: int | None = None  # images per call; None: all
     group: RankGroup = RankGroup()  # the processes that share the images
-    watch: Callable[[], None] = nothing  # called between chunks; it may raise
+    watch: Callable[[], None] = do_nothing  # called between chunks; it may raise
     step: float = 0.0  # of the rollout, whose previews or images are scored
     what: str = "an image"
     images: Tensor = field(default_factory=torch.Tensor)

@@ -66,7 +66,7 @@ class StopSignal:
         elif time.monotonic() - self.since >= self.patience:
             end_now(f"stopped again by {name}; a second call continues from the last checkpoint")
 
-    def told(self) -> bool:
+    def stop_requested(self) -> bool:
         "Return whether a signal has come."
         return self.received is not None
 

@@ -376,7 +376,7 @@ def iterate(t: Trainer, run: Run, saver: Saver) -> None:
         save_now(t, saver)
         raise stopped
     notify(t, "on_iteration", row)
-    stopping, late = any_process(t.accelerator, t.stop.told(), saver.is_due)
+    stopping, late = any_process(t.accelerator, t.stop.stop_requested(), saver.is_due)
     saver.finish(wait=False)
     if last or stopping or late or t.progress.iteration % s.checkpoint_every == 0:
         saver.save(t.learner, t.progress)

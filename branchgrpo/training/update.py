@@ -179,7 +179,7 @@ def until_stopped(learner: Learner, batches: list[MicroBatch]) -> Iterator[Micro
 
     Raises `Preempted` then, together with the other processes, which agree within their last micro-batch."""
     for batch in batches:
-        if learner.is_sharded or learner.told() and batch is not batches[0]:
+        if learner.is_sharded or learner.stop_requested() and batch is not batches[0]:
             learner.check_stop()
         yield batch
 
