@@ -4,8 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from branchgrpo.reproduction import warm
-
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "agg")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two processes run the suite
@@ -28,10 +26,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    "Start one warm process for the whole suite: the processes that run the tests find it in their environment."
     config.addinivalue_line("markers", "slow: one more parameter of a property that `make test` tries; by `make slow`")
-    if not hasattr(config, "workerinput"):
-        warm.start()
 
 
 # the longest tests

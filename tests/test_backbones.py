@@ -4,11 +4,11 @@ import sys
 
 import pytest
 import torch
+from commands import run as run_python
 from diffusers import DiffusionPipeline
 
 from branchgrpo.backbones.loading import TINY, folder_of
 from branchgrpo.planning import process_of
-from branchgrpo.reproduction.warm import run as run_python
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.resolve import resolve
 from branchgrpo.training.trainer import Trainer

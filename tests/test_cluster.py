@@ -14,10 +14,9 @@ import pytest
 from filelock import FileLock, Timeout
 from slow import often
 
-from branchgrpo.reproduction.run_cache import get_or_train
-from branchgrpo.reproduction.scheduling import train_run
-from branchgrpo.reproduction.slurm import executor_class, own_options, prepare
-from branchgrpo.reproduction.tasks import Resumed, torchrun
+from branchgrpo.reproduction.runs import get_or_train
+from branchgrpo.reproduction.schedule import train_run
+from branchgrpo.reproduction.slurm import Resumed, executor_class, own_options, prepare, torchrun
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.runs import Run
 
@@ -88,7 +87,7 @@ import sys
 from pathlib import Path
 from filelock import FileLock
 from branchgrpo.reproduction.launch import run_logged
-from branchgrpo.reproduction.run_cache import held_files
+from branchgrpo.reproduction.runs import lock_files
 lock = FileLock("run.lock")
 code = "import signal as s, time; s.signal(s.SIGTERM, s.SIG_IGN); print('trains'); time.sleep(5); print('saved')"
 with lock, held_files(lock) as files:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import popen
 
 from branchgrpo.evaluation.evaluate import Evaluation, Evaluator
 from branchgrpo.evaluation.sampling import load_policy
-from branchgrpo.reproduction.warm import popen
 from branchgrpo.testbed.digits import scenes
 from branchgrpo.training.trainer import TrainConfig, Trainer
 

@@ -9,9 +9,9 @@ import pytest
 
 from branchgrpo.recipes import RECIPES
 from branchgrpo.reproduction.answers import answer_line, answers
+from branchgrpo.reproduction.records import read_runs
 from branchgrpo.reproduction.registration import Claim, Registration, read_registration
-from branchgrpo.reproduction.run_key import cache_key
-from branchgrpo.reproduction.run_table import read_runs
+from branchgrpo.reproduction.runs import cache_key
 from branchgrpo.reproduction.statistics import FAILS, HOLDS, OPEN, SAME, Pair, decide, possible
 from branchgrpo.reproduction.study import recipes_of
 from branchgrpo.reproduction.tested_claims import NOT_RUN

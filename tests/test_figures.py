@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from branchgrpo.reproduction.command import PageOptions
-from branchgrpo.reproduction.execution import execute_apart
 from branchgrpo.reproduction.pages import jobs
-from branchgrpo.reproduction.recorded import REDRAW, record_of
-from branchgrpo.reproduction.redraw import redrawn
+from branchgrpo.reproduction.records import REDRAW, record_of
+from branchgrpo.reproduction.schedule import execute_in_subprocess, redrawn
 
 ROOT = Path(__file__).parents[1]
 COMMITTED = ROOT / "figures/testbed"
@@ -44,7 +43,7 @@ def test_a_page_is_drawn_again_to_the_bit(page, tmp_path):
         shutil.copy(other, tmp_path)
     here = job.parameters | {"output": str(tmp_path)}
     again = dataclasses.replace(job, parameters=here, executed=tmp_path / "executed" / "page.ipynb")
-    result = execute_apart(again, {REDRAW: str(record)})
+    result = execute_in_subprocess(again, {REDRAW: str(record)})
     assert result.state == "done", result.error
     drawn = sorted(path.name for path in tmp_path.iterdir() if path.suffix in (".png", ".json"))
     assert any(name.endswith(".png") for name in drawn)

@@ -15,8 +15,7 @@ from branchgrpo.machine.doctor import cost_lines
 from branchgrpo.machine.estimate import GPU_GB, advice, estimate, fits, memory_parts, memory_verdict, peak_gb
 from branchgrpo.options import parse, parser_of
 from branchgrpo.reproduction.command import parameter
-from branchgrpo.reproduction.page_runs import planned_runs
-from branchgrpo.reproduction.pages import jobs
+from branchgrpo.reproduction.pages import jobs, planned_runs
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.resolve import resolve
 

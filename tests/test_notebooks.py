@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from branchgrpo.reproduction.warm import run
+from commands import run
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from commands import run
 
 from branchgrpo import ADVANTAGES, STEP_WEIGHTS, Callback, GaussianFlow, TrainConfig, Trainer
 from branchgrpo.planning import process_of
-from branchgrpo.reproduction.warm import run
 from branchgrpo.training.credit import assign_credit
 
 SMALL = {"steps": 4, "splits": (0, 1), "iterations": 2, "prompts_per_iteration": 2, "evaluate_every": 0}

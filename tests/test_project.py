@@ -11,10 +11,10 @@ from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
+from commands import run
 from packaging.requirements import Requirement
 
 import branchgrpo
-from branchgrpo.reproduction.warm import run
 
 ROOT = Path(__file__).parents[1]
 PINS = {

@@ -10,10 +10,9 @@ import pytest
 from branchgrpo import recipes
 from branchgrpo.reproduction.first_answers import CLOSING, OPENING, first_answers
 from branchgrpo.reproduction.looks import colour_of
-from branchgrpo.reproduction.page_runs import planned_runs
-from branchgrpo.reproduction.pages import jobs, templates
-from branchgrpo.reproduction.run_cache import cache_key
-from branchgrpo.reproduction.run_table import read_record
+from branchgrpo.reproduction.pages import jobs, planned_runs, templates
+from branchgrpo.reproduction.records import read_record
+from branchgrpo.reproduction.runs import cache_key
 from branchgrpo.reproduction.written_report import written_report
 from branchgrpo.training.resolve import resolve
 

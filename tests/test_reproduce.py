@@ -12,6 +12,7 @@ from pathlib import Path
 import nbformat
 import psutil
 import pytest
+from commands import popen
 from slow import often
 
 from branchgrpo.files import parse_table
@@ -20,9 +21,8 @@ from branchgrpo.reproduction import shared_runs
 from branchgrpo.reproduction.pages import jobs as all_jobs
 from branchgrpo.reproduction.pages import templates
 from branchgrpo.reproduction.paper_tables import published
-from branchgrpo.reproduction.run_cache import cache_key
-from branchgrpo.reproduction.run_table import read_record
-from branchgrpo.reproduction.warm import popen
+from branchgrpo.reproduction.records import read_record
+from branchgrpo.reproduction.runs import cache_key
 
 ROOT = Path(__file__).parents[1]
 

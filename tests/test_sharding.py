@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import popen
 from slow import often
 from test_training import SMALL, free_port
 
-from branchgrpo.reproduction.warm import popen
 from branchgrpo.training.checkpoints import checkpoints_of, is_sound, newest, read_saved_table
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.trainer import Trainer

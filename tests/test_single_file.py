@@ -9,13 +9,13 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import commands
 import pytest
 import torch
 
 from branchgrpo import TrainConfig, Trainer, load_backbone, load_reward
 from branchgrpo.noise import Noise, child_lines, sibling_factors
 from branchgrpo.planning import process_of
-from branchgrpo.reproduction import warm
 from branchgrpo.training.credit import assign_credit
 from branchgrpo.training.update import accumulate
 
@@ -159,6 +159,6 @@ def test_it_stands_alone_and_is_short():
 
 def test_it_runs_as_its_first_lines_say():
     words = [sys.executable, FILE, "--model", TINY, "--iterations", "1"]
-    done = warm.run(words, timeout=600)
+    done = commands.run(words, timeout=600)
     assert done.returncode == 0, done.stdout
     assert "iteration 1: reward " in done.stdout

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import popen, run
 
 from branchgrpo.objective import edge_loss
 from branchgrpo.planning import process_of
-from branchgrpo.reproduction.warm import popen, run
 from branchgrpo.samplers import edge_log_probs
 from branchgrpo.training.checkpoints import newest, read_saved_table
 from branchgrpo.training.config import TrainConfig

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import popen, run
 from PIL import Image
 from safetensors.torch import load_file
 from test_training import together
 
 from branchgrpo import TrainConfig, Trainer, cli
 from branchgrpo.planning import plan_of
-from branchgrpo.reproduction.warm import popen, run
 from branchgrpo.training.resolve import resolve
 from branchgrpo.training.runs import Run
 from branchgrpo.viewing.page import page

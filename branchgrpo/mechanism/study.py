@@ -32,7 +32,7 @@ from ..training.resolve import resolve
 from ..files import save_atomic, write_atomic, write_text
 from ..planning import process_of
 from ..prompts import PromptSet, load_prompts
-from ..reproduction.run_key import cache_key
+from ..reproduction.runs import cache_key
 from ..training.config import Settings, TrainConfig
 from ..training.credit import assign_credit
 from ..training.learner import Learner

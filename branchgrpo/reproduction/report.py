@@ -14,10 +14,9 @@ from pathlib import Path
 
 import nbformat
 
-from .earlier import EARLIER, earlier
-from .pages import jobs, templates
+from .pages import EARLIER, earlier, jobs, templates
+from .records import read_record
 from .report_parts import origin, page_tables, verdicts
-from .run_table import read_record
 from ..site.lessons import with_links
 from ..training.runs import write_text
 

@@ -9,7 +9,7 @@ __all__ = ['seeds_of_study', 'in_world', 'check_given']
 import dataclasses
 
 from ..registry import shown, unknown_name_error
-from .arms import Arms
+from .pages import Arms
 from .registration import REGISTERED, Registration, read_registration
 
 # %% ../../nbs/reproduction/40_shared_runs.ipynb #97d904b0

@@ -14,14 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from ..registry import shown, unknown_name_error
-from .comparisons import train_all
+from .comparisons import REDRAW, train_all
 from .cost_axis import with_cost
-from .recorded import REDRAW, RecordedRun, recorded_runs
+from branchgrpo.reproduction.records import (
+    RecordedRun,
+    Runs,
+    read_runs,
+    recorded_runs,
+    run_record,
+    table_of,
+    write_runs,
+)
 from .registration import Registration
-from .run_table import Runs, read_runs, table_of, write_runs
+from .runs import TimedRun, time_iterations
 from .speeds import Curves
-from .tables import run_record
-from .timing import TimedRun, time_iterations
 from ..training.config import TrainConfig
 from ..training.resolve import resolve
 from ..training.runs import environment

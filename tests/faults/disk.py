@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from branchgrpo.reproduction.warm import run
+from commands import run
 
 BEGIN = """
 import contextlib, ctypes, importlib, io, json, os, resource, sys, traceback, warnings

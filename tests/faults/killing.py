@@ -8,11 +8,11 @@ import time
 import warnings
 from pathlib import Path
 
+from commands import popen
 from safetensors import safe_open
 from safetensors.torch import load_file
 from test_training import SMALL, free_port
 
-from branchgrpo.reproduction.warm import popen
 from branchgrpo.training.checkpoints import newest, read_manifest, read_saved_table
 
 INJECTOR = Path(__file__).with_name("injector.py")

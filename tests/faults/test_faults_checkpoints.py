@@ -10,6 +10,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import commands
 import pytest
 import torch
 from accelerate import Accelerator
@@ -19,8 +20,7 @@ from test_training import config
 from branchgrpo.backbones.loading import folder_of, load_backbone
 from branchgrpo.files import append_jsonl, read_jsonl, write_jsonl, write_text
 from branchgrpo.policy import GaussianFlow
-from branchgrpo.reproduction import warm
-from branchgrpo.reproduction.run_cache import is_readable
+from branchgrpo.reproduction.runs import is_readable
 from branchgrpo.training import checkpoints
 from branchgrpo.training.checkpoints import (
     Progress,
@@ -502,7 +502,7 @@ def test_an_export_killed_at_any_file_operation_leaves_the_old_or_the_new_result
         export(learner(3.0), run)
         path = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
         code = f"import sys\nsys.path[:0] = {path!r}\n{EXPORT}"
-        done = warm.run([sys.executable, "-c", code, str(run), str(step)], timeout=200)
+        done = commands.run([sys.executable, "-c", code, str(run), str(step)], timeout=200)
         assert done.returncode in (-9, 0), done.stdout[-2000:]
         remove_leftovers(run)
         assert [p.name for p in run.iterdir()] == ["model"]

@@ -9,11 +9,11 @@ import shlex
 import sys
 from pathlib import Path
 
+import commands
 import pytest
 from bad_inputs import BAD, ENVIRONMENT, RUNS, make_files
 
 from branchgrpo import cli
-from branchgrpo.reproduction import warm
 
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(BAD)
@@ -89,7 +89,7 @@ def test_the_same_in_a_process_of_its_own(name, files, tmp_path):
     line, message = BAD[name]
     before = what_is_there(tmp_path, files)
     words = [sys.executable, "-m", "branchgrpo.cli", *words_of(line, files)]
-    done = warm.run(words, timeout=300, cwd=tmp_path, env=os.environ | {"HOME": str(tmp_path)})
+    done = commands.run(words, timeout=300, cwd=tmp_path, env=os.environ | {"HOME": str(tmp_path)})
     assert done.returncode == 2, done.stdout
     check_line(done.stdout, message, files)
     assert what_is_there(tmp_path, files) == before
@@ -100,7 +100,7 @@ def test_what_the_environment_says(name, files, tmp_path, noted):
     variables, line, message = ENVIRONMENT[name]
     before = what_is_there(tmp_path, files)
     words = [sys.executable, "-m", "branchgrpo.cli", *words_of(line, files)]
-    done = warm.run(words, timeout=300, cwd=tmp_path, env=os.environ | variables)
+    done = commands.run(words, timeout=300, cwd=tmp_path, env=os.environ | variables)
     set_to = " ".join(f"{key}={value}" for key, value in variables.items())
     if message is None:
         assert done.returncode == 0, done.stdout
@@ -118,7 +118,7 @@ def test_what_the_environment_says(name, files, tmp_path, noted):
 def test_what_is_odd_and_fine_runs(name, files, tmp_path, noted):
     line, printed = RUNS[name]
     words = [sys.executable, "-m", "branchgrpo.cli", *words_of(line, files)]
-    done = warm.run(words, timeout=300, cwd=tmp_path)
+    done = commands.run(words, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     assert printed in done.stdout
     assert "Traceback" not in done.stdout

@@ -11,15 +11,15 @@ import pytest
 from killing import INJECTOR, RUN, command, digests, outcome
 
 from branchgrpo.reproduction.pages import new_page
-from branchgrpo.reproduction.run_cache import run_folder
+from branchgrpo.reproduction.runs import run_folder
 from branchgrpo.training.config import TrainConfig
 
 CACHED = RUN | {"iterations": 2, "evaluate_every": 0, "checkpoint_every": 1, "lora_rank": 2}
-CACHE = "branchgrpo.reproduction.run_cache"
+CACHE = "branchgrpo.reproduction.runs"
 CONFIG = TrainConfig.from_dict(CACHED | {"output": ""})
 GET = """
 import json, sys
-from branchgrpo.reproduction.run_cache import get_or_train
+from branchgrpo.reproduction.runs import get_or_train
 print(get_or_train(TrainConfig.from_dict(json.loads(sys.argv[1])), sys.argv[2]).path)
 """
 
@@ -157,7 +157,7 @@ def test_killed_in_an_evaluation_at_the_shell(tmp_path, evaluated, noted, part):
         shutil.rmtree(folder)
 
 
-EXECUTION = "branchgrpo.reproduction.execution"
+EXECUTION = "branchgrpo.reproduction.schedule"
 PAGE = {
     "before the page is executed": {"at": f"{EXECUTION}:run_notebook"},
     "after the page was executed": {"at": f"{EXECUTION}:run_notebook", "when": "after"},

@@ -9,9 +9,8 @@ import time
 from branchgrpo import TrainConfig
 from branchgrpo.cli import main
 from branchgrpo.files import read_jsonl
-from branchgrpo.reproduction.page_runs import missing_runs
-from branchgrpo.reproduction.pages import jobs, new_page
-from branchgrpo.reproduction.run_cache import cache_key, get_or_train, is_finished, run_folder
+from branchgrpo.reproduction.pages import jobs, missing_runs, new_page
+from branchgrpo.reproduction.runs import cache_key, get_or_train, is_finished, run_folder
 from branchgrpo.training.runs import Run
 
 TINY = dict(steps=2, splits=[0], prompts_per_iteration=1, lora_rank=1, evaluation_prompts=1)
@@ -56,7 +55,7 @@ Trainer(TrainConfig.from_dict(table), callbacks=[Sampler(table["output"], 50)]).
 CACHED = """
 import contextlib, os
 from branchgrpo import TrainConfig
-from branchgrpo.reproduction.run_cache import get_or_train
+from branchgrpo.reproduction.runs import get_or_train
 table, root, runs = json.loads(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 sampler = Sampler(root, 25)
 for seed in range(runs):
@@ -164,7 +163,7 @@ def test_a_cache_of_10000_runs_answers(tmp_path, noted, capsys):
         copies(found, root, count)
         hit, miss = TrainConfig.from_dict(table | {"seed": count - 1}), TrainConfig.from_dict(table | {"seed": 10_001})
         config = (
-            f"from branchgrpo import TrainConfig\nfrom branchgrpo.reproduction.arms import Arms\nbase = {table!r}\n"
+            f"from branchgrpo import TrainConfig\nfrom branchgrpo.reproduction.pages import Arms\nbase = {table!r}\n"
         )
         arms = "arms = Arms(TrainConfig.from_dict(base), {'all': {}}, seeds, runs)"
         new_page(

@@ -5,11 +5,10 @@ import math
 import sys
 from pathlib import Path
 
+import commands
 import pytest
 from test_sharding import BEGIN, END, FULL, processes, settings
 from test_training import SMALL
-
-from branchgrpo.reproduction import warm
 
 # Each kind of fault is put where it would arise, for one prompt of the last process, while `faulty` holds its name.
 INJECT = """
@@ -233,7 +232,7 @@ def test_an_evaluation_leaves_out_and_counts_what_is_not_finite(tmp_path, noted)
     "A broken image is missing in all scores, a missing score in its own; files stay JSON."
     changes = {"evaluate_every": 1, "evaluation_prompts": 4, "held_out": "tiny-aesthetic", "iterations": 1}
     table = SMALL | {"output": str(tmp_path / "run"), "splits": [0, 2]} | changes
-    done = warm.run([sys.executable, "-c", BROKEN, json.dumps(table)], timeout=240)
+    done = commands.run([sys.executable, "-c", BROKEN, json.dumps(table)], timeout=240)
     assert done.returncode == 0, done.stdout[-2000:]
 
     def refused(word):

@@ -18,12 +18,12 @@ from contextlib import suppress
 import hypothesis.strategies as st
 import pytest
 import torch
+from commands import popen
 from hypothesis import HealthCheck, given, settings
 from PIL import Image
 from test_training import SMALL
 
 from branchgrpo import cli
-from branchgrpo.reproduction.warm import popen
 from branchgrpo.rewards import scorer, unified
 from branchgrpo.rewards.contract import RewardSum
 from branchgrpo.rewards.names import TOKEN

@@ -22,7 +22,7 @@ from branchgrpo import TrainConfig, cli, load_reward, recipes
 from branchgrpo.credit import ADVANTAGES
 from branchgrpo.files import yaml_of
 from branchgrpo.prompts import load_prompts
-from branchgrpo.reproduction.run_key import NOT_HASHED, cache_key
+from branchgrpo.reproduction.runs import NOT_HASHED, cache_key
 from branchgrpo.rewards.names import REWARDS, check_name, terms
 from branchgrpo.training.resolve import resolve
 

@@ -7,11 +7,11 @@ import sys
 from urllib.parse import quote
 
 import pytest
+from commands import run
 from test_cluster import submit
 from test_faults_servers import Server, answer, chat, value_of
 
 from branchgrpo import cli
-from branchgrpo.reproduction.warm import run
 from branchgrpo.rewards.names import TOKEN
 from branchgrpo.training.config import TrainConfig
 

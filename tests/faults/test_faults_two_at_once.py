@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
+from commands import popen, run
 from test_sharding import processes
 from test_training import SMALL, ends_well, start
 
 from branchgrpo.reproduction.pages import jobs, new_page
-from branchgrpo.reproduction.warm import popen, run
 from branchgrpo.training.runs import LOCK, RunLock
 
 TRAIN = """
@@ -257,11 +257,11 @@ def test_what_a_killed_execution_leaves(tmp_path, page, noted):
 
 
 SCENE = """
-from branchgrpo.reproduction.execution import execute
 from branchgrpo.reproduction.pages import Job
+from branchgrpo.reproduction.schedule import execute
 disk = Disk()
 job = Job("page", Path(TEMPLATE), {"n": 2, "where": str(ROOT)}, disk.path / "page.ipynb")
-before("branchgrpo.reproduction.execution:run_notebook", disk.fill, 1)
+before("branchgrpo.reproduction.schedule:run_notebook", disk.fill, 1)
 found["full"] = vars(execute(job))
 found["left"] = [p.name for p in disk.path.rglob("*.ipynb")]
 disk.free()
