@@ -15,8 +15,7 @@ from filelock import FileLock, Timeout
 from slow import often
 
 from branchgrpo.reproduction.runs import get_or_train
-from branchgrpo.reproduction.schedule import train_run
-from branchgrpo.reproduction.slurm import Resumed, executor_class, own_options, prepare, torchrun
+from branchgrpo.reproduction.slurm import Resumed, executor_class, own_options, prepare, torchrun, train_task
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.runs import Run
 
@@ -31,12 +30,16 @@ SMALL = TrainConfig(
 )
 
 
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+
+
 def submit(folder: Path, nodes: int, launch: str, config: TrainConfig):
     "Submit a run to submitit's executor of this machine, with one task per node."
     executor = executor_class("local")(folder / "slurm", max_num_timeout=10)
     prepare(executor, "local", own_options("runs", "smoke", (nodes, 0)) | {"time": 10, "signal_delay_s": 1}, [])
-    environment = {"ACCELERATE_USE_CPU": "true"} | ({"BRANCHGRPO_LAUNCH": launch} if launch else {})
-    return executor.submit(Resumed(train_run, environment), config, str(folder / "runs"))
+    return executor.submit(Resumed(train_task), config, str(folder / "runs"), launch)
 
 
 def only_run(folder: Path) -> Run:

@@ -19,17 +19,20 @@ CACHE = "branchgrpo.reproduction.runs"
 CONFIG = TrainConfig.from_dict(CACHED | {"output": ""})
 GET = """
 import json, sys
+from branchgrpo.reproduction.launch import Launch
 from branchgrpo.reproduction.runs import get_or_train
-print(get_or_train(TrainConfig.from_dict(json.loads(sys.argv[1])), sys.argv[2]).path)
+from branchgrpo.training.config import TrainConfig
+launch = Launch(sys.argv[3])
+print(get_or_train(TrainConfig.from_dict(json.loads(sys.argv[1])), sys.argv[2], launch=launch).path)
 """
 
 
-def get(root, fault=None, **env):
+def get(root, fault=None, launch=""):
     "Return the exit code of a process that gets the run from the cache `root`, or trains it; and its log."
     root.mkdir(exist_ok=True)
     log = root.with_name(f"{root.name}.log")
     begin = len(log.read_text()) if log.exists() else 0
-    code = command(["-c", GET, json.dumps(CACHED), str(root)], log, fault, env=env).wait(timeout=300)
+    code = command(["-c", GET, json.dumps(CACHED), str(root), launch], log, fault).wait(timeout=300)
     return code, log.read_text()[begin:]
 
 
@@ -42,9 +45,9 @@ def cached(tmp_path_factory):
     return outcome(run_folder(CONFIG, root))
 
 
-def got(root, cached, **env):
+def got(root, cached, launch=""):
     "Get the run once more: it must be as one that was never killed. Returns the names in the cache."
-    code, log = get(root, **env)
+    code, log = get(root, launch=launch)
     assert code == 0, log
     found = outcome(run_folder(CONFIG, root))
     assert [key for key in cached if key != "files" and found[key] != cached[key]] == []
@@ -91,11 +94,9 @@ LAUNCH = shlex.join([sys.executable, str(INJECTOR)])
 
 def test_killed_in_the_training_that_the_cache_launched(tmp_path, cached, noted):
     "The launched process is killed; the page that waits for it says so, and the next one goes on."
-    code, log = get(
-        tmp_path / "runs", {"at": "branchgrpo.training.runs:Run.append", "call": 2}, BRANCHGRPO_LAUNCH=LAUNCH
-    )
+    code, log = get(tmp_path / "runs", {"at": "branchgrpo.training.runs:Run.append", "call": 2}, launch=LAUNCH)
     assert code == 1 and "RuntimeError" in log, log
-    names = got(tmp_path / "runs", cached, BRANCHGRPO_LAUNCH=LAUNCH)
+    names = got(tmp_path / "runs", cached, launch=LAUNCH)
     assert names[1:] == [run_folder(CONFIG, "").name]
     place = "the run cache, in the process that it launched"
     kept = "checkpoint 1; got again, the run is bit-equal"
@@ -106,7 +107,7 @@ def test_killed_in_the_training_that_the_cache_launched(tmp_path, cached, noted)
 def test_killed_after_the_cache_has_launched_a_training(tmp_path, cached, noted):
     "The launched process ends with its parent, and holds the lock until then."
     code, log = get(tmp_path / "runs", {"at": "branchgrpo.reproduction.launch:started", "when": "after"},
-                    BRANCHGRPO_LAUNCH=sys.executable)  # fmt: skip
+                    launch=sys.executable)  # fmt: skip
     assert code == -9, log
     assert got(tmp_path / "runs", cached)[1:] == [run_folder(CONFIG, "").name]
     place = "the run cache, after it launched a training"

@@ -13,7 +13,7 @@ import torch
 from test_sharding import BEGIN, END, FIT, FULL, processes, rows, settings
 from test_training import config
 
-from branchgrpo.reproduction.launch import train_in_subprocess
+from branchgrpo.reproduction.launch import Launch, train_in_subprocess
 from branchgrpo.training.checkpoints import newest, read_saved_table
 
 # FAULT="place:iteration:nth:rank:signal" sends a signal to this process just before it does something.
@@ -171,7 +171,7 @@ def launched(tmp_path, monkeypatch, fault, **changes):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     run = replace(config(tmp_path / "run", reward=f"{tmp_path}/own.py:score", iterations=3), **changes)
     with pytest.raises(RuntimeError) as caught:
-        train_in_subprocess(run, TORCHRUN)
+        train_in_subprocess(run, Launch(TORCHRUN))
     return str(caught.value).splitlines()[0], time.time() - float((tmp_path / "time").read_text())
 
 
@@ -209,5 +209,5 @@ def test_a_dead_process_is_named_by_accelerate_too(tmp_path, monkeypatch):
     run = replace(config(tmp_path / "run", reward=f"{tmp_path}/own.py:score", iterations=3))
     launch = f"{sys.executable} -m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --tee 3"
     with pytest.raises(RuntimeError, match=r"rank 1 \(pid \d+, host \S+\) was killed by SIGKILL; its last line: "):
-        train_in_subprocess(run, launch)
+        train_in_subprocess(run, Launch(launch))
     assert os.path.exists(tmp_path / "time")

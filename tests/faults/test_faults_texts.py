@@ -472,7 +472,7 @@ def test_cache_keys_are_those_of_settings():
 
 # ------------------------------------------------------------------------------------------------------- variables
 
-VARIABLES = ["BRANCHGRPO_DATA", "BRANCHGRPO_NODES", "BRANCHGRPO_LAUNCH", "BRANCHGRPO_PROGRESS", "WORLD_SIZE", "RANK"]
+VARIABLES = ["BRANCHGRPO_DATA", "WORLD_SIZE", "RANK"]
 VARIABLES += ["LOCAL_RANK", "LOCAL_WORLD_SIZE", "ACCELERATE_USE_FSDP", "ACCELERATE_MIXED_PRECISION"]
 PLAIN_VALUES = st.one_of(
     st.sampled_from(["", "0", "1", "-1", "two", "0/1/", "1/0/x", "true", "nowhere", "1e3", " 1 ", "9" * 5000]),
