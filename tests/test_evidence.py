@@ -8,13 +8,18 @@ import pyarrow.parquet as pq
 import pytest
 
 from branchgrpo.recipes import RECIPES
-from branchgrpo.reproduction.answers import answer_line, answers
-from branchgrpo.reproduction.registration import Claim, Registration, read_registration
 from branchgrpo.reproduction.run_key import cache_key
 from branchgrpo.reproduction.run_table import read_runs
 from branchgrpo.reproduction.statistics import FAILS, HOLDS, OPEN, SAME, Pair, decide, possible
-from branchgrpo.reproduction.study import recipes_of
-from branchgrpo.reproduction.tested_claims import NOT_RUN
+from branchgrpo.reproduction.study import (
+    NOT_RUN,
+    Claim,
+    Registration,
+    answer_line,
+    answers,
+    read_registration,
+    recipes_of,
+)
 from branchgrpo.training.resolve import resolve
 
 ROOT = Path(__file__).parents[1]

@@ -19,9 +19,9 @@ from branchgrpo.recipes import get
 from branchgrpo.reproduction import shared_runs
 from branchgrpo.reproduction.pages import jobs as all_jobs
 from branchgrpo.reproduction.pages import templates
-from branchgrpo.reproduction.paper_tables import published
 from branchgrpo.reproduction.run_cache import cache_key
 from branchgrpo.reproduction.run_table import read_record
+from branchgrpo.reproduction.tables import published
 from branchgrpo.reproduction.warm import popen
 
 ROOT = Path(__file__).parents[1]

@@ -10,7 +10,7 @@ import dataclasses
 
 from ..registry import shown, unknown_name_error
 from .arms import Arms
-from .registration import REGISTERED, Registration, read_registration
+from .study import REGISTERED, Registration, read_registration
 
 # %% ../../nbs/reproduction/40_shared_runs.ipynb #97d904b0
 def seeds_of_study(seeds: list[int], registered: Registration) -> list[int]:

@@ -23,13 +23,13 @@ from branchgrpo.cli import main
 from branchgrpo.evaluation.benchmarks import compbench_layout, geneval_layout, vbench_layout
 from branchgrpo.prompts import from_path
 from branchgrpo.reproduction.execution import run_notebook
+from branchgrpo.reproduction.figures import side_by_side
 from branchgrpo.reproduction.launch import train_apart
 from branchgrpo.reproduction.page_runs import page_arms
 from branchgrpo.reproduction.pages import jobs, new_page
-from branchgrpo.reproduction.panels import side_by_side
-from branchgrpo.reproduction.paper_tables import markdown_table
 from branchgrpo.reproduction.run_cache import cache_key, get_or_train
 from branchgrpo.reproduction.slurm import sbatch_options
+from branchgrpo.reproduction.tables import markdown_table
 from branchgrpo.reproduction.tree_figures import draw_tree
 from branchgrpo.reproduction.warm import run
 from branchgrpo.rewards.names import load_reward
