@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['COST', 'CURVE', 'Rows', 'trained_calls', 'with_cost', 'Comparison', 'interpolate', 'claim_line', 'score_name',
-           'fall_verdict', 'scores_below_base', 'print_verdicts', 'roughness', 'test_rougher', 'calls_per_image',
-           'RunProgress', 'train_all', 'recorded', 'compare']
+           'fall_verdict', 'scores_below_base', 'roughness', 'test_rougher', 'calls_per_image', 'RunProgress',
+           'train_all', 'recorded', 'compare']
 
 # %% ../../nbs/reproduction/01_comparison.ipynb #bb2a6d38
 import time
@@ -192,12 +192,6 @@ def scores_below_base(found: Comparison) -> dict[str, str]:
                 sentence = f"{label} ends below the base model in {score_name(metric)}"
                 sentences[f"{sentence} ({np.mean(after):.4g} < {before:.4g})"] = fall_verdict(high)
     return sentences
-
-
-def print_verdicts(verdicts: dict[str, str]) -> None:
-    "Print sentences with their verdicts, one line each."
-    for sentence, decided in verdicts.items():
-        print(f"{sentence}: {decided}")
 
 # %% ../../nbs/reproduction/01_comparison.ipynb #571c46a0
 def roughness(rows: list[dict], key: str = "eval_reward", early: bool = False) -> float:

@@ -30,10 +30,12 @@ from branchgrpo.reproduction.statistics import (
     t_interval,
 )
 from branchgrpo.reproduction.study import (
+    Axis,
     Claim,
     Curve,
     Curves,
     Endpoint,
+    EndpointName,
     Registration,
     above_zero,
     endpoints_of,
@@ -46,7 +48,7 @@ from branchgrpo.reproduction.study import (
 )
 
 # %% ../../nbs/reproduction/05_exploration.ipynb #c655d4fb
-AXIS_COLUMNS = {  # endpoint and axis of each column
+AXIS_COLUMNS: dict[str, tuple[EndpointName, Axis]] = {
     "at equal iterations": ("mean at equal iterations", "cost"),
     "at equal cost": ("mean at equal cost", "cost"),
     "at equal seconds": ("mean at equal cost", "seconds"),

@@ -16,7 +16,7 @@ from typing import Any
 from . import warm
 from .execution import Result, execute
 from .pages import Job
-from .recorded import REDRAW, record_of
+from .recorded import record_of
 from .report import write_page
 
 # %% ../../nbs/reproduction/15_redraw.ipynb #2935f912
@@ -28,9 +28,10 @@ def redrawn(job: Job, o: Any) -> Result:
         record = record_of(job)
     except ValueError as error:  # no record, or none with runs
         return Result(job.name, "kept" if o.all else "failed", error=str(error))
-    again = replace(job, executed=Path(o.output) / "redraw" / f"{job.name}.ipynb")
+    given = job.parameters | {"record": str(record)}
+    again = replace(job, parameters=given, executed=Path(o.output) / "redraw" / f"{job.name}.ipynb")
     again.executed.unlink(missing_ok=True)  # what draws may have changed since
-    return execute(again, {REDRAW: str(record)})
+    return execute(again)
 
 # %% ../../nbs/reproduction/15_redraw.ipynb #0ef43b10
 def redraw(jobs: list[Job], o: Any) -> int:

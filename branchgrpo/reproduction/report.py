@@ -301,8 +301,8 @@ def found_text(answer: Answer) -> str:
         return ""
     shown = [percent(value) for value in (answer.difference, answer.low, answer.high)]
     decided = f", decided at {answer.decided_at}" if 0 < answer.decided_at < answer.seeds else ""
-    whole = answer.budget is None or answer.budget > 0.995
-    part = "" if whole else f", up to {100 * answer.budget:.0f} % of its training"
+    budget = 1.0 if answer.budget is None else answer.budget
+    part = "" if budget > 0.995 else f", up to {100 * budget:.0f} % of its training"
     return f"{shown[0]} of the baseline's mean rise [{shown[1]}, {shown[2]}]{part}, {answer.seeds} seeds{decided}"
 
 

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['PRINTED', 'BASE', 'NOTHING', 'COSTS', 'published', 'as_interval', 'number_text', 'cell_text', 'markdown_table',
-           'columns_of', 'table_rows', 'interval_text', 'print_table', 'origin_of', 'write_numbers', 'run_record',
-           'training_seconds', 'write_comparison', 'base_value', 'with_base', 'run_value', 'scaled', 'Source',
-           'measured', 'column_title', 'WholeTable', 'cell_shown', 'row_reason', 'whole_row', 'rows_without_runs',
-           'whole_table', 'same_value', 'rewards_of', 'evaluation_of', 'device_here', 'scores_on', 'values_on',
-           'rows_on', 'BenchmarkPart', 'part_scores', 'benchmark_values']
+           'columns_of', 'table_rows', 'interval_text', 'print_table', 'origin_of', 'write_numbers', 'print_verdicts',
+           'run_record', 'training_seconds', 'write_comparison', 'base_value', 'with_base', 'run_value', 'scaled',
+           'Source', 'measured', 'column_title', 'WholeTable', 'cell_shown', 'row_reason', 'whole_row',
+           'rows_without_runs', 'whole_table', 'same_value', 'rewards_of', 'evaluation_of', 'device_here', 'scores_on',
+           'values_on', 'rows_on', 'BenchmarkPart', 'part_scores', 'benchmark_values']
 
 # %% ../../nbs/reproduction/02_tables.ipynb #0d0cb768
 import csv
@@ -25,7 +25,7 @@ from ..evaluation.evaluate import Evaluation, Evaluator
 from ..files import write_text
 from .comparison import Comparison
 from .recorded import RecordedRun
-from .run_table import Runs, read_record, write_record
+from .run_table import Runs, read_record, table_of, write_record, write_runs
 from .statistics import mean_interval, with_false_discovery
 from .timing import TimedRun
 from ..rewards.names import terms
@@ -159,13 +159,25 @@ def write_numbers(
     path: str | Path,
     numbers: dict[str, Any],
     started: float | None = None,  # the time when the page began; none: it says nothing of its seconds
-    drawn_from: dict[str, Any] | None = None,  # the record that is drawn again
-) -> None:
-    "Write a page's numbers as JSON, with their date, commit and machine."
+    runs: Runs | None = None,  # a table of runs, to lie beside it
+    drawn_from: str | Path = "",  # the record that is drawn again
+) -> dict[str, Any]:
+    "Write a page's numbers as JSON, with their date, commit and machine, and return them."
     seconds = {} if started is None else {"seconds": round(time.time() - started, 1)}
-    write_text(path, json.dumps(numbers | seconds | origin_of(drawn_from), indent=1, default=float))
+    old = json.loads(Path(drawn_from).read_text(encoding="utf-8")) if drawn_from else None
+    record = origin_of(old) | seconds | numbers
+    if runs is not None:
+        write_runs(table_of(path), Path(path).stem, runs)
+    write_text(path, json.dumps(record, indent=1, default=float))
+    return record
 
 # %% ../../nbs/reproduction/02_tables.ipynb #aa228095
+def print_verdicts(verdicts: dict[str, str]) -> None:
+    "Print sentences with their verdicts, one line each."
+    for sentence, decided in verdicts.items():
+        print(f"{sentence}: {decided}")
+
+
 def run_record(run: Run | TimedRun) -> dict:
     "Return what a record keeps of a run: folder, comparable seconds, evaluations, metrics, settings."
     totals = getattr(run, "totals", None)  # of a run that is drawn again
