@@ -53,7 +53,7 @@ browser: env site  ## what only Chromium shows: explorer against costs and in Ju
 	$(BIN)/python tests/browser.py
 
 report: env  ## REPORT.md and the answers of the first page, from the study's record; then README.md
-	$(BIN)/python -c "from branchgrpo.reproduction.first_answers import write_report; write_report()"
+	$(BIN)/python -c "from branchgrpo.reproduction.report import write_report; write_report()"
 	@$(MAKE) --no-print-directory readme
 
 readme: env  ## README.md and its picture, from the front of nbs/index.ipynb

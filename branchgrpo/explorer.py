@@ -18,7 +18,7 @@ from . import recipes
 from .methods.recipe import Recipe
 from .plan import RolloutPlan
 from .planning import plan_of, preview_depths, window_steps
-from .reproduction.looks import NEUTRAL, colour_of
+from .reproduction.figures import NEUTRAL, colour_of
 from .settings import MethodSettings
 
 # %% ../nbs/24_explorer.ipynb #dc9efff6

@@ -8,7 +8,7 @@ import pytest
 from branchgrpo import TrainConfig, recipes
 from branchgrpo.plan import RolloutPlan, papers_cost
 from branchgrpo.planning import plan_of
-from branchgrpo.reproduction.claims import Comparison
+from branchgrpo.reproduction.comparison import Comparison
 from branchgrpo.reproduction.statistics import difference, with_false_discovery
 from branchgrpo.testbed.scaling import at_testbed, scale_splits
 from branchgrpo.training.resolve import resolve

@@ -9,7 +9,7 @@ import pytest
 
 from branchgrpo.reproduction.command import PageOptions
 from branchgrpo.reproduction.pages import jobs
-from branchgrpo.reproduction.records import REDRAW, record_of
+from branchgrpo.reproduction.records import record_of
 from branchgrpo.reproduction.schedule import execute_in_subprocess, redrawn
 
 ROOT = Path(__file__).parents[1]
@@ -41,9 +41,9 @@ def test_a_page_is_drawn_again_to_the_bit(page, tmp_path):
     job, record = PAGES[page]
     for other in set(COMMITTED.glob("*.json")) - {record}:  # a page may read another page's record
         shutil.copy(other, tmp_path)
-    here = job.parameters | {"output": str(tmp_path)}
+    here = job.parameters | {"output": str(tmp_path), "record": str(record)}
     again = dataclasses.replace(job, parameters=here, executed=tmp_path / "executed" / "page.ipynb")
-    result = execute_in_subprocess(again, {REDRAW: str(record)})
+    result = execute_in_subprocess(again, {})
     assert result.state == "done", result.error
     drawn = sorted(path.name for path in tmp_path.iterdir() if path.suffix in (".png", ".json"))
     assert any(name.endswith(".png") for name in drawn)
@@ -56,11 +56,10 @@ def test_a_page_is_drawn_again_to_the_bit(page, tmp_path):
         assert table.read_bytes() == (COMMITTED / "runs" / table.name).read_bytes(), f"{table.name}: it has changed"
 
 
-def test_each_call_draws_a_page_anew(tmp_path, monkeypatch):
+def test_each_call_draws_a_page_anew(tmp_path):
     "What draws may have changed since: an executed page is no reason to keep it."
     figures = shutil.copytree(COMMITTED, tmp_path / "figures")
     job = PAGES["study/tuning"][0]
     job = dataclasses.replace(job, parameters=job.parameters | {"output": str(figures)})
     options = PageOptions(output=str(tmp_path / "executed"))
-    monkeypatch.setenv(REDRAW, "")  # `redrawn` sets it for its process
     assert [redrawn(job, options).state for _ in range(2)] == ["done", "done"]

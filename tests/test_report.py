@@ -8,12 +8,11 @@ import nbformat
 import pytest
 
 from branchgrpo import recipes
-from branchgrpo.reproduction.first_answers import CLOSING, OPENING, first_answers
-from branchgrpo.reproduction.looks import colour_of
+from branchgrpo.reproduction.figures import colour_of
 from branchgrpo.reproduction.pages import jobs, planned_runs, templates
 from branchgrpo.reproduction.records import read_record
+from branchgrpo.reproduction.report import CLOSING, OPENING, first_answers, written_report
 from branchgrpo.reproduction.runs import cache_key
-from branchgrpo.reproduction.written_report import written_report
 from branchgrpo.training.resolve import resolve
 
 ROOT = Path(__file__).parents[1]
@@ -86,9 +85,8 @@ def test_a_recipe_has_the_same_colour_in_every_committed_figure():
     "A curve's colour depends on the recipe of its run alone, whatever the page calls it."
     from matplotlib.figure import Figure
 
-    from branchgrpo.reproduction.comparison_curves import draw_curves, own_recipes
-    from branchgrpo.reproduction.comparisons import recorded
-    from branchgrpo.reproduction.looks import variants
+    from branchgrpo.reproduction.comparison import recorded
+    from branchgrpo.reproduction.figures import draw_curves, line_styles, own_recipes
 
     for path in sorted((ROOT / "figures/testbed").glob("*.json")):
         record = read_record(path)
@@ -98,4 +96,4 @@ def test_a_recipe_has_the_same_colour_in_every_committed_figure():
         for label, recipe in own_recipes(found).items():
             ax = Figure().add_subplot()
             draw_curves(ax, found, "iteration", names={label: "any name"})
-            assert ax.lines[0].get_color() == next(variants(recipe)).colour, (path.name, label)
+            assert ax.lines[0].get_color() == next(line_styles(recipe)).colour, (path.name, label)

@@ -17,12 +17,12 @@ from slow import often
 
 from branchgrpo.files import parse_table
 from branchgrpo.recipes import get
-from branchgrpo.reproduction import shared_runs
+from branchgrpo.reproduction import study
 from branchgrpo.reproduction.pages import jobs as all_jobs
 from branchgrpo.reproduction.pages import templates
-from branchgrpo.reproduction.paper_tables import published
 from branchgrpo.reproduction.records import read_record
 from branchgrpo.reproduction.runs import cache_key
+from branchgrpo.reproduction.tables import published
 
 ROOT = Path(__file__).parents[1]
 
@@ -238,7 +238,7 @@ def test_the_printed_numbers_are_there():
 
 def test_pages_of_ones_own_need_no_registration(tmp_path, monkeypatch):
     "An installed package has no reproduce/registered.yaml; a page without a world does not ask for it."
-    monkeypatch.setattr(shared_runs, "REGISTERED", tmp_path / "registered.yaml")
-    shared_runs.check_given("", {"reward": "aesthetic"})
+    monkeypatch.setattr(study, "REGISTERED", tmp_path / "registered.yaml")
+    study.check_given("", {"reward": "aesthetic"})
     with pytest.raises(ValueError, match="registered.yaml"):
-        shared_runs.check_given("flux", {"reward": "aesthetic"})
+        study.check_given("flux", {"reward": "aesthetic"})

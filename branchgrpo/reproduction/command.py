@@ -53,7 +53,7 @@ class SlurmOptions:
 def reproduce(given: dict[str, Any]) -> int:
     "Execute notebooks of reproduce/ at a scale; done ones are found, unfinished ones go on (code 1 if one failed)."
     from branchgrpo.reproduction import pages
-    from branchgrpo.reproduction.shared_runs import check_given
+    from branchgrpo.reproduction.study import check_given
 
     o, slurm = options(PageOptions, given), options(SlurmOptions, given)
     if bool(o.names) == o.all:

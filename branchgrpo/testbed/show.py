@@ -9,7 +9,7 @@ __all__ = ['two_lines', 'show_images', 'show_clips', 'show_losses', 'print_rates
 import matplotlib.pyplot as plt
 from torch import Tensor
 
-from ..reproduction.figure_style import small_figure, use_style
+from ..reproduction.figures import small_figure, use_style
 from .digits import RELATIONS
 
 # %% ../../nbs/testbed/16_show.ipynb #689d05da

@@ -23,13 +23,13 @@ from branchgrpo.backbones.loading import load_backbone
 from branchgrpo.cli import main
 from branchgrpo.evaluation.benchmarks import compbench_layout, geneval_layout, vbench_layout
 from branchgrpo.prompts import from_path
-from branchgrpo.reproduction.launch import Launch, train_in_subprocess
+from branchgrpo.reproduction.figures import side_by_side
+from branchgrpo.reproduction.launch import train_in_subprocess
 from branchgrpo.reproduction.pages import jobs, new_page, page_arms
-from branchgrpo.reproduction.panels import side_by_side
-from branchgrpo.reproduction.paper_tables import markdown_table
 from branchgrpo.reproduction.runs import cache_key, get_or_train
 from branchgrpo.reproduction.schedule import run_notebook
 from branchgrpo.reproduction.slurm import sbatch_options
+from branchgrpo.reproduction.tables import markdown_table
 from branchgrpo.reproduction.tree_figures import draw_tree
 from branchgrpo.rewards.names import load_reward
 from branchgrpo.training.checkpoints import put_in_place, remove_leftovers
@@ -234,12 +234,11 @@ def test_parameters_are_data_in_an_executed_page(tmp_path, monkeypatch, noted):
 
 @pytest.mark.fast
 def test_no_shell_reads_the_launch_command(tmp_path, monkeypatch, noted):
-    "The launch command is split into words; a value of a variable cannot become a command."
+    "BRANCHGRPO_LAUNCH is split into words; a value of a variable cannot become a command."
     monkeypatch.chdir(tmp_path)
     Path("echo.py").write_text("import json, sys\njson.dump(sys.argv, open('words.json', 'w'))")
     monkeypatch.setenv("HEAD", "node; touch EVIL `touch EVIL` $(touch EVIL) | touch EVIL > EVIL")
-    launch = Launch(f"{sys.executable} echo.py $HEAD && touch EVIL")
-    train_in_subprocess(TrainConfig(output="run $(touch EVIL)"), launch)
+    train_in_subprocess(TrainConfig(output="run $(touch EVIL)"), f"{sys.executable} echo.py $HEAD && touch EVIL")
     words = json.loads(Path("words.json").read_text())
     assert words[1:3] == ["node;", "touch"] and "&&" in words and words[-1] == "run $(touch EVIL)/log-0.yaml"
     assert not EVIL.exists()
