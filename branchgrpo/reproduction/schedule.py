@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['QUIET', 'say', 'minutes_left', 'iterations_done', 'IterationCount', 'time_left', 'progress_line',
            'worker_environments', 'train_run', 'worker_pool', 'as_they_finish', 'end_of_run', 'make_runs', 'Result',
-           'Progress', 'run_notebook', 'mark_done', 'last_line', 'page_lock', 'execute', 'execute_now', 'why',
+           'PageLines', 'run_notebook', 'mark_done', 'last_line', 'page_lock', 'execute', 'execute_now', 'why',
            'put_page_in_place', 'execute_in_subprocess', 'result_line', 'run_all', 'redrawn_job', 'redraw']
 
 # %% ../../nbs/reproduction/05_schedule.ipynb #f6aedd91
@@ -198,7 +198,7 @@ class Result:
     notebook: str = ""
 
 # %% ../../nbs/reproduction/05_schedule.ipynb #b99e4bf6
-class Progress:
+class PageLines:
     "A text file for papermill: each whole line that a page writes to its standard error goes to `log`, under its name."
 
     def __init__(self, name: str, log: Callable[[str], None]):
@@ -225,7 +225,7 @@ def run_notebook(job: Job, target: Path, log: Callable[[str], None] = say) -> No
             parameters=job.parameters,
             kernel_name="python3",
             progress_bar=False,
-            stderr_file=Progress(job.name, log),
+            stderr_file=PageLines(job.name, log),
             config=Config(KernelManager={"transport": "ipc", "ip": f"{folder}/k"}),
         )
 
