@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['PRINTED', 'BASE', 'NOTHING', 'COSTS', 'published', 'as_interval', 'number_text', 'cell_text', 'markdown_table',
-           'columns_of', 'table_rows', 'origin_of', 'write_numbers', 'print_verdicts', 'run_record', 'training_seconds',
-           'write_comparison', 'base_value', 'with_base', 'run_value', 'scaled', 'Source', 'measured', 'column_title',
-           'WholeTable', 'cell_shown', 'row_reason', 'whole_row', 'rows_without_runs', 'whole_table', 'same_value',
-           'brightness', 'tiny_trainer', 'measured_average', 'steps_per_rollout', 'rewards_of', 'evaluation_of',
-           'device_here', 'scores_on', 'values_on', 'rows_on', 'BenchmarkPart', 'part_scores', 'benchmark_values']
+           'columns_of', 'table_rows', 'date_and_machine', 'write_numbers', 'print_verdicts', 'run_record',
+           'training_seconds', 'write_comparison', 'base_value', 'with_base', 'run_value', 'scaled', 'Source',
+           'measured', 'column_title', 'WholeTable', 'cell_shown', 'row_reason', 'whole_row', 'rows_without_runs',
+           'whole_table', 'same_value', 'brightness', 'tiny_trainer', 'measured_average', 'steps_per_rollout',
+           'rewards_of', 'evaluation_of', 'device_here', 'scores_on', 'values_on', 'rows_on', 'BenchmarkPart',
+           'part_scores', 'benchmark_values']
 
 # %% ../../nbs/reproduction/02_tables.ipynb #0d0cb768
 import csv
@@ -137,7 +138,7 @@ def table_rows(c: Comparison, columns: dict[str, str]) -> list[dict]:
     return rows
 
 # %% ../../nbs/reproduction/02_tables.ipynb #ac53b13a
-def origin_of(record: dict[str, Any] | None = None) -> dict[str, Any]:
+def date_and_machine(record: dict[str, Any] | None = None) -> dict[str, Any]:
     "Return date, commit, packages and machine: of now, or those of the record that is drawn again."
     now = {"date": time.strftime("%Y-%m-%d"), **environment()}
     return now if record is None else {name: record[name] for name in now if name in record}
@@ -153,7 +154,7 @@ def write_numbers(
     "Write a page's numbers as JSON, with their date, commit and machine, and return them."
     seconds = {} if started is None else {"seconds": round(time.time() - started, 1)}
     old = json.loads(Path(drawn_from).read_text(encoding="utf-8")) if drawn_from else None
-    record = origin_of(old) | seconds | numbers
+    record = date_and_machine(old) | seconds | numbers
     if runs is not None:
         write_runs(table_of(path), Path(path).stem, runs)
     write_text(path, json.dumps(record, indent=1, default=float))
@@ -197,7 +198,7 @@ def write_comparison(path: str, c: Comparison, rows: list[dict], verdicts: list[
     runs: Runs = {}
     for label, found in c.runs.items():
         runs[label] = {str(seed): run_record(run) for seed, run in zip(c.seeds, found)}
-    record = (origin_of() if c.record is None else c.record) | {
+    record = (date_and_machine() if c.record is None else c.record) | {
         "rows": rows,
         "verdicts": with_false_discovery(verdicts),
         "seeds": c.seeds,
