@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['PRINTED', 'BASE', 'NOTHING', 'COSTS', 'published', 'as_interval', 'number_text', 'cell_text', 'markdown_table',
-           'columns_of', 'table_rows', 'interval_text', 'print_table', 'facts_of_origin', 'write_numbers',
-           'print_verdicts', 'training_seconds', 'write_comparison', 'base_value', 'with_base', 'run_value', 'scaled',
-           'Source', 'measured', 'column_title', 'WholeTable', 'cell_shown', 'row_reason', 'whole_row',
-           'rows_without_runs', 'whole_table', 'same_value', 'rewards_of', 'evaluation_of', 'device_here', 'scores_on',
-           'values_on', 'rows_on', 'BenchmarkPart', 'part_scores', 'benchmark_values']
+           'columns_of', 'table_rows', 'date_and_machine', 'write_numbers', 'print_verdicts', 'training_seconds',
+           'write_comparison', 'base_value', 'with_base', 'run_value', 'scaled', 'Source', 'measured', 'column_title',
+           'WholeTable', 'cell_shown', 'row_reason', 'whole_row', 'rows_without_runs', 'whole_table', 'same_value',
+           'brightness', 'tiny_trainer', 'measured_average', 'steps_per_rollout', 'rewards_of', 'evaluation_of',
+           'device_here', 'scores_on', 'values_on', 'rows_on', 'BenchmarkPart', 'part_scores', 'benchmark_values']
 
 # %% ../../nbs/reproduction/10_tables.ipynb #0d0cb768
 import csv
@@ -19,15 +19,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from ..evaluation.benchmarks import run_benchmark
 from ..evaluation.evaluate import Evaluation, Evaluator
 from ..files import write_text
+from ..policy import GaussianFlow
 from .comparison import Comparison
 from .records import Runs, read_record, run_record, table_of, write_record, write_runs
 from .statistics import mean_interval, with_false_discovery
 from ..rewards.names import terms
+from ..training.config import TrainConfig
+from ..training.export import averaged_weights
 from ..training.runs import Run, environment
+from ..training.trainer import Trainer
 
 # %% ../../nbs/reproduction/10_tables.ipynb #b387d529
 def published(paper: str, table: str, folder: str | Path = "reproduce/published") -> dict[str, dict[str, str]]:
@@ -117,7 +122,7 @@ def columns_of(c: Comparison) -> dict[str, str]:
         columns["all right"] = "eval_check_all"
     return columns
 
-# %% ../../nbs/reproduction/10_tables.ipynb #44d847da
+
 def table_rows(c: Comparison, columns: dict[str, str]) -> list[dict]:
     "Return one row per label: its cost, and per column the mean over seeds with its interval, at the end."
     rows = []
@@ -129,25 +134,8 @@ def table_rows(c: Comparison, columns: dict[str, str]) -> list[dict]:
         rows.append(row | {title: mean_interval(c.at_end(label, key)) for title, key in columns.items()})
     return rows
 
-# %% ../../nbs/reproduction/10_tables.ipynb #994bda94
-def interval_text(interval: tuple) -> str:
-    "Return `(mean, low, high)` as text; without the ends for one seed."
-    mean, low, high = interval
-    return f"{mean:.3f}" if low is None else f"{mean:.3f} [{low:.3f}, {high:.3f}]"
-
-# %% ../../nbs/reproduction/10_tables.ipynb #71011113
-def print_table(rows: list[dict], columns: dict[str, str], printed: dict[str, str] | None = None) -> None:
-    "Print the rows, and beside each the text that `printed` `{label: text}` has for it."
-    titles = "".join(f"{title:>26}" for title in columns)
-    print(f"{'':26}{'calls':>9}{'trained':>9}{'cost':>9}{'s / it':>8}{titles}{'   printed' if printed else ''}")
-    for row in rows:
-        cost = f"{row['denoiser_calls']:9}{row['trained_calls']:9}{row.get('cost', 0):9.0f}{row['seconds']:8.2f}"
-        values = "".join(f"{interval_text(row[title]):>26}" for title in columns)
-        beside = f"   {printed.get(row['label'], '')}" if printed else ""
-        print(f"{row['label']:26}{cost}{values}{beside}")
-
 # %% ../../nbs/reproduction/10_tables.ipynb #ac53b13a
-def facts_of_origin(record: dict[str, Any] | None = None) -> dict[str, Any]:
+def date_and_machine(record: dict[str, Any] | None = None) -> dict[str, Any]:
     "Return date, commit, packages and machine: of now, or those of the record that is drawn again."
     now = {"date": time.strftime("%Y-%m-%d"), **environment()}
     return now if record is None else {name: record[name] for name in now if name in record}
@@ -163,7 +151,7 @@ def write_numbers(
     "Write a page's numbers as JSON, with their date, commit and machine, and return them."
     seconds = {} if started is None else {"seconds": round(time.time() - started, 1)}
     old = json.loads(Path(drawn_from).read_text(encoding="utf-8")) if drawn_from else None
-    record = facts_of_origin(old) | seconds | numbers
+    record = date_and_machine(old) | seconds | numbers
     if runs is not None:
         write_runs(table_of(path), Path(path).stem, runs)
     write_text(path, json.dumps(record, indent=1, default=float))
@@ -191,7 +179,7 @@ def write_comparison(path: str, c: Comparison, rows: list[dict], verdicts: list[
     runs: Runs = {}
     for label, found in c.runs.items():
         runs[label] = {str(seed): run_record(run) for seed, run in zip(c.seeds, found)}
-    record = (facts_of_origin() if c.record is None else c.record) | {
+    record = (date_and_machine() if c.record is None else c.record) | {
         "rows": rows,
         "verdicts": with_false_discovery(verdicts),
         "seeds": c.seeds,
@@ -374,12 +362,52 @@ def whole_table(
     return WholeTable(lines, [row_reason(name, ours, why) for name, ours in empty])
 
 # %% ../../nbs/reproduction/10_tables.ipynb #3934296b
-def same_value(printed: str, ours: object) -> bool:
+def same_value(printed: str, ours: Any) -> bool:
     "Return whether a printed value is ours: the same number, or the same text."
     try:
-        return float(printed) == float(ours)  # pyrefly: ignore[bad-argument-type]: a text raises
+        return float(printed) == float(ours)
     except ValueError:
         return printed == str(ours)
+
+
+def brightness(images: Tensor, prompts: list[str]) -> Tensor:
+    "The mean of each image."
+    return images.flatten(1).mean(1)
+
+
+def tiny_trainer(recipe: str, folder: str) -> Trainer:
+    "Return a trainer of a recipe on a Gaussian flow, whose run lies in a folder."
+    fields: dict[str, Any] = {"prompts_per_iteration": 2, "iterations": 1, "evaluate_every": 0, "tracker": "none"}
+    config = TrainConfig(recipe=recipe, lora_rank=0, output=f"{folder}/{recipe}", **fields)  # no attention to adapt
+    return Trainer(config, policy=GaussianFlow(shape=(4,)), reward=brightness, prompts=["a", "b", "c", "d"])
+
+
+def measured_average(trainer: Trainer, after: int = 0) -> tuple[float, bool]:
+    """Train until the averaged weights move, `after` some optimiser steps.
+
+    Return their decay then, and whether evaluations take them.
+    """
+    ema, parameters = trainer.learner.ema, trainer.learner.parameters
+    name = next(iter(parameters))
+    while ema.steps < after:
+        trainer.step()
+    before = ema.weights[name].clone()
+    while ema.weights[name].equal(before):
+        trainer.step()
+    # θ̄ = d θ̄ + (1 − d) θ, solved for d
+    trained = parameters[name].detach().clone()
+    decay = ((ema.weights[name] - trained).sum() / (before - trained).sum()).item()
+    with averaged_weights(trainer.learner, trainer.settings.ema_used):
+        used = not parameters[name].detach().equal(trained)
+    return decay, used
+
+
+def steps_per_rollout(trainer: Trainer) -> int:
+    "Return the steps that AdamW takes in one iteration, counted by a hook on it."
+    counted = []
+    trainer.learner.optimizer.optimizer.register_step_post_hook(lambda *_: counted.append(1))
+    trainer.step()
+    return len(counted)
 
 # %% ../../nbs/reproduction/10_tables.ipynb #414447dc
 def rewards_of(reward: str, held_out: str | None) -> tuple[str, ...]:
