@@ -95,6 +95,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(one_line(message, self))
 
+    def print_help(self, file: Any = None) -> None:
+        print(self.format_help(), end="", file=file, flush=True)  # argparse keeps to itself that no one reads
+
 # %% ../nbs/cli/00_options.ipynb #8b34de53
 def fill_parser(parser: argparse.ArgumentParser, classes: tuple[type, ...], config: bool = False) -> None:
     "Add the fields of `classes` to a parser, and a YAML file of them if `config`."
