@@ -136,7 +136,7 @@ COMMANDS = {
     "train": Command(train, (TRAIN,), config=True),
     "view": Command(show_runs, ("branchgrpo.viewing.view:ViewOptions",)),
     "evaluate": Command(evaluate, ("branchgrpo.commands:EvaluateOptions", EVALUATION)),
-    "sample": Command(sample, ("branchgrpo.commands:SampleOptions",)),
+    "sample": Command(sample, ("branchgrpo.commands:SampleOptions", "branchgrpo.evaluation.evaluate:Drawing")),
     "doctor": Command(doctor, ("branchgrpo.commands:MachineOptions", TRAIN), config=True),
     "bench": Command(bench, ("branchgrpo.commands:BenchOptions",)),
     "recipes": Command(show_recipes, ("branchgrpo.commands:RecipeOptions",)),

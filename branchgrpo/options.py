@@ -71,8 +71,9 @@ def add_section(parser: argparse.ArgumentParser, cls: type) -> None:
     "Add the fields that a dataclass declares itself, as one group of flags."
     hints, comments = typing.get_type_hints(cls), comments_of(cls)
     group = parser.add_argument_group(inspect.cleandoc(cls.__doc__ or ""))
-    for name in inspect.get_annotations(cls):
-        field = cls.__dataclass_fields__[name]
+    fields, own = cls.__dataclass_fields__, inspect.get_annotations(cls)  # pyrefly: ignore[missing-attribute]
+    for name in [name for name in fields if name in own]:
+        field = fields[name]
         default = None if field.default is dataclasses.MISSING else field.default
         text = (comments.get(name, "") + shown_default(default)).replace("%", "%%")
         if field.metadata.get("positional"):
