@@ -152,7 +152,6 @@ def load_policy(
     """
     if weights not in RUN_WEIGHTS:
         raise ValueError(f"weights: {weights!r} is not one of {', '.join(RUN_WEIGHTS)}")
-    policy: Any
     if is_run(name):
         if recorded_run(name, "backbone")["state"] != "finished":
             raise ValueError(f"backbone: the run {name!r} is not finished; the command that began it continues it")
@@ -163,5 +162,5 @@ def load_policy(
         raise ValueError(f"weights: {weights!r} are those of a run, and {shown(name)} is no run's folder")
     check_given(policy, name, options.get("frames"), shift)
     if shift is not None:
-        policy.shift = shift
+        policy.shift = shift  # pyrefly: ignore[missing-attribute]: what a policy may have, and `drawing_process` reads
     return policy
