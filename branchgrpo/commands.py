@@ -306,10 +306,8 @@ class BenchOptions:
         "branchgrpo-mix",
     )
     prompts: int = bounded(1, 1, 10_000)  # prompts per iteration
-    minutes: float = bounded(
-        4.0, above=0, most=100_000
-    )  # time for all tables together; the median of each job counts
-    factors: tuple[int, ...] = bounded((2, 3, 4), 2, 16)  # children per split of the trees that are compared
+    minutes: float = bounded(4.0, above=0, most=100_000)  # time for all tables together; the median of each job counts
+    factors: tuple[int, ...] = bounded((2, 3), 2, 16)  # children per split of the trees that are compared
     settings: str | None = None  # a YAML file of training settings: adapter, precision, max_batch, reward
     output: str | None = None  # a JSON file for the numbers
 

@@ -72,7 +72,8 @@ class Countdown:
         "Show what is done now: at once in a terminal, every ten seconds in a log, never in a notebook."
         now = time.monotonic()
         left = max(0, round(self.end - now))
-        text = f"{left // 60}:{left % 60:02} left, {self.title}: {what}"
+        time_left = f"{left // 60}:{left % 60:02} left" if left else "time is up, each job is called once"
+        text = f"{time_left}, {self.title}: {what}"
         if sys.stderr.isatty():
             print(f"\r{text[:78]:78}", end="", file=sys.stderr, flush=True)
         elif is_log() and now - self.said >= 10:
