@@ -19,7 +19,7 @@ from typing import Any
 
 from .files import read_table
 from .registry import shown, with_setting
-from .settings import bounded, options, variable
+from .settings import as_in_training, bounded, options, variable
 
 # %% ../nbs/cli/01_commands.ipynb #8951e44d
 def json_value(value: Any) -> Any:
@@ -61,10 +61,8 @@ class SampleOptions:
     "What to draw"
 
     prompt: tuple[str, ...] = ()  # one or more prompts
-    backbone: str = "tiny-flux"  # a name, a pipeline's folder, a hub name, or a run's folder
     output: str = "sample.png"  # the image file
-    steps: int = bounded(20, 1, 999)  # denoising steps
-    seed: int = bounded(0, 0, 2**63 - 1)  # seed of the initial noises
+    steps: int = as_in_training("steps", 20)  # denoising steps
 
 # %% ../nbs/cli/01_commands.ipynb #dd3ca2c3
 @dataclass
@@ -168,12 +166,13 @@ def sample(given: dict[str, Any]) -> int:
     "Draw one image per prompt, without noise on the way, into one image file."
     import numpy as np
     from PIL import Image
-    from branchgrpo.evaluation.sampling import as_image, load_policy, sample_block
+    from branchgrpo.evaluation.evaluate import Drawing
+    from branchgrpo.evaluation.sampling import as_image, sample_block
     from branchgrpo.files import write_atomic
 
-    o = options(SampleOptions, given, required=("prompt",))
+    o, drawing = options(SampleOptions, given, required=("prompt",)), options(Drawing, given)
     check_sample(o)
-    images = sample_block(load_policy(o.backbone), list(o.prompt), list(range(len(o.prompt))), o.steps, o.seed)
+    images = sample_block(drawing.policy(), list(o.prompt), list(range(len(o.prompt))), o.steps, drawing.seed)
     row = Image.fromarray(np.concatenate([np.asarray(as_image(image)) for image in images], 1))
     write_atomic(o.output, lambda temporary: row.save(temporary, format="png"))
     print(f"{len(images)} images: {o.output}")
@@ -306,9 +305,9 @@ class BenchOptions:
         "mixgrpo",
         "branchgrpo-mix",
     )
-    prompts: int = bounded(4, 1, 10_000)  # prompts per iteration
-    rounds: int = bounded(5, 1, 10_000)  # how often each job is measured; the median counts
-    factors: tuple[int, ...] = bounded((2, 3, 4), 2, 16)  # children per split of the trees that are compared
+    prompts: int = bounded(1, 1, 10_000)  # prompts per iteration
+    minutes: float = bounded(4.0, above=0, most=100_000)  # time for all tables together; the median of each job counts
+    factors: tuple[int, ...] = bounded((2, 3), 2, 16)  # children per split of the trees that are compared
     settings: str | None = None  # a YAML file of training settings: adapter, precision, max_batch, reward
     output: str | None = None  # a JSON file for the numbers
 
@@ -342,10 +341,10 @@ def bench(given: dict[str, Any]) -> int:
     check_bench(o)
     table = read_table(o.settings, "settings") if o.settings else {}
     config = TrainConfig.from_dict(table | {"backbone": o.backbone, "prompts_per_iteration": o.prompts})
-    record = measure_speed(config, o.recipes, list(o.factors), o.rounds)
+    record = measure_speed(config, o.recipes, list(o.factors), o.minutes)
     for title, rows in record["tables"].items():
         print(table_text(title, rows), end="\n\n")
-    print(f"{record['backbone']}, {record['prompts']} prompts, medians of {record['rounds']}, {record['device']}")
+    print(f"{record['backbone']}, {record['prompts']} prompts, {record['device']}")
     if o.output is not None:
         write_text(o.output, json.dumps(record, indent=1, ensure_ascii=False))
         print(f"numbers: {o.output}")

@@ -341,7 +341,6 @@ REASONS = EVERYWHERE | {
     errno.ESTALE: "the file server has lost {path}",
     errno.ETXTBSY: "{path} is in use by another program",
     errno.EBUSY: "{path} is in use by another program",
-    errno.EPIPE: "the program that reads what is printed has ended",
 }
 
 # %% ../nbs/basics/01_files.ipynb #edbc97dd

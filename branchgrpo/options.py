@@ -71,8 +71,9 @@ def add_section(parser: argparse.ArgumentParser, cls: type) -> None:
     "Add the fields that a dataclass declares itself, as one group of flags."
     hints, comments = typing.get_type_hints(cls), comments_of(cls)
     group = parser.add_argument_group(inspect.cleandoc(cls.__doc__ or ""))
-    for name in inspect.get_annotations(cls):
-        field = cls.__dataclass_fields__[name]
+    fields, own = cls.__dataclass_fields__, inspect.get_annotations(cls)  # pyrefly: ignore[missing-attribute]
+    for name in [name for name in fields if name in own]:
+        field = fields[name]
         default = None if field.default is dataclasses.MISSING else field.default
         text = (comments.get(name, "") + shown_default(default)).replace("%", "%%")
         if field.metadata.get("positional"):
@@ -94,6 +95,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(one_line(message, self))
+
+    def print_help(self, file: Any = None) -> None:
+        print(self.format_help(), end="", file=file, flush=True)  # argparse keeps to itself that no one reads
 
 # %% ../nbs/cli/00_options.ipynb #8b34de53
 def fill_parser(parser: argparse.ArgumentParser, classes: tuple[type, ...], config: bool = False) -> None:

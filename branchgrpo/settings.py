@@ -7,7 +7,7 @@ __all__ = ['NUMBER', 'STEPS', 'READERS', 'METHOD_SECTIONS', 'RETIRED', 'Bounds',
            'number', 'distinct', 'steps', 'pairs', 'truth', 'plain_text', 'several', 'without_none', 'read_value',
            'PlanSettings', 'WindowSettings', 'ProcessSettings', 'CreditSettings', 'SelectionSettings',
            'ObjectiveSettings', 'OptimiserSettings', 'SizeSettings', 'MethodSettings', 'field_types', 'read_settings',
-           'options', 'variable', 'without_retired']
+           'options', 'as_in_training', 'variable', 'without_retired']
 
 # %% ../nbs/basics/02_settings.ipynb #1a8bcac4
 import dataclasses
@@ -358,6 +358,11 @@ def options(cls: type, given: dict[str, Any], required: tuple[str, ...] = ()) ->
         if not given.get(name):
             raise ValueError(f"{name}: is required; write --{name} TEXT")
     return cls(**read_settings(cls, {name: value for name, value in given.items() if name in field_types(cls)}))
+
+# %% ../nbs/basics/02_settings.ipynb #ba8a86b4
+def as_in_training(name: str, default: Any = None) -> Any:
+    "Return a field of another class, with the bounds that `name` has among the settings of a method."
+    return field(default=default, metadata=MethodSettings.__dataclass_fields__[name].metadata)
 
 # %% ../nbs/basics/02_settings.ipynb #87c8a119
 def variable(name: str, default: int, least: int = 0, most: int = 10**9) -> int:

@@ -23,6 +23,7 @@ wheels, and set PYTHONPATH to their folder and to this repository's root:
 import argparse
 import gc
 import json
+import resource
 import tempfile
 import time
 import traceback
@@ -34,7 +35,7 @@ from pathlib import Path
 import torch
 from gpu_models import RandomReward, flux, sd3, without_adapter
 
-from branchgrpo.machine.bench import interleaved, peak_memory, seconds_of
+from branchgrpo.machine.bench import interleaved, seconds_of
 from branchgrpo.planning import process_of
 from branchgrpo.prompts import PromptSet
 from branchgrpo.testbed.quiet import quiet
@@ -121,6 +122,18 @@ def call(policy, batch: int, backward: bool = False):
     return job
 
 
+def peak_memory(job) -> tuple:
+    "Return what a job returns, and the peak memory in GB: the GPU's during the job; on a CPU the process's so far."
+    if DEVICE.type != "cuda":
+        return job(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(DEVICE)
+    result = job()
+    torch.cuda.synchronize(DEVICE)
+    return result, torch.cuda.max_memory_allocated(DEVICE) / 1e9
+
+
 def per_latent(policy, batch: int, backward: bool = False, rounds: int = 3) -> float:
     "Return seconds per latent of a call, and drop its gradient."
     took = interleaved({"call": call(policy, batch, backward)}, rounds, DEVICE)["call"] / batch
@@ -131,11 +144,11 @@ def per_latent(policy, batch: int, backward: bool = False, rounds: int = 3) -> f
 def iteration(trainer: Trainer, lines: Lines, table: str, name: str, floors: dict[str, float] | None = None) -> None:
     "Add the line of one iteration: seconds of its parts, peaks, mismatch; and its ratios to the floors."
     start = time.perf_counter()
-    collected, rollout_peak = peak_memory(lambda: trainer.collector(0), DEVICE)
+    collected, rollout_peak = peak_memory(lambda: trainer.collector(0))
     middle = time.perf_counter()
     process = process_of(trainer.settings, trainer.policy, 0)
     rolled, _ = assign_credit(trainer.learner, collected, process, trainer.collector.noise(0))
-    stats, update_peak = peak_memory(lambda: update(trainer.learner, rolled), DEVICE)
+    stats, update_peak = peak_memory(lambda: update(trainer.learner, rolled))
     end = time.perf_counter()
     plan, images = collected.tree.plan, collected.images
     decode = seconds_of(lambda: trainer.policy.decode(collected.tree.latents[-1].flatten(0, 1)), DEVICE)
@@ -300,7 +313,7 @@ def decoding(lines: Lines, policy) -> None:
 
         def job(latents=latents, size=size):
             more = () if size is None else (size,)
-            took, peak = peak_memory(lambda: seconds_of(lambda: policy.decode(latents, *more), DEVICE), DEVICE)
+            took, peak = peak_memory(lambda: seconds_of(lambda: policy.decode(latents, *more), DEVICE))
             lines.add("decode", name=f"{len(latents)} images", per_call=size, seconds=took, peak_gb=peak)
 
         lines.attempt("decode", f"{count} images", job)
@@ -314,7 +327,7 @@ def activations(lines: Lines, policy, reward) -> None:
             trainer = large(lines, policy, reward, gradient_checkpointing=False)
             if every:
                 checkpoint_blocks(trainer.policy.denoiser, every)
-            took, peak = peak_memory(lambda: per_latent(policy, 1, True, 2), DEVICE)
+            took, peak = peak_memory(lambda: per_latent(policy, 1, True, 2))
             lines.add("checkpoint", name=f"every {every or 'none'}", seconds_per_latent=took, peak_gb=peak)
 
         lines.attempt("checkpoint", f"every {every}", job, 15)

@@ -1,11 +1,18 @@
-"""The GPU bench runs at a small size on any machine: every part writes its lines, and none of them is an error."""
+"""`branchgrpo bench` keeps its time and says how much is left; the GPU bench writes its lines at a small size."""
 
 import json
+import math
+import time
 from pathlib import Path
 
 import gpu_bench
 import nbformat
 import pytest
+import torch
+
+from branchgrpo import cli
+from branchgrpo.machine.bench import Countdown, interleaved, seconds_of
+from branchgrpo.settings import options
 
 ROOT = Path(__file__).parents[1]
 
@@ -15,6 +22,50 @@ TABLES = {
     "variants": {"machine", "attention", "casts", "decode", "tf32", "checkpoint", "compiled", "mismatch"},
 }
 NEEDS_A_GPU = {"_native_cudnn"}
+CPU = torch.device("cpu")
+
+
+def test_time_that_others_take_does_not_count_on_a_cpu():
+    "A job that waits, as on a busy machine, costs no processor seconds."
+    assert seconds_of(lambda: time.sleep(0.2), CPU) < 0.1
+    assert seconds_of(lambda: sum(i * i for i in range(300_000)), CPU) > 0.002
+
+
+def test_jobs_take_turns_until_the_time_of_their_table_is_up():
+    "Another round begins only if there is time for one like the last; each job is measured at least once."
+    order, watch = [], Countdown(0.6 / 60, tables=2)
+    jobs = {name: lambda name=name: order.append(name) or time.sleep(0.02) for name in "ab"}
+    watch.begin("the first of two tables")
+    began = time.monotonic()
+    interleaved(jobs, math.inf, CPU, watch=watch)
+    assert time.monotonic() - began < 0.45, "half of the time"
+    assert 6 <= len(order) < 18 and "".join(order) == "ab" * (len(order) // 2)
+    assert watch.measured == f"processor seconds, medians of {len(order) // 2 - 1}"
+    watch.begin("the second")
+    jobs["slow"] = lambda: time.sleep(0.6)
+    took = interleaved(jobs, math.inf, CPU, watch=watch)
+    assert took.keys() == jobs.keys()
+    assert watch.measured == "processor seconds, medians of 1", "the round that should warm up is what counts"
+
+
+def test_bench_keeps_to_minutes_and_says_what_is_left(tmp_path, capfd):
+    (tmp_path / "small.yaml").write_text("steps: 4\nsplits: [0, 2]\n")
+    words = f"bench --minutes 0.05 --settings {tmp_path}/small.yaml --recipes dancegrpo branchgrpo --factors 2 3"
+    assert cli.main([*words.split(), "--output", str(tmp_path / "bench.json")]) == 0
+    said = capfd.readouterr()
+    assert said.err.startswith("0:03 left, branchgrpo, its floors") and "\r" not in said.err, (
+        "lines, since nobody looks at a bar here"
+    )
+    record = json.loads((tmp_path / "bench.json").read_text())
+    clock = "seconds of a synchronised clock" if torch.cuda.is_available() else "processor seconds"
+    assert len(record["tables"]) == 3 and all(clock in title for title in record["tables"])
+    assert all(title in said.out for title in record["tables"])
+
+
+def test_bench_takes_four_minutes_by_default():
+    from branchgrpo.commands import BenchOptions
+
+    assert options(BenchOptions, {}).minutes == 4
 
 
 def page(folder, output) -> dict:

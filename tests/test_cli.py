@@ -1,6 +1,8 @@
 """The command line: what it prints can be read back (what is wrong costs one line: faults/bad_inputs.yaml)."""
 
 import argparse
+import contextlib
+import errno
 import json
 import os
 import shlex
@@ -143,16 +145,33 @@ def test_alone_it_says_what_to_do_next(capsys):
         parse(parser_of(name, "", command.classes(), command.config), words)  # raises if a word is none
 
 
-@pytest.mark.parametrize("words", [[], ["--help"], ["recipes"]], ids=str)
-def test_a_reader_that_has_ended_costs_one_line(words):
+PIPED = [[], ["--help"], ["train", "--help"], ["recipes"], ["recipes", "branchgrpo"], ["rewards"], ["nonsense"]]
+
+
+@pytest.mark.parametrize("buffered", [True, False], ids=["buffered", "line by line"])
+@pytest.mark.parametrize("words", PIPED, ids=" ".join)
+def test_a_reader_that_has_ended_ends_the_command_silently(words, buffered):
     "As in `branchgrpo recipes | head -1`: `head` may have ended before the first line is printed."
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-u", "-m", "branchgrpo.cli", *words]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, *([] if buffered else ["-u"]), "-m", "branchgrpo.cli", *words]
+    wrong = words == ["nonsense"]  # it prints on standard error, so that one is the pipe
+    streams = {"stdout": subprocess.PIPE, "stderr": writer} if wrong else {"stdout": writer, "stderr": subprocess.PIPE}
+    done = subprocess.run(command, text=True, **streams)
     os.close(writer)
-    assert done.returncode == 74, done.stderr
-    assert done.stderr == "branchgrpo: machine: the program that reads what is printed has ended\n"
+    assert done.returncode == 141, done.stderr  # what a shell says of a command that SIGPIPE ended
+    assert not done.stdout and not done.stderr
+
+
+def test_a_broken_connection_is_no_reader_that_has_ended(monkeypatch, tmp_path):
+    "An error of a socket is not taken for a pipe of what is printed, and is not silent."
+
+    def lost(*_):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(cli, "answer", lost)
+    with open(tmp_path / "out", "w") as out, contextlib.redirect_stdout(out), pytest.raises(BrokenPipeError):
+        cli.main(["recipes"])
 
 
 @pytest.mark.parametrize("words", [("recipes",), ("recipes", "pro-grpo"), ("rewards",)], ids=str)

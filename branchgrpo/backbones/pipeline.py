@@ -33,6 +33,7 @@ class FamilyDefaults:
     guidance = 1.0  # guidance scale if none is given
     lora_targets = ATTENTION  # layers that an adapter changes
     patch = 2  # latent pixels per side of a token
+    most_tokens = None  # what the denoiser's configuration calls the most tokens per side; none: there is no limit
     takes = ()  # further options of the class: ("frames",) for video
     first_frames = None  # function: P prompts -> first frames (P, 3, H, W) in [0, 1], for image-to-video
     decode_batch = None  # images per call of the VAE; none: as many as `DECODE_BYTES` hold
@@ -48,10 +49,11 @@ def pixels_per_latent(pipeline) -> int:
     return getattr(pipeline, name)
 
 # %% ../../nbs/backbones/00_pipeline.ipynb #7883087f
-def check_pixels(name: str, pixels: int, step: int) -> None:
-    "Raise `ValueError` if `pixels` is not a positive multiple of `step`."
-    if pixels < step or pixels % step:
-        raise ValueError(f"{name}: {pixels} is not a multiple of {step}")
+def check_pixels(name: str, pixels: int, step: int, most: int | None = None) -> None:
+    "Raise `ValueError` if `pixels` is not a positive multiple of `step`, up to `most`."
+    if pixels < step or pixels % step or (most is not None and pixels > most):
+        allowed = f"{step} from {step} to {most}" if most else str(step)
+        raise ValueError(f"{name}: {pixels} is not a multiple of {allowed}")
 
 # %% ../../nbs/backbones/00_pipeline.ipynb #ede5b877
 class PipelinePolicy(FamilyDefaults):
@@ -66,8 +68,9 @@ class PipelinePolicy(FamilyDefaults):
         self.guidance_scale = self.guidance if guidance_scale is None else guidance_scale
         self.guidance_grad = guidance_grad
         self.step = pixels_per_latent(pipeline) * self.patch  # sizes are multiples of it
-        check_pixels("height", height, self.step)
-        check_pixels("width", width, self.step)
+        most = self.step * getattr(self.denoiser.config, self.most_tokens) if self.most_tokens else None
+        check_pixels("height", height, self.step, most)
+        check_pixels("width", width, self.step, most)
         self.call = self.denoiser
 
     denoiser = property(lambda self: getattr(self.pipeline, self.component))

@@ -67,10 +67,11 @@ def decode_wan(policy, latents: Tensor, max_batch: int | None = None) -> Tensor:
     return unit_range(torch.cat([vae.decode(z, return_dict=False)[0] for z in parts]))
 
 # %% ../../nbs/backbones/06_wan.ipynb #2bfa76c7
-def latent_frames(frames: int, fold: int) -> int:
-    "Return how many latent frames a clip has. Raises `ValueError` if `frames` is not 1 + a multiple of `fold`."
-    if frames < 1 or (frames - 1) % fold:
-        raise ValueError(f"frames: {frames} is not one more than a multiple of {fold}")
+def latent_frames(frames: int, fold: int, most: int | None = None) -> int:
+    "Return how many latent frames a clip has, up to `most`. Raises `ValueError` if `frames` is not 1 + k · `fold`."
+    if frames < 1 or (frames - 1) % fold or (most is not None and (frames - 1) // fold >= most):
+        allowed = f"{fold} from 1 to {(most - 1) * fold + 1}" if most else str(fold)
+        raise ValueError(f"frames: {frames} is not one more than a multiple of {allowed}")
     return (frames - 1) // fold + 1
 
 # %% ../../nbs/backbones/06_wan.ipynb #1121de8c
@@ -81,13 +82,14 @@ class WanPolicy(PipelinePolicy):
 
     default_size = 480
     guidance = 5.0
+    most_tokens = "rope_max_seq_len"
     takes = ("frames",)
 
     def __init__(self, pipeline, height: int, width: int, guidance_scale=5.0, guidance_grad=False, frames: int = 33):
         super().__init__(pipeline, height, width, guidance_scale, guidance_grad)
         self.frames = frames
         factor = pipeline.vae_scale_factor_spatial
-        folded = latent_frames(frames, pipeline.vae_scale_factor_temporal)
+        folded = latent_frames(frames, pipeline.vae_scale_factor_temporal, self.denoiser.config.rope_max_seq_len)
         self.latent_shape = (self.denoiser.config.out_channels, folded, height // factor, width // factor)
 
     encode = encode_wan

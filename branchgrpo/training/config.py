@@ -66,7 +66,7 @@ class MemorySettings:
 # %% ../../nbs/training/00_config.ipynb #5pee1c0de
 @dataclass(frozen=True)
 class SpeedSettings:
-    "Speed"
+    "Speed (on a CPU a small model computes in one thread; the variable OMP_NUM_THREADS sets another number)"
 
     compile: bool = False  # compile the denoiser's repeated blocks with torch.compile
     attention: str | None = None  # attention kernel, by diffusers' name: _native_cudnn, flash, sage; none: its default

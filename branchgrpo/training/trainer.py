@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['SHOWN', 'LOG_EVERY', 'COUNTED', 'train_iteration', 'masked_std', 'reward_metrics', 'over_processes', 'add_progress',
-           'Callback', 'notify', 'is_log', 'log_line', 'ProgressBar', 'Tracking', 'usual_callbacks', 'open_models',
-           'Trainer', 'is_done', 'open_alone', 'problem_of', 'open_shared', 'resume', 'close_run', 'what_is_kept',
-           'one_training', 'fit', 'iterate', 'finish_row', 'store_tree', 'save_now', 'evaluate_now', 'is_evaluated',
-           'row_reached', 'complete_evaluation']
+           'Callback', 'notify', 'is_log', 'say_in_log', 'log_line', 'ProgressBar', 'Tracking', 'usual_callbacks',
+           'open_models', 'Trainer', 'is_done', 'open_alone', 'problem_of', 'open_shared', 'resume', 'close_run',
+           'what_is_kept', 'one_training', 'fit', 'iterate', 'finish_row', 'store_tree', 'save_now', 'evaluate_now',
+           'is_evaluated', 'row_reached', 'complete_evaluation']
 
 # %% ../../nbs/training/14_trainer.ipynb #add17653
 import builtins
@@ -42,7 +42,7 @@ from .resolve import resolve
 from .runs import Run, RunLock, check_folder, open_run, rewind
 from .scoring import make_scorers
 from .signals import Preempted, StopSignal
-from .speed import gathered
+from .speed import gathered, use_one_thread
 from .update import TooManySkipped, check_mismatch, update
 
 # %% ../../nbs/training/14_trainer.ipynb #5933b47a
@@ -149,6 +149,12 @@ def is_log() -> bool:
     return not sys.stderr.isatty() and not hasattr(builtins, "__IPYTHON__")
 
 
+def say_in_log(text: str) -> None:
+    "Print a line on standard error, in a terminal or a log."
+    if sys.stderr.isatty() or is_log():
+        print(f"branchgrpo: {text}", file=sys.stderr, flush=True)
+
+
 def log_line(row: dict[str, Any], total: int, per_iteration: float) -> str:
     "Return an iteration in one line of a log, with the minutes left at so many seconds per iteration."
     left = (total - row["iteration"]) * per_iteration / 60
@@ -236,6 +242,8 @@ class Trainer:
         self.prompts = load_prompts(s.prompts if prompts is None else prompts)
         self.accelerator = make_accelerator(s)
         self.policy, self.scorer, self.held_out = open_models(s, self.accelerator, policy, reward)
+        if use_one_thread(self.policy.denoiser, self.accelerator.device) and self.accelerator.is_main_process:
+            say_in_log("one thread of the CPU, as a small model needs; OMP_NUM_THREADS sets another number")
         self.policy.first_frames = self.prompts.first_frames
         self.conditioner = make_conditioner(s, self.policy, self.accelerator.device)
         self.collector = Collector(s, self.policy, self.scorer, self.prompts, self.conditioner, self.accelerator)
