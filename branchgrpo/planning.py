@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .methods.recipe import NEUTRAL
 from .plan import RolloutPlan
 from .registry import shown, unknown_name_error
 from .samplers import ddim_timesteps, flow_sigmas, merged_levels
@@ -235,21 +236,7 @@ def process_of(s: MethodSettings, policy, iteration: int = 0) -> Transition:
 def sampling_process(policy, steps: int, shift: float = 3.0) -> Transition:
     "Return the process without noise that draws images for an evaluation, in `steps` steps."
     kinds = {"flow": "dance", "diffusion": "ddim"}
-    s = MethodSettings(
-        steps=steps,
-        shift=shift,
-        transition=kinds[policy.kind],
-        eta=0.0,
-        window="none",
-        tail_ratio=0.0,
-        splits=(),
-        side=(),
-        merged={},
-        noise_factors={},
-        adaptive=False,
-        split_noise="correlated",
-        split_density="drawn",
-    )
+    s = replace(NEUTRAL, steps=steps, shift=shift, transition=kinds[policy.kind], eta=0.0, splits=())
     return process_of(s, policy)
 
 # %% ../nbs/basics/03_planning.ipynb #1d4310bf

@@ -6,8 +6,8 @@
 __all__ = ['FAMILIES', 'TINY', 'BACKBONES', 'PIPELINE_ERRORS', 'ENCODER_PLACES', 'declared', 'Backbone', 'adapt_recipe',
            'is_hub_model', 'is_pipeline', 'folder_of', 'pipeline_error', 'read_index', 'pipeline_class', 'family',
            'default_sizes', 'encoder_names', 'read_pipeline', 'move_parts', 'empty_model', 'empty_denoiser',
-           'machine_ranks', 'is_reader', 'machine_group', 'send_weights', 'read_once', 'load_pipeline', 'load_backbone',
-           'save_memory', 'encoders_of', 'awake', 'largest_rank']
+           'machine_ranks', 'is_reader', 'machine_group', 'send_weights', 'read_once', 'load_pipeline', 'policy_around',
+           'load_backbone', 'save_memory', 'encoders_of', 'awake', 'largest_rank']
 
 # %% ../../nbs/backbones/01_loading.ipynb #f35a8196
 import json
@@ -284,6 +284,15 @@ def load_pipeline(
     move_parts(pipeline, device, [*waiting, *parts])
     return pipeline
 
+# %% ../../nbs/backbones/01_loading.ipynb #341e7836
+def policy_around(pipeline: Any, name: str, given: dict[str, Any], guidance_scale: float | None, *more: Any) -> Any:
+    "Return a backbone's policy with a pipeline; what is None in `given` takes the backbone's or the family's default."
+    policy_class = family(name)
+    sizes = default_sizes(name) | {key: value for key, value in given.items() if value is not None}
+    further = {key: sizes[key] for key in declared(policy_class, "takes") if key in sizes}
+    guidance_scale = declared(policy_class, "guidance") if guidance_scale is None else guidance_scale
+    return policy_class(pipeline, sizes["height"], sizes["width"], guidance_scale, *more, **further)
+
 # %% ../../nbs/backbones/01_loading.ipynb #aeb225d8
 def load_backbone(
     name: str,  # a name of BACKBONES, a pipeline's folder, or a hub name
@@ -299,15 +308,11 @@ def load_backbone(
     """Return the policy of a pipeline, frozen. What is None takes the backbone's or the family's default.
 
     Raises `ValueError` as `family` and `load_pipeline` do, and if a size does not fit."""
-    policy_class = family(name)
-    takes = declared(policy_class, "takes")
-    further = {key: options.pop(key) for key in takes if key in options}
-    given = {"height": height, "width": width, "frames": frames, **further}
+    takes = declared(family(name), "takes")
+    given = {"height": height, "width": width, "frames": frames}
+    given |= {key: options.pop(key) for key in takes if key in options}
     pipeline = load_pipeline(name, dtype, device, **options)
-    sizes = default_sizes(name) | {key: value for key, value in given.items() if value is not None}
-    further = {key: sizes[key] for key in takes if key in sizes}
-    guidance_scale = declared(policy_class, "guidance") if guidance_scale is None else guidance_scale
-    return policy_class(pipeline, sizes["height"], sizes["width"], guidance_scale, guidance_grad, **further)
+    return policy_around(pipeline, name, given, guidance_scale, guidance_grad)
 
 # %% ../../nbs/backbones/01_loading.ipynb #09b7f263
 def save_memory(pipeline, slicing: bool = False, tiling: bool = False, offload: bool = False, device="cpu") -> None:
@@ -347,13 +352,12 @@ def awake(pipeline, device: str | torch.device) -> Iterator[None]:
 
 # %% ../../nbs/backbones/01_loading.ipynb #34b41791
 def largest_rank(
-    policy_or_denoiser: Any,  # a policy, or its denoiser
+    denoiser: nn.Module,
     targets: Iterable[str],  # endings of the adapted layers' names, as `policy.lora_targets`
 ) -> int:
     """Return the smallest `min(in_features, out_features)` over the adapted layers.
 
     Raises `ValueError` if no layer's name ends in one of `targets`."""
-    denoiser = getattr(policy_or_denoiser, "denoiser", policy_or_denoiser)
     endings = tuple(f".{target}" for target in targets)
     layers = [layer for name, layer in denoiser.named_modules() if f".{name}".endswith(endings)]
     widths = [min(layer.in_features, layer.out_features) for layer in layers if hasattr(layer, "in_features")]

@@ -5,16 +5,17 @@
 # %% auto #0
 __all__ = ['ENCODERS', 'ATTENTION', 'JOINT_ATTENTION', 'DECODE_BYTES', 'FamilyDefaults', 'pixels_per_latent', 'check_pixels',
            'PipelinePolicy', 'both_branches', 'guided', 'measured_decode', 'decode_costs', 'images_per_decode',
-           'unit_range', 'decode_images', 'channel_statistics', 'ImagePolicy', 'PackedPolicy', 'on_meta']
+           'unit_range', 'decode_images', 'channel_statistics', 'ImagePolicy', 'PackedPolicy', 'published_pipeline']
 
 # %% ../../nbs/backbones/00_pipeline.ipynb #b89f70ee
 import json
 from collections.abc import Callable
 from functools import cached_property, lru_cache
 from operator import attrgetter
+from types import SimpleNamespace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .published import Operations, fused_attention
 
@@ -36,6 +37,8 @@ class FamilyDefaults:
     takes = ()  # further options of the class: ("frames",) for video
     first_frames = None  # function: P prompts -> first frames (P, 3, H, W) in [0, 1], for image-to-video
     decode_batch = None  # images per call of the VAE; none: as many as `DECODE_BYTES` hold
+    published = ("", {})  # the published denoiser: its class in diffusers, and its configuration
+    factors = {"vae_scale_factor": 8}  # pixels per latent pixel, named as in the published pipeline
 
     def content(self, prompt: str) -> str:
         "Return what `encode` depends on for a prompt, besides the model."
@@ -200,7 +203,11 @@ class PackedPolicy(ImagePolicy):
         return self.pipeline._unpack_latents(latents.to(vae.device, vae.dtype), self.height, self.width, factor)
 
 # %% ../../nbs/backbones/00_pipeline.ipynb #bcadbbc9
-def on_meta(model: type, config: dict) -> nn.Module:
-    "Return a diffusers model of `config` on the meta device, in bfloat16: shapes and operations, no memory."
+def published_pipeline(family: type) -> SimpleNamespace:
+    "Return what a policy needs of a family's published pipeline, its denoiser on the meta device, in bfloat16."
+    import diffusers
+
+    model, config = family.published
     with torch.device("meta"):
-        return model(**config).bfloat16()
+        denoiser = getattr(diffusers, model)(**config).bfloat16()
+    return SimpleNamespace(**{family.component: denoiser}, **family.factors, config={})
