@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['FAMILIES', 'TINY', 'BACKBONES', 'PIPELINE_ERRORS', 'ENCODER_PLACES', 'declared', 'Backbone', 'adapt_recipe',
-           'is_hub_model', 'is_pipeline', 'folder_of', 'pipeline_error', 'read_index', 'pipeline_class', 'family',
-           'default_sizes', 'encoder_names', 'read_pipeline', 'move_parts', 'empty_model', 'empty_denoiser',
-           'machine_ranks', 'is_reader', 'machine_group', 'send_weights', 'read_once', 'load_pipeline', 'policy_around',
-           'load_backbone', 'save_memory', 'encoders_of', 'awake', 'largest_rank']
+           'is_hub_model', 'folder_of', 'pipeline_error', 'read_index', 'pipeline_class', 'family', 'default_sizes',
+           'encoder_names', 'read_pipeline', 'move_parts', 'empty_model', 'empty_denoiser', 'machine_ranks',
+           'is_reader', 'machine_group', 'send_weights', 'read_once', 'load_pipeline', 'policy_around', 'load_backbone',
+           'save_memory', 'encoders_of', 'awake', 'largest_rank']
 
 # %% ../../nbs/backbones/01_loading.ipynb #f35a8196
 import json
@@ -28,6 +28,7 @@ from torch import nn
 
 from .pipeline import ENCODERS, FamilyDefaults
 from .published import PUBLISHED
+from ..files import is_there
 from ..policy import Policy
 from ..registry import Registry, loaded, shown, unknown_name_error
 
@@ -83,21 +84,13 @@ def is_hub_model(name: str) -> bool:
     "Return whether `name` reads owner/model and is no path of this machine."
     return re.fullmatch(r"[\w-][\w.-]{0,95}/[\w.-]{1,96}", name) is not None and not Path(name).exists()
 
-# %% ../../nbs/backbones/01_loading.ipynb #e53b7ab3
-def is_pipeline(name: str) -> bool:
-    "Return whether a folder has a `model_index.json`; a text that cannot be a name is none."
-    try:
-        return (Path(name) / "model_index.json").is_file()
-    except (OSError, ValueError):
-        return False
-
 # %% ../../nbs/backbones/01_loading.ipynb #e5ee710a
 def folder_of(name: str) -> str:
     """Return the folder or hub name behind a backbone's name.
 
     Raises `ValueError` if it is neither a name of `BACKBONES`, a pipeline's folder, nor `owner/model`."""
     where = BACKBONES.get(name).source if name in BACKBONES.names() else name
-    if is_pipeline(where) or is_hub_model(where):
+    if is_there(Path(where, "model_index.json")) or is_hub_model(where):
         return where
     raise ValueError(
         f"{unknown_name_error('backbone', name, BACKBONES.names())} "

@@ -12,14 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .loading import FAMILIES
-from branchgrpo.backbones.pipeline import (
-    JOINT_ATTENTION,
-    PackedPolicy,
-    channel_statistics,
-    guided,
-    images_per_decode,
-    unit_range,
-)
+from .pipeline import JOINT_ATTENTION, PackedPolicy, channel_statistics, decode_images, guided
 
 # %% ../../nbs/backbones/05_qwen_image.ipynb #49cc7274
 def padded(policy, texts: list[str]) -> tuple[Tensor, Tensor]:
@@ -73,8 +66,7 @@ def decode_qwen_image(policy, latents: Tensor, max_batch: int | None = None) -> 
     vae = policy.pipeline.vae
     mean, std = channel_statistics(vae)
     z = policy.unpack(latents) * std + mean
-    max_batch = max_batch or policy.decode_batch or images_per_decode(vae, z.shape[1:], most=16)
-    return unit_range(torch.cat([vae.decode(part, return_dict=False)[0][:, :, 0] for part in z.split(max_batch)]))
+    return decode_images(vae, z, max_batch or policy.decode_batch, most=16)[:, :, 0]
 
 # %% ../../nbs/backbones/05_qwen_image.ipynb #6432fac3
 QWEN_IMAGE = dict(

@@ -13,13 +13,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from branchgrpo.backbones.pipeline import (
-    PipelinePolicy,
-    channel_statistics,
-    guided,
-    images_per_decode,
-    unit_range,
-)
+from .pipeline import PipelinePolicy, channel_statistics, decode_images, guided
 
 # %% ../../nbs/backbones/06_wan.ipynb #1b830448
 @torch.no_grad()
@@ -59,9 +53,8 @@ def decode_wan(policy, latents: Tensor, max_batch: int | None = None) -> Tensor:
     "Return clips `(B, 3, F, H, W)` float32 in [0, 1] from x̂₀ latents."
     vae = policy.pipeline.vae
     mean, std = channel_statistics(vae)
-    max_batch = max_batch or policy.decode_batch or images_per_decode(vae, latents.shape[1:], most=8)
-    parts = [z.to(vae.device, vae.dtype) * std + mean for z in latents.split(max_batch)]
-    return unit_range(torch.cat([vae.decode(z, return_dict=False)[0] for z in parts]))
+    z = latents.to(vae.device, vae.dtype) * std + mean
+    return decode_images(vae, z, max_batch or policy.decode_batch, most=8)
 
 # %% ../../nbs/backbones/06_wan.ipynb #2bfa76c7
 def latent_frames(frames: int, fold: int) -> int:
