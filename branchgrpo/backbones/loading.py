@@ -352,7 +352,7 @@ def largest_rank(
 
     Raises `ValueError` if no layer's name ends in one of `targets`."""
     endings = tuple(f".{target}" for target in targets)
-    layers = [layer for name, layer in denoiser.named_modules() if f".{name}".endswith(endings)]
+    layers: list[Any] = [layer for name, layer in denoiser.named_modules() if f".{name}".endswith(endings)]
     widths = [min(layer.in_features, layer.out_features) for layer in layers if hasattr(layer, "in_features")]
     if not widths:
         raise ValueError(f"lora_rank: no layer is named {', '.join(endings)}")

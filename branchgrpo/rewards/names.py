@@ -19,7 +19,7 @@ import torch
 
 from ..files import is_there
 from ..registry import Registry, import_target, reason, shown, unknown_name_error
-from .contract import Checked, Reward, RewardSum, binds
+from .contract import Checked, Reward, RewardSum, binds, signature_of
 from .own import import_own, is_ours, is_own_name, joint_digest, object_digest, object_name
 
 # %% ../../nbs/rewards/02_names.ipynb #5c6e6223
@@ -98,10 +98,8 @@ def makes_reward(entry: Callable) -> bool:
 # %% ../../nbs/rewards/02_names.ipynb #c5325511
 def parameters(entry: Callable) -> list[str]:
     "Return the names of the parameters of a callable; none for a callable without a signature."
-    try:
-        return list(inspect.signature(entry).parameters)
-    except (TypeError, ValueError):
-        return []
+    takes = signature_of(entry)
+    return [] if takes is None else list(takes.parameters)
 
 # %% ../../nbs/rewards/02_names.ipynb #61a2ef5c
 def build_reward(entry: Callable, where: str | None, name: str, device: torch.device | str) -> Reward:
@@ -121,17 +119,14 @@ def build_reward(entry: Callable, where: str | None, name: str, device: torch.de
         raise ValueError(f"reward: {name!r} cannot be made ({type(error).__name__}: {reason})") from error
 
 # %% ../../nbs/rewards/02_names.ipynb #fcdbb46d
-def check_call(entry: Callable, name: str) -> None:
+def check_call(entry: Any, name: str) -> None:
     "Raise `ValueError` if an entry, or what a class makes, cannot be called with images and prompts."
+    if not callable(entry):
+        raise ValueError(f"reward: {name!r} is not callable")
     if inspect.isclass(entry) and not any("__call__" in vars(cls) for cls in entry.__mro__):
         raise ValueError(f"reward: {name!r} makes objects that are not callable")
-    if makes_reward(entry):
-        return
-    try:
-        takes = inspect.signature(entry)
-    except (TypeError, ValueError):  # a callable without a signature
-        return
-    if not any(binds(takes, count) for count in (2, 3)):
+    takes = signature_of(entry)
+    if not makes_reward(entry) and takes is not None and not any(binds(takes, count) for count in (2, 3)):
         raise ValueError(f"reward: {name!r} takes {takes}, not (images, prompts) or (images, prompts, metadata)")
 
 # %% ../../nbs/rewards/02_names.ipynb #f895ce1b
@@ -277,11 +272,8 @@ def check_name(reward: str | Reward) -> None:
     else:
         found = {reward: reward}
     for name, entry in found.items():
-        if isinstance(entry, Entry):
-            continue
-        if not callable(entry):
-            raise ValueError(f"reward: {name!r} is not callable")
-        check_call(entry, str(name))
+        if not isinstance(entry, Entry):
+            check_call(entry, str(name))
 
 # %% ../../nbs/rewards/02_names.ipynb #84b91e93
 def reward_name(reward: str | Reward) -> str:

@@ -4,10 +4,9 @@
 
 # %% auto #0
 __all__ = ['SHOWN', 'LOG_EVERY', 'COUNTED', 'train_iteration', 'masked_std', 'reward_metrics', 'over_processes', 'add_progress',
-           'Callback', 'notify', 'is_log', 'log_line', 'ProgressBar', 'Tracking', 'usual_callbacks', 'open_models',
-           'Trainer', 'is_done', 'open_alone', 'open_shared', 'resume', 'close_run', 'what_is_kept', 'one_training',
-           'fit', 'iterate', 'finish_row', 'store_tree', 'save_now', 'evaluate_now', 'is_evaluated', 'row_reached',
-           'complete_evaluation']
+           'Callback', 'notify', 'is_log', 'log_line', 'ProgressBar', 'Tracking', 'open_models', 'Trainer', 'is_done',
+           'open_alone', 'open_shared', 'resume', 'close_run', 'what_is_kept', 'one_training', 'fit', 'iterate',
+           'finish_row', 'store_tree', 'save_now', 'evaluate_now', 'is_evaluated', 'complete_evaluation']
 
 # %% ../../nbs/training/14_trainer.ipynb #add17653
 import builtins
@@ -207,14 +206,6 @@ class Tracking(Callback):
     def on_end(self, trainer):
         self.send(trainer.accelerator.end_training)
 
-# %% ../../nbs/training/14_trainer.ipynb #84b4e398
-def usual_callbacks(tracker: str) -> list[Callback]:
-    "Return the callbacks of every run."
-    callbacks: list[Callback] = [ProgressBar()]
-    if tracker != "none":
-        callbacks.append(Tracking())
-    return callbacks
-
 # %% ../../nbs/training/14_trainer.ipynb #918c09e9
 def open_models(s: Settings, accelerator: Any, policy: Any, reward: Any) -> tuple[Any, Scorer, dict[str, Scorer]]:
     "Return the policy, the scorer of training and those that are held out. What fails on one node fails on all."
@@ -242,7 +233,8 @@ class Trainer:
         held = (self.prompts, self.conditioner, self.scorer, self.held_out)
         self.evaluator = HeldOutEvaluator(s, *held, self.accelerator)
         self.learner = make_learner(self.policy, s, self.accelerator)
-        self.callbacks = [*usual_callbacks(s.tracker), *callbacks]
+        tracking = [] if s.tracker == "none" else [Tracking()]
+        self.callbacks: list[Callback] = [ProgressBar(), *tracking, *callbacks]
         self.progress, self.stop = Progress(), StopSignal()
         self.hosts = watch(self)
 
@@ -412,18 +404,13 @@ def is_evaluated(t: Trainer) -> bool:
     return bool(s.evaluate_every and done) and (done == s.iterations or done % s.evaluate_every == 0)
 
 # %% ../../nbs/training/14_trainer.ipynb #e9e84e83
-def row_reached(t: Trainer, run: Run) -> dict[str, Any] | None:
-    "Return the row of the iteration that was reached; None if it is lost."
-    return next((row for row in run.metrics if row["iteration"] == t.progress.iteration), None)
-
-
 def complete_evaluation(t: Trainer, run: Run) -> None:
     "Do the evaluation that a signal broke off, and add its scores to the row of its iteration."
-    row = from_main(t.accelerator, lambda: row_reached(t, run)) if is_evaluated(t) else None
+    reached = t.progress.iteration
+    rows = from_main(t.accelerator, lambda: run.metrics) if is_evaluated(t) else []
+    row = next((row for row in rows if row["iteration"] == reached), None)  # None: it is lost
     if row is None or "eval_reward" in row:
         return
     row |= evaluate_now(t, run, {key: row[key] for key in COUNTED})
-    if t.accelerator.is_main_process:
-        rows = run.metrics
-        run.write_rows("metrics", [row if old["iteration"] == row["iteration"] else old for old in rows])
+    from_main(t.accelerator, lambda: run.write_rows("metrics", rows))  # `row` is one of them
     notify(t, "on_iteration", row)
