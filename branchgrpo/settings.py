@@ -208,7 +208,7 @@ class PlanSettings:
 class WindowSettings:
     "The sliding window"
 
-    window: str = from_recipe()  # none, progressive, decaying, exp-decaying, random, geometric
+    window: str = from_recipe()  # none, progressive, random, geometric
     window_size: int = from_recipe()  # steps inside the window
     window_start: int | None = from_recipe()  # its first step at iteration 0
     window_stop: int | None = from_recipe()  # its last place
