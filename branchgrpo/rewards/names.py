@@ -119,7 +119,7 @@ def build_reward(entry: Callable, where: str | None, name: str, device: torch.de
         raise ValueError(f"reward: {name!r} cannot be made ({type(error).__name__}: {reason})") from error
 
 # %% ../../nbs/rewards/02_names.ipynb #fcdbb46d
-def check_call(entry: Any, name: str) -> None:
+def check_call(entry: Any, name: Any) -> None:
     "Raise `ValueError` if an entry, or what a class makes, cannot be called with images and prompts."
     if not callable(entry):
         raise ValueError(f"reward: {name!r} is not callable")
@@ -273,7 +273,7 @@ def check_name(reward: str | Reward) -> None:
         found = {reward: reward}
     for name, entry in found.items():
         if not isinstance(entry, Entry):
-            check_call(entry, str(name))
+            check_call(entry, name)
 
 # %% ../../nbs/rewards/02_names.ipynb #84b91e93
 def reward_name(reward: str | Reward) -> str:
