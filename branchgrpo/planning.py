@@ -17,11 +17,10 @@ from typing import Any
 
 from torch import Tensor
 
-from .methods.recipe import NEUTRAL
 from .plan import RolloutPlan
 from .registry import shown, unknown_name_error
 from .samplers import ddim_timesteps, flow_sigmas, merged_levels
-from .settings import MethodSettings
+from .settings import NEUTRAL, MethodSettings
 from .transition import SolverTail, Transition, compress_tail, ddim_transition, flow_transition, with_factors
 from .windows import Window, window_places
 

@@ -19,7 +19,7 @@ import torch
 
 from ..files import is_there
 from ..registry import Registry, import_target, reason, shown, unknown_name_error
-from .contract import Checked, Reward, RewardSum, binds, signature_of
+from .contract import Checked, Reward, RewardSum, binds, known_signature
 from .own import import_own, is_ours, is_own_name, joint_digest, object_digest, object_name
 
 # %% ../../nbs/rewards/02_names.ipynb #5c6e6223
@@ -98,7 +98,7 @@ def makes_reward(entry: Callable) -> bool:
 # %% ../../nbs/rewards/02_names.ipynb #c5325511
 def parameters(entry: Callable) -> list[str]:
     "Return the names of the parameters of a callable; none for a callable without a signature."
-    takes = signature_of(entry)
+    takes = known_signature(entry)
     return [] if takes is None else list(takes.parameters)
 
 # %% ../../nbs/rewards/02_names.ipynb #61a2ef5c
@@ -125,7 +125,7 @@ def check_call(entry: Any, name: Any) -> None:
         raise ValueError(f"reward: {name!r} is not callable")
     if inspect.isclass(entry) and not any("__call__" in vars(cls) for cls in entry.__mro__):
         raise ValueError(f"reward: {name!r} makes objects that are not callable")
-    takes = signature_of(entry)
+    takes = known_signature(entry)
     if not makes_reward(entry) and takes is not None and not any(binds(takes, count) for count in (2, 3)):
         raise ValueError(f"reward: {name!r} takes {takes}, not (images, prompts) or (images, prompts, metadata)")
 
