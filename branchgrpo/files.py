@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['MOST_VALUES', 'LARGEST', 'REFUSED', 'EVERYWHERE', 'REASONS', 'AS_IT_IS', 'naming', 'to_disk', 'write_atomic',
            'write_text', 'save_atomic', 'delete', 'remove_folder', 'replace_folder', 'recover', 'is_temporary',
-           'remove_temporaries', 'row_of', 'read_jsonl', 'write_jsonl', 'end_line', 'append_jsonl', 'check_path',
-           'check_output', 'check_file', 'name_part', 'plain_line', 'weight', 'Plain', 'parse_table', 'yaml_text',
-           'read_table', 'yaml_of', 'Refused', 'behind', 'number_in', 'refusal', 'setting_of', 'in_words',
+           'remove_temporaries', 'row_of', 'read_jsonl', 'write_jsonl', 'end_line', 'append_jsonl', 'is_there',
+           'check_path', 'check_output', 'check_file', 'name_part', 'plain_line', 'weight', 'Plain', 'parse_table',
+           'yaml_text', 'read_table', 'yaml_of', 'Refused', 'behind', 'number_in', 'refusal', 'setting_of', 'in_words',
            'without_handles', 'refusals_in_words']
 
 # %% ../nbs/basics/01_files.ipynb #8b50dba6
@@ -173,6 +173,14 @@ def append_jsonl(path: str | Path, row: dict) -> None:
         file.write(json.dumps(row) + "\n")
         file.flush()
         os.fsync(file.fileno())
+
+# %% ../nbs/basics/01_files.ipynb #ad2910e9
+def is_there(path: str | Path) -> bool:
+    "Return whether there is a file or folder of that name; a text that cannot be a name is none."
+    try:
+        return Path(path).exists()
+    except (OSError, ValueError):
+        return False
 
 # %% ../nbs/basics/01_files.ipynb #950342b0
 def check_path(path: str | Path) -> None:

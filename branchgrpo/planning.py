@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['MOST_COMPLETIONS', 'PROCESSES', 'taken_steps', 'make_window', 'window_steps', 'at_places', 'split_steps',
-           'noise_grid', 'side_steps', 'check_window_splits', 'completions_of', 'steps_of', 'preview_depths',
-           'with_previews', 'plan_of', 'split_scales', 'sibling_s', 'noise_factors', 'flow_process', 'ddim_process',
-           'process_of', 'sampling_process', 'check_process']
+           'noise_grid', 'side_steps', 'completions_of', 'steps_of', 'preview_depths', 'with_previews', 'plan_of',
+           'split_scales', 'sibling_s', 'noise_factors', 'flow_process', 'ddim_process', 'process_of',
+           'sampling_process', 'check_process']
 
 # %% ../nbs/basics/03_planning.ipynb #7912d02e
 import re
@@ -20,7 +20,7 @@ from torch import Tensor
 from .plan import RolloutPlan
 from .registry import shown, unknown_name_error
 from .samplers import ddim_timesteps, flow_sigmas, merged_levels
-from .settings import MethodSettings
+from .settings import NEUTRAL, MethodSettings
 from .transition import SolverTail, Transition, compress_tail, ddim_transition, flow_transition, with_factors
 from .windows import Window, window_places
 
@@ -95,18 +95,6 @@ def side_steps(s: MethodSettings, iteration: int = 0) -> tuple[int, ...]:
     every = range(len(noise_grid(s, iteration)[0]) - 2)  # without the last step
     return tuple(_one_of("side", s.side, {"all": every, "window": window_steps(s, iteration)}))
 
-# %% ../nbs/basics/03_planning.ipynb #31f847aa
-def check_window_splits(s: MethodSettings) -> None:
-    "Raise `ValueError` if splits or side branches that follow the window reach the last step at any iteration."
-    if s.adaptive or s.window == "none":
-        return
-    window = make_window(s)
-    for name in ("splits", "side"):
-        followed = {"window": window.size - 1, "window-start": 0}.get(str(getattr(s, name)))
-        furthest, last = max(window.start, window.stop) + (followed or 0), taken_steps(s) - 1
-        if followed is not None and furthest >= last:
-            raise ValueError(f"{name}: the window reaches step {furthest}, and {name} are allowed at 0…{last - 1}")
-
 # %% ../nbs/basics/03_planning.ipynb #89f4c14c
 MOST_COMPLETIONS = 9  # of one node
 _COMPLETION = r"x0|ode|ode/[1-9][0-9]{0,2}|[1-9][0-9]{0,2}"
@@ -159,7 +147,6 @@ def with_previews(s: MethodSettings, plan: RolloutPlan) -> RolloutPlan:
 # %% ../nbs/basics/03_planning.ipynb #78a34463
 def plan_of(s: MethodSettings, iteration: int = 0) -> RolloutPlan:
     "Return the rollout plan at `iteration`. Raise `ValueError` naming the setting that is wrong."
-    check_window_splits(s)
     splits = split_steps(s, iteration)
     inside = window_steps(s, iteration)
     noisy = {"all": None, "window": inside, "splits+window": {*splits, *inside}}
@@ -235,21 +222,7 @@ def process_of(s: MethodSettings, policy, iteration: int = 0) -> Transition:
 def sampling_process(policy, steps: int, shift: float = 3.0) -> Transition:
     "Return the process without noise that draws images for an evaluation, in `steps` steps."
     kinds = {"flow": "dance", "diffusion": "ddim"}
-    s = MethodSettings(
-        steps=steps,
-        shift=shift,
-        transition=kinds[policy.kind],
-        eta=0.0,
-        window="none",
-        tail_ratio=0.0,
-        splits=(),
-        side=(),
-        merged={},
-        noise_factors={},
-        adaptive=False,
-        split_noise="correlated",
-        split_density="drawn",
-    )
+    s = replace(NEUTRAL, steps=steps, shift=shift, transition=kinds[policy.kind], eta=0.0, splits=())
     return process_of(s, policy)
 
 # %% ../nbs/basics/03_planning.ipynb #1d4310bf

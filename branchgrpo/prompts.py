@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['ENDINGS', 'FORMATS', 'COLUMNS', 'PAPER_SETS', 'PROMPT_SETS', 'PromptSet', 'plain_prompts', 'read_lines', 'prompt_key',
            'read_row', 'read_rows', 'read_frame', 'frames_beside', 'from_rows', 'from_texts', 'part_file', 'from_path',
-           'read_dataset', 'from_hub', 'PaperSet', 'paper_set', 'is_dataset_folder', 'is_data_set_name', 'is_path',
-           'load_named', 'load_prompts']
+           'read_dataset', 'from_hub', 'PaperSet', 'paper_set', 'is_dataset_folder', 'is_data_set_name', 'load_named',
+           'load_prompts']
 
 # %% ../nbs/basics/05_prompts.ipynb #34fd6731
 import json
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .files import is_there
 from .registry import Registry, reason, shown, unknown_name_error
 
 # %% ../nbs/basics/05_prompts.ipynb #6156c0e7
@@ -107,7 +108,7 @@ def read_rows(path: str | Path) -> list[dict]:
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # not EPS, which starts a program to draw itself
 
 
-def read_frame(path: Path) -> Tensor:
+def read_frame(path: Path, setting: str = "prompts") -> Tensor:
     "Return the image `(3, H, W)` in [0, 1] of a file in one of FORMATS."
     import numpy as np
     from PIL import Image
@@ -116,7 +117,7 @@ def read_frame(path: Path) -> Tensor:
         with Image.open(path, formats=FORMATS) as image:
             return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1) / 255
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"prompts: {shown(str(path))} is not a readable image ({type(error).__name__})") from None
+        raise ValueError(f"{setting}: {shown(str(path))} is not a readable image ({type(error).__name__})") from None
 
 # %% ../nbs/basics/05_prompts.ipynb #f81d81df
 def frames_beside(rows: dict[str, dict], folder: Path) -> Callable | None:
@@ -267,14 +268,6 @@ def is_data_set_name(name: str) -> bool:
     one_slash = name.partition(":")[0].count("/") == 1
     return one_slash and Path(name).suffix not in (".txt", ".jsonl") and name[:1].isalnum()
 
-# %% ../nbs/basics/05_prompts.ipynb #14c38198
-def is_path(name: str) -> bool:
-    "Return whether there is a file or folder of that name; a text that cannot be a name is none."
-    try:
-        return bool(name) and Path(name).exists()
-    except (OSError, ValueError):
-        return False
-
 # %% ../nbs/basics/05_prompts.ipynb #363e14a1
 def load_named(name: str) -> PromptSet:
     "Return the prompt set of a name, a path or a hub name. Raises `ValueError` if it is missing, empty or unreadable."
@@ -283,7 +276,7 @@ def load_named(name: str) -> PromptSet:
         return entry() if callable(entry) else load_prompts(entry)
     if name in PAPER_SETS:
         return paper_set(name)
-    if is_path(name):
+    if name and is_there(name):
         return from_hub(name) if is_dataset_folder(Path(name)) else from_path(name)
     if is_data_set_name(name):
         return from_hub(name)

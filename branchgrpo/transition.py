@@ -88,9 +88,11 @@ def flow_transition(kind: str, sigmas: Tensor, noise_level: float, **options) ->
     """Return a flow model's reverse process on `sigmas (T + 1,)`; `options` are `amplitude`, `draw_scale` and `tail`.
 
     `kind` names an entry of `TRANSITIONS`; `noise_level` is η for `dance`, `cps`, `ddim`, and a for `flow`, `linear`.
-    Raises `ValueError` on an unknown kind or a negative noise level.
+    Raises `ValueError` on an unknown kind, and on a noise level that is negative or NaN.
     """
     sampler = TRANSITIONS.get(kind)
+    if not noise_level >= 0:
+        raise ValueError(f"eta: {noise_level} is not 0 or above")
     noise = sampler.noise(sigmas, noise_level)
     return Transition(sampler.step, sigmas[:-1], sigmas, noise, sampler.per_root_h, **options)
 

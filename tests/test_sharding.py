@@ -13,7 +13,7 @@ from commands import popen
 from slow import often
 from test_training import SMALL, free_port
 
-from branchgrpo.training.checkpoints import checkpoints_of, is_sound, newest, read_saved_table
+from branchgrpo.training.checkpoints import checkpoints_of, damage, newest, read_saved_table
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.trainer import Trainer
 
@@ -71,7 +71,7 @@ rolled, _ = assign_credit(t.learner, collected, process, t.collector.noise(3))
 stats = accumulate(t.learner, rolled)
 grads = everything({name: p.grad for name, p in t.learner.parameters.items() if p.grad is not None})
 optimiser_step(t.learner)
-t.learner.average()
+t.learner.ema.step(t.learner.parameters)
 update(t.learner, rolled)
 result = {"leaves": t.accelerator.gather(collected.tree.latents[-1].contiguous()),
           "rewards": t.accelerator.gather(collected.rewards.contiguous()), "grads": grads,
@@ -193,7 +193,7 @@ def test_two_sharded_processes_killed_within_a_save_go_on_to_the_same_end(tmp_pa
         processes(2, BEGIN + FIT + END, killed, tmp_path / "end1", wait=False),
         lambda: saves.exists() and any(path.name == "000002.tmp" for path in saves.iterdir()),
     )
-    assert is_sound(newest(tmp_path / "killed"))
+    assert damage(newest(tmp_path / "killed"), contents=False) is None
     processes(2, BEGIN + FIT + END, killed, tmp_path / "end2")
     assert rows(tmp_path / "whole") == rows(tmp_path / "killed") and len(rows(tmp_path / "killed")) == 4
     one, two = (read_saved_table(newest(tmp_path / name), "weights") for name in ("whole", "killed"))

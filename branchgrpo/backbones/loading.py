@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['FAMILIES', 'TINY', 'BACKBONES', 'PIPELINE_ERRORS', 'ENCODER_PLACES', 'declared', 'Backbone', 'adapt_recipe',
-           'is_hub_model', 'is_pipeline', 'folder_of', 'pipeline_error', 'read_index', 'pipeline_class', 'family',
-           'default_sizes', 'encoder_names', 'read_pipeline', 'move_parts', 'empty_model', 'empty_denoiser',
-           'machine_ranks', 'is_reader', 'machine_group', 'send_weights', 'read_once', 'load_pipeline', 'load_backbone',
+           'is_hub_model', 'folder_of', 'pipeline_error', 'read_index', 'pipeline_class', 'family', 'default_sizes',
+           'encoder_names', 'read_pipeline', 'move_parts', 'empty_model', 'empty_denoiser', 'machine_ranks',
+           'is_reader', 'machine_group', 'send_weights', 'read_once', 'load_pipeline', 'policy_around', 'load_backbone',
            'save_memory', 'encoders_of', 'awake', 'largest_rank']
 
 # %% ../../nbs/backbones/01_loading.ipynb #f35a8196
@@ -28,6 +28,7 @@ from torch import nn
 
 from .pipeline import ENCODERS, FamilyDefaults
 from .published import PUBLISHED
+from ..files import is_there
 from ..policy import Policy
 from ..registry import Registry, loaded, shown, unknown_name_error
 
@@ -83,21 +84,13 @@ def is_hub_model(name: str) -> bool:
     "Return whether `name` reads owner/model and is no path of this machine."
     return re.fullmatch(r"[\w-][\w.-]{0,95}/[\w.-]{1,96}", name) is not None and not Path(name).exists()
 
-# %% ../../nbs/backbones/01_loading.ipynb #e53b7ab3
-def is_pipeline(name: str) -> bool:
-    "Return whether a folder has a `model_index.json`; a text that cannot be a name is none."
-    try:
-        return (Path(name) / "model_index.json").is_file()
-    except (OSError, ValueError):
-        return False
-
 # %% ../../nbs/backbones/01_loading.ipynb #e5ee710a
 def folder_of(name: str) -> str:
     """Return the folder or hub name behind a backbone's name.
 
     Raises `ValueError` if it is neither a name of `BACKBONES`, a pipeline's folder, nor `owner/model`."""
     where = BACKBONES.get(name).source if name in BACKBONES.names() else name
-    if is_pipeline(where) or is_hub_model(where):
+    if is_there(Path(where, "model_index.json")) or is_hub_model(where):
         return where
     raise ValueError(
         f"{unknown_name_error('backbone', name, BACKBONES.names())} "
@@ -284,6 +277,15 @@ def load_pipeline(
     move_parts(pipeline, device, [*waiting, *parts])
     return pipeline
 
+# %% ../../nbs/backbones/01_loading.ipynb #341e7836
+def policy_around(pipeline: Any, name: str, given: dict[str, Any], guidance_scale: float | None, *more: Any) -> Any:
+    "Return a backbone's policy with a pipeline; what is None in `given` takes the backbone's or the family's default."
+    policy_class = family(name)
+    sizes = default_sizes(name) | {key: value for key, value in given.items() if value is not None}
+    further = {key: sizes[key] for key in declared(policy_class, "takes") if key in sizes}
+    guidance_scale = declared(policy_class, "guidance") if guidance_scale is None else guidance_scale
+    return policy_class(pipeline, sizes["height"], sizes["width"], guidance_scale, *more, **further)
+
 # %% ../../nbs/backbones/01_loading.ipynb #aeb225d8
 def load_backbone(
     name: str,  # a name of BACKBONES, a pipeline's folder, or a hub name
@@ -299,15 +301,11 @@ def load_backbone(
     """Return the policy of a pipeline, frozen. What is None takes the backbone's or the family's default.
 
     Raises `ValueError` as `family` and `load_pipeline` do, and if a size does not fit."""
-    policy_class = family(name)
-    takes = declared(policy_class, "takes")
-    further = {key: options.pop(key) for key in takes if key in options}
-    given = {"height": height, "width": width, "frames": frames, **further}
+    takes = declared(family(name), "takes")
+    given = {"height": height, "width": width, "frames": frames}
+    given |= {key: options.pop(key) for key in takes if key in options}
     pipeline = load_pipeline(name, dtype, device, **options)
-    sizes = default_sizes(name) | {key: value for key, value in given.items() if value is not None}
-    further = {key: sizes[key] for key in takes if key in sizes}
-    guidance_scale = declared(policy_class, "guidance") if guidance_scale is None else guidance_scale
-    return policy_class(pipeline, sizes["height"], sizes["width"], guidance_scale, guidance_grad, **further)
+    return policy_around(pipeline, name, given, guidance_scale, guidance_grad)
 
 # %% ../../nbs/backbones/01_loading.ipynb #09b7f263
 def save_memory(pipeline, slicing: bool = False, tiling: bool = False, offload: bool = False, device="cpu") -> None:
@@ -347,15 +345,14 @@ def awake(pipeline, device: str | torch.device) -> Iterator[None]:
 
 # %% ../../nbs/backbones/01_loading.ipynb #34b41791
 def largest_rank(
-    policy_or_denoiser: Any,  # a policy, or its denoiser
+    denoiser: nn.Module,
     targets: Iterable[str],  # endings of the adapted layers' names, as `policy.lora_targets`
 ) -> int:
     """Return the smallest `min(in_features, out_features)` over the adapted layers.
 
     Raises `ValueError` if no layer's name ends in one of `targets`."""
-    denoiser = getattr(policy_or_denoiser, "denoiser", policy_or_denoiser)
     endings = tuple(f".{target}" for target in targets)
-    layers = [layer for name, layer in denoiser.named_modules() if f".{name}".endswith(endings)]
+    layers: list[Any] = [layer for name, layer in denoiser.named_modules() if f".{name}".endswith(endings)]
     widths = [min(layer.in_features, layer.out_features) for layer in layers if hasattr(layer, "in_features")]
     if not widths:
         raise ValueError(f"lora_rank: no layer is named {', '.join(endings)}")

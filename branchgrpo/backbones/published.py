@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CLIP_L', 'CLIP_L_PROJECTED', 'CLIP_BIG_G', 'T5_XXL', 'UMT5_XXL', 'CLIP_VIT_H', 'QWEN_VL_7B', 'ENCODING_BYTES',
-           'PUBLISHED', 'storages', 'LiveBytes', 'Operations', 'fused', 'fused_attention', 'kl_config', 'Published']
+           'PUBLISHED', 'storages', 'Operations', 'fused', 'fused_attention', 'kl_config', 'Published']
 
 # %% ../../nbs/backbones/08_published.ipynb #e4849840
 import weakref
@@ -25,13 +25,14 @@ def storages(values: Any) -> list[torch.UntypedStorage]:
     return [value.untyped_storage() for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 # %% ../../nbs/backbones/08_published.ipynb #b813ac8d
-class LiveBytes(TorchDispatchMode):
-    "Counts the bytes of the tensors that are made in this context, until nothing holds them: `peak`."
+class Operations(TorchDispatchMode):
+    "Counts the bytes of the tensors made in this context while something holds them (`now`, `peak`), and FLOPs."
 
     def __init__(self):
         super().__init__()
         self.now = 0
         self.peak = 0
+        self.flops = 0  # of matrix products, convolutions and attention
         self.known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -41,6 +42,8 @@ class LiveBytes(TorchDispatchMode):
         for storage in storages(made):
             if storage not in self.known:
                 self.add(storage, storage.nbytes())
+        if flops_of := flop_registry.get(func._overloadpacket):
+            self.flops += flops_of(*args, **(kwargs or {}), out_val=made)
         return made
 
     def add(self, storage: torch.UntypedStorage, size: int) -> None:
@@ -53,21 +56,6 @@ class LiveBytes(TorchDispatchMode):
     def drop(self, size: int) -> None:
         "Stop to count a storage."
         self.now -= size
-
-# %% ../../nbs/backbones/08_published.ipynb #43ddf377
-class Operations(LiveBytes):
-    "Counts the FLOPs of matrix products, convolutions and attention, and the bytes alive."
-
-    def __init__(self):
-        super().__init__()
-        self.flops = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = super().__torch_dispatch__(func, types, args, kwargs)
-        flops_of = flop_registry.get(func._overloadpacket)
-        if flops_of is not None:
-            self.flops += flops_of(*args, **(kwargs or {}), out_val=made)
-        return made
 
 # %% ../../nbs/backbones/08_published.ipynb #532a87bb
 def fused(
@@ -124,51 +112,39 @@ ENCODING_BYTES = 8.5e9  # of T5-XXL in float32, for 32 prompts of 512 tokens
 # %% ../../nbs/backbones/08_published.ipynb #f9379fdf
 @dataclass(frozen=True)
 class Published:
-    "A published model: the class of its pipeline, a policy without weights, its VAE and its encoders."
+    "A published model: the class of its pipeline, its VAE and its encoders; the family has its denoiser."
 
     family: str
-    without_weights: str  # "module:name" of a function (height, width) -> policy on the meta device
     vae: tuple[str, dict[str, Any]]  # a class of diffusers and its configuration
     encoders: dict[str, int] = field(default_factory=dict)  # parameters of the encoders, by the pipeline's name
 
 # %% ../../nbs/backbones/08_published.ipynb #df3306ad
 _SD = Published(
     "StableDiffusionPipeline",
-    "branchgrpo.backbones.sd:meta_sd",
     ("AutoencoderKL", kl_config(4, quant=True)),
     {"text_encoder": CLIP_L},
 )
 PUBLISHED = {
     "black-forest-labs/FLUX.1-dev": Published(
         "FluxPipeline",
-        "branchgrpo.backbones.flux:meta_flux",
         ("AutoencoderKL", kl_config(16, quant=False)),
         {"text_encoder": CLIP_L, "text_encoder_2": T5_XXL},
     ),
     "stabilityai/stable-diffusion-3.5-medium": Published(
         "StableDiffusion3Pipeline",
-        "branchgrpo.backbones.sd3:meta_sd3",
         ("AutoencoderKL", kl_config(16, quant=False)),
         {"text_encoder": CLIP_L_PROJECTED, "text_encoder_2": CLIP_BIG_G, "text_encoder_3": T5_XXL},
     ),
     "stable-diffusion-v1-5/stable-diffusion-v1-5": _SD,
     "CompVis/stable-diffusion-v1-4": _SD,
-}
-
-# %% ../../nbs/backbones/08_published.ipynb #a740a9ca
-PUBLISHED |= {
-    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": Published(
-        "WanPipeline", "branchgrpo.backbones.wan:meta_wan", ("AutoencoderKLWan", {}), {"text_encoder": UMT5_XXL}
-    ),
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": Published("WanPipeline", ("AutoencoderKLWan", {}), {"text_encoder": UMT5_XXL}),
     "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": Published(
         "WanImageToVideoPipeline",
-        "branchgrpo.backbones.wan:meta_wan_i2v",
         ("AutoencoderKLWan", {}),
         {"text_encoder": UMT5_XXL, "image_encoder": CLIP_VIT_H},
     ),
     "Qwen/Qwen-Image": Published(
         "QwenImagePipeline",
-        "branchgrpo.backbones.qwen_image:meta_qwen_image",
         ("AutoencoderKLQwenImage", {}),
         {"text_encoder": QWEN_VL_7B},
     ),

@@ -4,25 +4,15 @@
 
 # %% auto #0
 __all__ = ['QWEN_IMAGE', 'padded', 'encode_qwen_image', 'rescale_to', 'predict_qwen_image', 'decode_qwen_image',
-           'QwenImagePolicy', 'meta_qwen_image']
+           'QwenImagePolicy']
 
 # %% ../../nbs/backbones/05_qwen_image.ipynb #eb77c556
-from types import SimpleNamespace
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .loading import FAMILIES
-from branchgrpo.backbones.pipeline import (
-    JOINT_ATTENTION,
-    PackedPolicy,
-    channel_statistics,
-    guided,
-    images_per_decode,
-    on_meta,
-    unit_range,
-)
+from .pipeline import JOINT_ATTENTION, PackedPolicy, channel_statistics, decode_images, guided
 
 # %% ../../nbs/backbones/05_qwen_image.ipynb #49cc7274
 def padded(policy, texts: list[str]) -> tuple[Tensor, Tensor]:
@@ -76,27 +66,7 @@ def decode_qwen_image(policy, latents: Tensor, max_batch: int | None = None) -> 
     vae = policy.pipeline.vae
     mean, std = channel_statistics(vae)
     z = policy.unpack(latents) * std + mean
-    max_batch = max_batch or policy.decode_batch or images_per_decode(vae, z.shape[1:], most=16)
-    return unit_range(torch.cat([vae.decode(part, return_dict=False)[0][:, :, 0] for part in z.split(max_batch)]))
-
-# %% ../../nbs/backbones/05_qwen_image.ipynb #a5a7d151
-@FAMILIES.register("QwenImagePipeline")
-class QwenImagePolicy(PackedPolicy):
-    "Hold a `QwenImagePipeline` as a policy; packed latents `(N, C)`. `guidance_scale` is its `true_cfg_scale`."
-
-    guidance = 4.0
-    text_length = 256
-    lora_targets = JOINT_ATTENTION
-
-    encode = encode_qwen_image
-    predict = predict_qwen_image
-    decode = decode_qwen_image
-
-    def blank(self, batch: int = 1) -> dict[str, Tensor]:
-        "Return conditioning of the right shapes and no content, on the denoiser's device."
-        text = self.zeros(batch, self.text_length, self.denoiser.config.joint_attention_dim)
-        mask = torch.ones(batch, self.text_length, device=self.device, dtype=torch.bool)
-        return {"prompt_embeds": text, "negative_embeds": text, "mask": mask, "negative_mask": mask}
+    return decode_images(vae, z, max_batch or policy.decode_batch, most=16)[:, :, 0]
 
 # %% ../../nbs/backbones/05_qwen_image.ipynb #6432fac3
 QWEN_IMAGE = dict(
@@ -110,11 +80,22 @@ QWEN_IMAGE = dict(
     axes_dims_rope=(16, 56, 56),
 )
 
-# %% ../../nbs/backbones/05_qwen_image.ipynb #65f25660
-def meta_qwen_image(height: int = 1024, width: int = 1024, guidance_scale: float = 4.0, **config) -> QwenImagePolicy:
-    "Return a policy with Qwen-Image's transformer (or another `config`) on the meta device: for shapes and costs."
-    from diffusers import QwenImageTransformer2DModel
+# %% ../../nbs/backbones/05_qwen_image.ipynb #a5a7d151
+@FAMILIES.register("QwenImagePipeline")
+class QwenImagePolicy(PackedPolicy):
+    "Hold a `QwenImagePipeline` as a policy; packed latents `(N, C)`. `guidance_scale` is its `true_cfg_scale`."
 
-    transformer = on_meta(QwenImageTransformer2DModel, config or QWEN_IMAGE)
-    pipeline = SimpleNamespace(transformer=transformer, vae_scale_factor=8)
-    return QwenImagePolicy(pipeline, height, width, guidance_scale)
+    guidance = 4.0
+    text_length = 256
+    lora_targets = JOINT_ATTENTION
+    published = ("QwenImageTransformer2DModel", QWEN_IMAGE)
+
+    encode = encode_qwen_image
+    predict = predict_qwen_image
+    decode = decode_qwen_image
+
+    def blank(self, batch: int = 1) -> dict[str, Tensor]:
+        "Return conditioning of the right shapes and no content, on the denoiser's device."
+        text = self.zeros(batch, self.text_length, self.denoiser.config.joint_attention_dim)
+        mask = torch.ones(batch, self.text_length, device=self.device, dtype=torch.bool)
+        return {"prompt_embeds": text, "negative_embeds": text, "mask": mask, "negative_mask": mask}

@@ -5,24 +5,15 @@
 # %% auto #0
 __all__ = ['WAN_13B', 'WAN_I2V_14B', 'encode_wan', 'predict_wan', 'decode_wan', 'latent_frames', 'WanPolicy',
            'first_frame_condition', 'first_frame_features', 'encode_wan_i2v', 'check_supported', 'blank_wan_i2v',
-           'WanImagePolicy', 'meta_wan', 'meta_wan_i2v']
+           'WanImagePolicy']
 
 # %% ../../nbs/backbones/06_wan.ipynb #b1a37846
 import hashlib
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from branchgrpo.backbones.pipeline import (
-    PipelinePolicy,
-    channel_statistics,
-    guided,
-    images_per_decode,
-    on_meta,
-    unit_range,
-)
+from .pipeline import PipelinePolicy, channel_statistics, decode_images, guided
 
 # %% ../../nbs/backbones/06_wan.ipynb #1b830448
 @torch.no_grad()
@@ -62,9 +53,8 @@ def decode_wan(policy, latents: Tensor, max_batch: int | None = None) -> Tensor:
     "Return clips `(B, 3, F, H, W)` float32 in [0, 1] from x̂₀ latents."
     vae = policy.pipeline.vae
     mean, std = channel_statistics(vae)
-    max_batch = max_batch or policy.decode_batch or images_per_decode(vae, latents.shape[1:], most=8)
-    parts = [z.to(vae.device, vae.dtype) * std + mean for z in latents.split(max_batch)]
-    return unit_range(torch.cat([vae.decode(z, return_dict=False)[0] for z in parts]))
+    z = latents.to(vae.device, vae.dtype) * std + mean
+    return decode_images(vae, z, max_batch or policy.decode_batch, most=8)
 
 # %% ../../nbs/backbones/06_wan.ipynb #2bfa76c7
 def latent_frames(frames: int, fold: int, most: int | None = None) -> int:
@@ -73,6 +63,22 @@ def latent_frames(frames: int, fold: int, most: int | None = None) -> int:
         allowed = f"{fold} from 1 to {(most - 1) * fold + 1}" if most else str(fold)
         raise ValueError(f"frames: {frames} is not one more than a multiple of {allowed}")
     return (frames - 1) // fold + 1
+
+# %% ../../nbs/backbones/06_wan.ipynb #f2cfec54
+WAN_13B = dict(
+    patch_size=(1, 2, 2),
+    num_attention_heads=12,
+    attention_head_dim=128,
+    in_channels=16,
+    out_channels=16,
+    text_dim=4096,
+    freq_dim=256,
+    ffn_dim=8960,
+    num_layers=30,
+    cross_attn_norm=True,
+    qk_norm="rms_norm_across_heads",
+    rope_max_seq_len=1024,
+)
 
 # %% ../../nbs/backbones/06_wan.ipynb #1121de8c
 class WanPolicy(PipelinePolicy):
@@ -83,6 +89,8 @@ class WanPolicy(PipelinePolicy):
     default_size = 480
     guidance = 5.0
     most_tokens = "rope_max_seq_len"
+    published = ("WanTransformer3DModel", WAN_13B)
+    factors = {"vae_scale_factor_spatial": 8, "vae_scale_factor_temporal": 4}
     takes = ("frames",)
 
     def __init__(self, pipeline, height: int, width: int, guidance_scale=5.0, guidance_grad=False, frames: int = 33):
@@ -147,6 +155,16 @@ def blank_wan_i2v(policy, batch: int = 1) -> dict[str, Tensor]:
         out["image_embeds"] = policy.zeros(batch, 257, config.image_dim)
     return out
 
+# %% ../../nbs/backbones/06_wan.ipynb #7ef9724f
+WAN_I2V_14B = WAN_13B | dict(
+    num_attention_heads=40,
+    in_channels=36,
+    ffn_dim=13824,
+    num_layers=40,
+    image_dim=1280,
+    added_kv_proj_dim=5120,
+)
+
 # %% ../../nbs/backbones/06_wan.ipynb #c1ff8307
 class WanImagePolicy(WanPolicy):
     """Hold a `WanImageToVideoPipeline` as a policy; latents as `WanPolicy`, with a first frame per prompt.
@@ -156,6 +174,8 @@ class WanImagePolicy(WanPolicy):
     def __init__(self, pipeline, *args, **options):
         super().__init__(pipeline, *args, **options)
         check_supported(pipeline)
+
+    published = ("WanTransformer3DModel", WAN_I2V_14B)
 
     encode = encode_wan_i2v
     blank = blank_wan_i2v
@@ -171,51 +191,3 @@ class WanImagePolicy(WanPolicy):
             where = "lines of a .jsonl file with 'prompt' and 'image'"
             raise ValueError(f"prompts: image-to-video needs an image for every prompt ({where})")
         return self.first_frames(list(prompts)).float().cpu()
-
-# %% ../../nbs/backbones/06_wan.ipynb #f2cfec54
-WAN_13B = dict(
-    patch_size=(1, 2, 2),
-    num_attention_heads=12,
-    attention_head_dim=128,
-    in_channels=16,
-    out_channels=16,
-    text_dim=4096,
-    freq_dim=256,
-    ffn_dim=8960,
-    num_layers=30,
-    cross_attn_norm=True,
-    qk_norm="rms_norm_across_heads",
-    rope_max_seq_len=1024,
-)
-
-# %% ../../nbs/backbones/06_wan.ipynb #7ef9724f
-WAN_I2V_14B = WAN_13B | dict(
-    num_attention_heads=40,
-    in_channels=36,
-    ffn_dim=13824,
-    num_layers=40,
-    image_dim=1280,
-    added_kv_proj_dim=5120,
-)
-
-# %% ../../nbs/backbones/06_wan.ipynb #08dec32f
-def meta_wan(
-    height: int = 480,
-    width: int = 832,
-    guidance_scale: float = 5.0,
-    frames: int = 81,
-    policy: type = WanPolicy,
-    **config,
-) -> Any:
-    "Return a `policy` with Wan2.1-1.3B's transformer (or another `config`) on the meta device: for shapes and costs."
-    from diffusers import WanTransformer3DModel
-
-    transformer = on_meta(WanTransformer3DModel, config or WAN_13B)
-    folds = {"vae_scale_factor_spatial": 8, "vae_scale_factor_temporal": 4}  # of Wan2.1's autoencoder
-    pipeline = SimpleNamespace(transformer=transformer, config={}, **folds)
-    return policy(pipeline, height, width, guidance_scale, frames=frames)
-
-# %% ../../nbs/backbones/06_wan.ipynb #27f75a45
-def meta_wan_i2v(height: int = 480, width: int = 832, guidance_scale: float = 5.0, frames: int = 81, **config) -> Any:
-    "Return a policy with Wan2.1-I2V-14B's transformer (or another `config`) on the meta device."
-    return meta_wan(height, width, guidance_scale, frames, WanImagePolicy, **(config or WAN_I2V_14B))

@@ -22,7 +22,7 @@ import torch
 from ..backbones.loading import encoder_names, folder_of
 from ..backbones.pipeline import DECODE_BYTES
 from ..backbones.published import ENCODING_BYTES, PUBLISHED, T5_XXL
-from .counting import CallCost, Countable, compute_bytes, counted_policy, decoding_cost, weight_bytes
+from .counting import CallCost, compute_bytes, counted_policy, decoding_cost, weight_bytes
 from ..objective import needs_means
 from ..plan import RolloutPlan, plan_cost
 from ..planning import plan_of
@@ -134,7 +134,7 @@ def update_bytes(c: CallCost, s: Settings) -> float:
     return again * c.activation_bytes + (1 - again) * everything
 
 # %% ../../nbs/machine/01_estimate.ipynb #fa77eb2b
-def working_parts(policy: Countable, c: CallCost, s: Settings, share: GpuShare) -> list[MemoryPart]:
+def working_parts(policy: Any, c: CallCost, s: Settings, share: GpuShare) -> list[MemoryPart]:
     "Return what a rollout and an update hold besides weights."
     wide = compute_bytes(s) / 2  # activations are counted in bfloat16
     elements = torch.Size(policy.latent_shape).numel()

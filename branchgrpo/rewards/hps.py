@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['VIT_H14', 'pad_square', 'convert_layer', 'from_open_clip', 'read_open_clip', 'HPSReward', 'hpsv2_scores',
-           'read_image', 'compare_with_hpsv2']
+           'compare_with_hpsv2']
 
 # %% ../../nbs/rewards/05_hps.ipynb #81cc33a8
 import json
@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..prompts import read_frame
 from .clip import CLIP_H14, ClipReward, checkpoint_path, normalise
 
 # %% ../../nbs/rewards/05_hps.ipynb #fd9ef5b2
@@ -177,15 +178,6 @@ def hpsv2_scores(rows: list[dict], python: str) -> list[float]:
             raise ValueError(f"check-hps: {python!r} with hpsv2 failed: {last}")
         return json.loads(answer.read_text())
 
-# %% ../../nbs/rewards/05_hps.ipynb #45aff2ee
-def read_image(path: str | Path) -> Tensor:
-    "Return the image `(1, 3, H, W)` in [0, 1] of a file."
-    import numpy as np
-    from PIL import Image
-
-    with Image.open(path) as image:
-        return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)[None] / 255
-
 # %% ../../nbs/rewards/05_hps.ipynb #887a8b86
 def compare_with_hpsv2(
     rows: list[dict],  # [{"image": path, "prompt": text}]
@@ -195,5 +187,5 @@ def compare_with_hpsv2(
     "Score images here and with hpsv2 itself. Raises `ValueError` as `hpsv2_scores` does."
     reward = reward or HPSReward("xswu/HPSv2")
     theirs = hpsv2_scores(rows, python)
-    ours = [reward(read_image(r["image"]), [r["prompt"]]).item() for r in rows]
+    ours = [reward(read_frame(r["image"], "images")[None], [r["prompt"]]).item() for r in rows]
     return list(zip(ours, theirs))

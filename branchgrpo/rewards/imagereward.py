@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .aesthetic import AestheticHead
-from .clip import CLIP_MEAN, CLIP_STD, checkpoint_path, preprocess
+from .clip import CLIP_PIXELS, checkpoint_path, preprocess
 from .contract import check_prompt_count, frames_as_images, mean_over_frames
 
 # %% ../../nbs/rewards/07_imagereward.ipynb #83092177
@@ -134,8 +134,7 @@ def image_processor(side: int) -> SimpleNamespace:
     return SimpleNamespace(
         size={"shortest_edge": side},
         crop_size={"height": side, "width": side},
-        image_mean=CLIP_MEAN,
-        image_std=CLIP_STD,
+        **vars(CLIP_PIXELS),
     )
 
 # %% ../../nbs/rewards/07_imagereward.ipynb #c17528db

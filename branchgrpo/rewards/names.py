@@ -4,9 +4,8 @@
 
 # %% auto #0
 __all__ = ['TESTBED', 'REWARDS', 'TOKEN', 'LARGEST_WEIGHT', 'LONGEST', 'Entry', 'about', 'makes_reward', 'parameters',
-           'build_reward', 'check_call', 'make', 'as_checked', 'check_no_secret', 'Named', 'place_of', 'is_folder_with',
-           'split_name', 'terms', 'hide_loading_bars', 'load_one', 'load_reward', 'check_name', 'reward_name',
-           'source_digest']
+           'build_reward', 'check_call', 'make', 'as_checked', 'check_no_secret', 'Named', 'place_of', 'split_name',
+           'terms', 'load_one', 'load_reward', 'check_name', 'reward_name', 'source_digest']
 
 # %% ../../nbs/rewards/02_names.ipynb #a0a66434
 import inspect
@@ -18,8 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..files import is_there
 from ..registry import Registry, import_target, reason, shown, unknown_name_error
-from .contract import Checked, Reward, RewardSum, binds
+from .contract import Checked, Reward, RewardSum, binds, known_signature
 from .own import import_own, is_ours, is_own_name, joint_digest, object_digest, object_name
 
 # %% ../../nbs/rewards/02_names.ipynb #5c6e6223
@@ -32,58 +32,56 @@ class Entry(NamedTuple):
     gb: float = 0.0  # what its weights take on the device
 
 # %% ../../nbs/rewards/02_names.ipynb #e17a5b02
-_PREFERENCES = {
-    "hps-v2.1": Entry("branchgrpo.rewards.hps:HPSReward", "xswu/HPSv2", "HPS-v2.1: cosine, about 0.2 to 0.4", 3.95),
-    "pickscore": Entry(
-        "branchgrpo.rewards.clip:PickScoreReward",
-        "yuvalkirstain/PickScore_v1",
-        "100 × cosine, about 18 to 26",
-        3.95,
-    ),
-    "imagereward": Entry(
-        "branchgrpo.rewards.imagereward:ImageReward",
-        "zai-org/ImageReward",
-        "ImageReward: a z-score, about −2 to 2",
-        1.79,
-    ),
-}
-
-# %% ../../nbs/rewards/02_names.ipynb #2fd1c1b3
-_OTHERS = {
-    "clip": Entry("branchgrpo.rewards.clip:ClipReward", "openai/clip-vit-base-patch32", "CLIP score: cosine", 0.61),
-    "aesthetic": Entry(
-        "branchgrpo.rewards.aesthetic:AestheticReward", "sac+logos+ava1-l14-linearMSE.pth", "LAION: about 4 to 7", 1.72
-    ),
-    "unified-reward": Entry(
-        "branchgrpo.rewards.unified:UnifiedReward", "http://localhost:8080/v1", "UnifiedReward on a server: 1 to 5"
-    ),
-    "videoalign": Entry(
-        "branchgrpo.rewards.videoalign:VideoAlignReward",
-        "KwaiVGI/VideoReward",
-        "VideoAlign: motion quality, a z-score",
-        4.42,
-    ),
-}
-
-# %% ../../nbs/rewards/02_names.ipynb #e64694be
 TESTBED = "testbed/weights"
-_SMALL = {
-    "motion": Entry("branchgrpo.testbed.motion:MotionReward", None, "exact motion check of testbed clips: 0 to 1"),
-    "tiny-clip": Entry("branchgrpo.rewards.clip:ClipReward", f"{TESTBED}/tiny-clip", "CLIP score, testbed: cosine"),
-    "tiny-pickscore": Entry(
-        "branchgrpo.rewards.clip:PickScoreReward", f"{TESTBED}/tiny-pickscore", "PickScore, testbed: 100 × cosine"
-    ),
-    "tiny-hps": Entry("branchgrpo.rewards.hps:HPSReward", f"{TESTBED}/tiny-hps", "HPS, testbed: cosine"),
-    "tiny-geneval": Entry(
-        "branchgrpo.testbed.geneval:VerifiableReward",
-        f"{TESTBED}/tiny-geneval",
-        "share of a caption found right: 0 to 1",
-    ),
-    "tiny-aesthetic": Entry(
-        "branchgrpo.rewards.aesthetic:AestheticReward", f"{TESTBED}/tiny-aesthetic", "aesthetic, testbed: 1 to 10"
-    ),
-}
-REWARDS = Registry("reward", "rewards", _PREFERENCES | _OTHERS | _SMALL)
+REWARDS = Registry(
+    "reward",
+    "rewards",
+    {
+        "hps-v2.1": Entry("branchgrpo.rewards.hps:HPSReward", "xswu/HPSv2", "HPS-v2.1: cosine, about 0.2 to 0.4", 3.95),
+        "pickscore": Entry(
+            "branchgrpo.rewards.clip:PickScoreReward",
+            "yuvalkirstain/PickScore_v1",
+            "100 × cosine, about 18 to 26",
+            3.95,
+        ),
+        "imagereward": Entry(
+            "branchgrpo.rewards.imagereward:ImageReward",
+            "zai-org/ImageReward",
+            "ImageReward: a z-score, about −2 to 2",
+            1.79,
+        ),
+        "clip": Entry("branchgrpo.rewards.clip:ClipReward", "openai/clip-vit-base-patch32", "CLIP score: cosine", 0.61),
+        "aesthetic": Entry(
+            "branchgrpo.rewards.aesthetic:AestheticReward",
+            "sac+logos+ava1-l14-linearMSE.pth",
+            "LAION: about 4 to 7",
+            1.72,
+        ),
+        "unified-reward": Entry(
+            "branchgrpo.rewards.unified:UnifiedReward", "http://localhost:8080/v1", "UnifiedReward on a server: 1 to 5"
+        ),
+        "videoalign": Entry(
+            "branchgrpo.rewards.videoalign:VideoAlignReward",
+            "KwaiVGI/VideoReward",
+            "VideoAlign: motion quality, a z-score",
+            4.42,
+        ),
+        "motion": Entry("branchgrpo.testbed.motion:MotionReward", None, "exact motion check of testbed clips: 0 to 1"),
+        "tiny-clip": Entry("branchgrpo.rewards.clip:ClipReward", f"{TESTBED}/tiny-clip", "CLIP score, testbed: cosine"),
+        "tiny-pickscore": Entry(
+            "branchgrpo.rewards.clip:PickScoreReward", f"{TESTBED}/tiny-pickscore", "PickScore, testbed: 100 × cosine"
+        ),
+        "tiny-hps": Entry("branchgrpo.rewards.hps:HPSReward", f"{TESTBED}/tiny-hps", "HPS, testbed: cosine"),
+        "tiny-geneval": Entry(
+            "branchgrpo.testbed.geneval:VerifiableReward",
+            f"{TESTBED}/tiny-geneval",
+            "share of a caption found right: 0 to 1",
+        ),
+        "tiny-aesthetic": Entry(
+            "branchgrpo.rewards.aesthetic:AestheticReward", f"{TESTBED}/tiny-aesthetic", "aesthetic, testbed: 1 to 10"
+        ),
+    },
+)
 
 # %% ../../nbs/rewards/02_names.ipynb #b4d76493
 def about(entry: Any) -> str:
@@ -100,10 +98,8 @@ def makes_reward(entry: Callable) -> bool:
 # %% ../../nbs/rewards/02_names.ipynb #c5325511
 def parameters(entry: Callable) -> list[str]:
     "Return the names of the parameters of a callable; none for a callable without a signature."
-    try:
-        return list(inspect.signature(entry).parameters)
-    except (TypeError, ValueError):
-        return []
+    takes = known_signature(entry)
+    return [] if takes is None else list(takes.parameters)
 
 # %% ../../nbs/rewards/02_names.ipynb #61a2ef5c
 def build_reward(entry: Callable, where: str | None, name: str, device: torch.device | str) -> Reward:
@@ -123,17 +119,14 @@ def build_reward(entry: Callable, where: str | None, name: str, device: torch.de
         raise ValueError(f"reward: {name!r} cannot be made ({type(error).__name__}: {reason})") from error
 
 # %% ../../nbs/rewards/02_names.ipynb #fcdbb46d
-def check_call(entry: Callable, name: str) -> None:
+def check_call(entry: Any, name: Any) -> None:
     "Raise `ValueError` if an entry, or what a class makes, cannot be called with images and prompts."
+    if not callable(entry):
+        raise ValueError(f"reward: {name!r} is not callable")
     if inspect.isclass(entry) and not any("__call__" in vars(cls) for cls in entry.__mro__):
         raise ValueError(f"reward: {name!r} makes objects that are not callable")
-    if makes_reward(entry):
-        return
-    try:
-        takes = inspect.signature(entry)
-    except (TypeError, ValueError):  # a callable without a signature
-        return
-    if not any(binds(takes, count) for count in (2, 3)):
+    takes = known_signature(entry)
+    if not makes_reward(entry) and takes is not None and not any(binds(takes, count) for count in (2, 3)):
         raise ValueError(f"reward: {name!r} takes {takes}, not (images, prompts) or (images, prompts, metadata)")
 
 # %% ../../nbs/rewards/02_names.ipynb #f895ce1b
@@ -190,14 +183,6 @@ def place_of(entry: Any, where: str) -> str | None:
         return place
     return str(files("branchgrpo") / place)
 
-# %% ../../nbs/rewards/02_names.ipynb #1815a1c8
-def is_folder_with(name: str, file: str) -> bool:
-    "Return whether `name` is a folder that holds `file`; a text that cannot be a name is none."
-    try:
-        return (Path(name) / file).is_file()
-    except (OSError, ValueError):
-        return False
-
 # %% ../../nbs/rewards/02_names.ipynb #3c20a3df
 def split_name(name: str) -> Named:
     """Return what `NAME[:WHERE]`, a folder with a CLIPModel, `module:function` or `file.py:function` stands for.
@@ -210,7 +195,7 @@ def split_name(name: str) -> Named:
         if colon and (not where or isinstance(entry, Entry) and entry.where is None):
             raise ValueError(f"reward: {shown(name)} names the place {where!r}, and {key!r} can have none such")
         return Named(entry, place_of(entry, where))
-    if is_folder_with(name, "config.json"):
+    if is_there(Path(name, "config.json")):
         return Named(REWARDS.get("clip"), name)
     if is_own_name(name):
         return Named(import_own(name), None)
@@ -250,13 +235,6 @@ def terms(name: str) -> tuple[list[tuple[float, str]], bool]:
         raise ValueError(f"reward: {shown(name)} has weights beyond ±{LARGEST_WEIGHT:g}, or only weights of 0")
     return list(zip(weights, names)), bool(inner)
 
-# %% ../../nbs/rewards/02_names.ipynb #eb1355c6
-def hide_loading_bars() -> None:
-    "Switch off the progress bars that transformers shows while it loads weights."
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-
 # %% ../../nbs/rewards/02_names.ipynb #5e5877bb
 def load_one(name: str, device: torch.device | str = "cpu") -> Reward:
     """Return the one reward `name`.
@@ -264,9 +242,10 @@ def load_one(name: str, device: torch.device | str = "cpu") -> Reward:
     Raises `ValueError` on an unknown name, and if its weights are neither on this machine nor can be fetched.
     """
     from huggingface_hub.errors import HFValidationError
+    from transformers.utils import logging
 
     entry, where = split_name(name)
-    hide_loading_bars()
+    logging.disable_progress_bar()
     try:
         return make(entry, where, name, device)
     except (OSError, HFValidationError) as error:
@@ -293,11 +272,8 @@ def check_name(reward: str | Reward) -> None:
     else:
         found = {reward: reward}
     for name, entry in found.items():
-        if isinstance(entry, Entry):
-            continue
-        if not callable(entry):
-            raise ValueError(f"reward: {name!r} is not callable")
-        check_call(entry, str(name))
+        if not isinstance(entry, Entry):
+            check_call(entry, name)
 
 # %% ../../nbs/rewards/02_names.ipynb #84b91e93
 def reward_name(reward: str | Reward) -> str:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .clip import CLIP_MEAN, CLIP_STD
+from .clip import CLIP_PIXELS, normalise
 
 # %% ../../nbs/rewards/08_videoalign.ipynb #9490da85
 def fitted_size(h: int, w: int, unit: int, side: int) -> tuple[int, int]:
@@ -32,9 +32,7 @@ def normalised_frames(clips: Tensor, pair: int, size: tuple[int, int]) -> Tensor
     flat = frames.flatten(0, 1).float()
     if size != tuple(clips.shape[-2:]):
         flat = nn.functional.interpolate(flat, size, mode="bicubic", antialias=True).clamp(0, 1)
-    mean = torch.tensor(CLIP_MEAN, device=clips.device)[:, None, None]
-    std = torch.tensor(CLIP_STD, device=clips.device)[:, None, None]
-    return ((flat - mean) / std).unflatten(0, frames.shape[:2])
+    return normalise(flat, CLIP_PIXELS).unflatten(0, frames.shape[:2])
 
 # %% ../../nbs/rewards/08_videoalign.ipynb #891292ea
 def video_patches(

@@ -4,13 +4,12 @@
 
 # %% auto #0
 __all__ = ['FORMAT', 'MANIFEST', 'NUMBERS', 'ORIGIN', 'Shapes', 'FILE', 'COUNTS', 'file_digest_of', 'described', 'seal_of',
-           'write_manifest', 'Damaged', 'parsed', 'read_manifest', 'file_damage', 'check_files', 'damage',
-           'checkpoints_of', 'iteration_of', 'put_in_place', 'remove_leftovers', 'is_sound', 'newest', 'set_aside',
-           'take_newest', 'superfluous', 'origin_of', 'check_origin', 'check_shapes', 'flat', 'file_numbers',
-           'TensorWriter', 'packed', 'plain_errors', 'write_tensors', 'read_tensors', 'saved_shapes', 'shapes_of',
-           'read_saved_table', 'Progress', 'optimizer_state', 'state_of', 'check_weights', 'checkpoint_facts', 'Saver',
-           'make_anew', 'thread_group', 'nothing_half', 'begin_checkpoint', 'temporary_of', 'finish_checkpoint',
-           'delete_old', 'chosen', 'load_checkpoint']
+           'write_manifest', 'Damaged', 'read_manifest', 'file_damage', 'damage', 'checkpoints_of', 'put_in_place',
+           'remove_leftovers', 'set_aside', 'newest', 'superfluous', 'origin_of', 'check_origin', 'check_shapes',
+           'flat', 'file_numbers', 'TensorWriter', 'packed', 'plain_errors', 'write_tensors', 'read_tensors',
+           'saved_shapes', 'shapes_of', 'read_saved_table', 'Progress', 'optimizer_state', 'state_of', 'check_weights',
+           'checkpoint_facts', 'Saver', 'make_anew', 'thread_group', 'nothing_half', 'begin_checkpoint', 'temporary_of',
+           'finish_checkpoint', 'delete_old', 'chosen', 'load_checkpoint']
 
 # %% ../../nbs/training/10_checkpoints.ipynb #4973c555
 import hashlib
@@ -78,22 +77,16 @@ class Damaged(Exception):
     "What is wrong with a checkpoint."
 
 # %% ../../nbs/training/10_checkpoints.ipynb #0541d91b
-def parsed(path: Path) -> dict[str, Any]:
-    "Return the table in a manifest. Raise `Damaged` if it is missing or holds none."
+def read_manifest(folder: Path) -> dict[str, Any]:
+    "Return a checkpoint's manifest. Raise `Damaged`, or `ValueError` if another version wrote it in another format."
     try:
-        table = json.loads(path.read_bytes())
+        table = json.loads((folder / MANIFEST).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         raise Damaged(f"{MANIFEST} is missing") from None
     except (ValueError, RecursionError, IsADirectoryError):
         raise Damaged(f"{MANIFEST} cannot be read") from None
     if not isinstance(table, dict) or not isinstance(table.get("files"), dict):
         raise Damaged(f"{MANIFEST} cannot be read")
-    return table
-
-# %% ../../nbs/training/10_checkpoints.ipynb #39293945
-def read_manifest(folder: Path) -> dict[str, Any]:
-    "Return a checkpoint's manifest. Raise `Damaged`, or `ValueError` if another version wrote it in another format."
-    table = parsed(folder / MANIFEST)
     old = "format" not in table and "sha256" not in table
     if not old and table.get("sha256") != seal_of(table):
         raise Damaged(f"{MANIFEST} has other content than was written")
@@ -113,50 +106,37 @@ def file_damage(path: Path, size: int) -> str | None:
     found = path.stat().st_size
     return None if found == size else f"{path.name} has {found} bytes of {size}"
 
-# %% ../../nbs/training/10_checkpoints.ipynb #5e43bd4a
-def check_files(folder: Path, contents: bool = True) -> dict[str, Any]:
-    "Return a checkpoint's manifest. Raise `Damaged` if a file is, by its size or (`contents`) its digest."
-    if not folder.is_dir():
-        raise Damaged("it is not a folder")
-    table = read_manifest(folder)
-    extra = {path.name for path in folder.glob("*.safetensors")} - table["files"].keys()
-    if extra:
-        raise Damaged(f"{min(extra)} is not in {MANIFEST}")
-    sizes = [file_damage(folder / name, file["bytes"]) for name, file in table["files"].items()]
-    problems = [problem for problem in sizes if problem]
-    if contents and not problems:
-        found = described(folder, table["files"])
-        problems = [
-            f"{name} has other content than was written" for name in found if found[name] != table["files"][name]
-        ]
-    if problems:
-        raise Damaged(problems[0])
-    return table
-
 # %% ../../nbs/training/10_checkpoints.ipynb #774a1d68
 def damage(folder: Path, contents: bool = True) -> str | None:
-    "Return what is wrong with a checkpoint, None if nothing is. Raise `ValueError` as `read_manifest` does."
+    """Return what is wrong with a checkpoint's sizes, or (`contents`) with its digests; None if nothing is.
+
+    Raises `ValueError` as `read_manifest` does."""
+    if not folder.is_dir():
+        return "it is not a folder"
     try:
-        check_files(folder, contents)
+        files = read_manifest(folder)["files"]
     except Damaged as error:
         return str(error)
-    return None
+    extra = {path.name for path in folder.glob("*.safetensors")} - files.keys()
+    if extra:
+        return f"{min(extra)} is not in {MANIFEST}"
+    problems = [file_damage(folder / name, file["bytes"]) for name, file in files.items()]
+    if contents and not any(problems):
+        found = described(folder, files)
+        problems = [f"{name} has other content than was written" for name in found if found[name] != files[name]]
+    return next(filter(None, problems), None)
 
 # %% ../../nbs/training/10_checkpoints.ipynb #1a66dc97
 def checkpoints_of(run: Path) -> list[Path]:
     "Return the checkpoints of a run, oldest first, sound or not."
-    return sorted((path for path in (run / "checkpoints").glob("*") if path.name.isdecimal()), key=iteration_of)
-
-# %% ../../nbs/training/10_checkpoints.ipynb #c432a8b7
-def iteration_of(folder: Path) -> int:
-    "Return the iteration in a checkpoint's name."
-    return int(folder.name)
+    return sorted(
+        (path for path in (run / "checkpoints").glob("*") if path.name.isdecimal()), key=lambda path: int(path.name)
+    )
 
 # %% ../../nbs/training/10_checkpoints.ipynb #cd28b08f
-def put_in_place(temporary: Path, folder: Path, facts: dict[str, Any], files: dict[str, Any] | None = None) -> None:
-    "Write a checkpoint's manifest, `facts` and its `files` (described here if not yet), and rename it to `folder`."
-    names = [path.name for path in temporary.iterdir()]
-    write_manifest(temporary, facts, described(temporary, names) if files is None else files)
+def put_in_place(temporary: Path, folder: Path, facts: dict[str, Any], files: dict[str, Any]) -> None:
+    "Write a checkpoint's manifest, `facts` and its `files` as `described`, and rename it to `folder`."
+    write_manifest(temporary, facts, files)
     to_disk(temporary)
     replace_folder(temporary, folder)
 
@@ -171,23 +151,6 @@ def remove_leftovers(run: Path) -> None:
     for folder in (run, run / "samples", run / "trees"):
         remove_temporaries(folder)
 
-# %% ../../nbs/training/10_checkpoints.ipynb #795eb2ff
-def is_sound(folder: Path) -> bool:
-    "Return whether a checkpoint's files are all there, with their sizes. Reads no weights."
-    return damage(folder, contents=False) is None
-
-# %% ../../nbs/training/10_checkpoints.ipynb #01902ac2
-def newest(run: Path, contents: bool = False) -> Path | None:
-    """Return a run's newest sound checkpoint, with a warning for each damaged one; None if there is none.
-
-    Compares sizes, and with `contents` digests. Raises `ValueError` if another version wrote it in another format."""
-    for folder in reversed(checkpoints_of(run)):
-        problem = damage(folder, contents)
-        if problem is None:
-            return folder
-        warnings.warn(f"checkpoint: {str(folder)!r} is damaged ({problem}) and left out", stacklevel=2)
-    return None
-
 # %% ../../nbs/training/10_checkpoints.ipynb #1542e56b
 def set_aside(folder: Path) -> Path:
     "Rename a damaged checkpoint to `000010.damaged`, or `000010.damaged2`, …; return its new place."
@@ -195,17 +158,20 @@ def set_aside(folder: Path) -> Path:
     place = next(path for path in names if not path.exists())
     return folder.rename(place)
 
-# %% ../../nbs/training/10_checkpoints.ipynb #2f4e4453
-def take_newest(run: Path) -> Path | None:
-    "Return a run's newest checkpoint whose digests are right; set aside each damaged one, with a warning."
+# %% ../../nbs/training/10_checkpoints.ipynb #01902ac2
+def newest(run: Path, contents: bool = False, aside: bool = False) -> Path | None:
+    """Return a run's newest sound checkpoint, with a warning for each damaged one; None if there is none.
+
+    Compares sizes, and with `contents` digests; `aside` renames what is damaged.
+    Raises `ValueError` if another version wrote it in another format."""
     there = checkpoints_of(run)
     for folder in reversed(there):
-        problem = damage(folder)
+        problem = damage(folder, contents)
         if problem is None:
             return folder
-        place = set_aside(folder)
-        warnings.warn(f"checkpoint: {str(folder)!r} is damaged ({problem}); it is now {place.name!r}", stacklevel=2)
-    if there:
+        done = f"; it is now {set_aside(folder).name!r}" if aside else " and left out"
+        warnings.warn(f"checkpoint: {str(folder)!r} is damaged ({problem}){done}", stacklevel=2)
+    if there and aside:
         warnings.warn(f"checkpoint: {str(run)!r} has no sound one; the run starts from the beginning", stacklevel=2)
     return None
 
@@ -491,14 +457,14 @@ def finish_checkpoint(saver: Saver, wait: bool) -> None:
 # %% ../../nbs/training/10_checkpoints.ipynb #9c7fdc92
 def delete_old(saver: Saver) -> None:
     "Delete the checkpoints that are no longer kept; one of a later iteration than the last is not counted."
-    earlier = [path for path in checkpoints_of(saver.run) if iteration_of(path) <= saver.saved]
+    earlier = [path for path in checkpoints_of(saver.run) if int(path.name) <= saver.saved]
     for old in superfluous(earlier, saver.settings.keep_checkpoints, saver.settings.keep_every):
         remove_folder(old)
 
 # %% ../../nbs/training/10_checkpoints.ipynb #360eb9cf
 def chosen(run: Path, settings: Settings, shapes: Shapes) -> tuple[Path | None, dict[str, Any]]:
     "Return a run's newest sound checkpoint and its manifest, or None. Raise `ValueError` if it is of another run."
-    folder = take_newest(run)
+    folder = newest(run, contents=True, aside=True)
     if folder is None:
         return None, {}
     manifest = read_manifest(folder)

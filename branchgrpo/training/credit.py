@@ -164,15 +164,8 @@ def check_step_weights(s: MethodSettings, kind: str, policy=None) -> None:
 # %% ../../nbs/training/07_credit.ipynb #67876356
 def trained_edges(s: Settings, tree: Tree, rewards: Tensor, leaf_mask: Tensor, noise: Noise) -> list[Tensor]:
     "Return which edges are trained, a list over depths of (P, W_d) bool."
-    options = PruningOptions(
-        s.prune_keep,
-        noise.iteration,
-        s.window_size,
-        s.window_start,
-        s.window_stop,
-        s.window_every,
-        s.window_stride,
-    )
+    window = (s.window_size, s.window_start, s.window_stop, s.window_every, s.window_stride)
+    options = PruningOptions(s.prune_keep, noise.iteration, *window)
     more = []
     if s.train_fraction != 1:
         generators = [noise.generator(p, STEP_SUBSET) for p in noise.prompts]

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['DTYPES', 'make_accelerator', 'sharded_start', 'open_policy', 'check_rank', 'make_trainable', 'AveragedWeights',
-           'not_requested', 'Learner', 'autocast', 'reference_policy', 'frozen_copy', 'shard_policy', 'make_optimizer',
-           'prepared', 'make_learner']
+           'Learner', 'autocast', 'reference_policy', 'frozen_copy', 'shard_policy', 'make_optimizer', 'prepared',
+           'make_learner']
 
 # %% ../../nbs/training/03_learner.ipynb #787f2c5a
 import copy
@@ -149,11 +149,6 @@ class AveragedWeights:
             # θ̄ ← θ̄ − (1 − d)(θ̄ − θ)
             average.sub_(share * (average - local(parameter.detach())))
 
-# %% ../../nbs/training/03_learner.ipynb #40050492
-def not_requested() -> bool:
-    "Return False."
-    return False
-
 # %% ../../nbs/training/03_learner.ipynb #e05761ab
 @dataclass
 class Learner:
@@ -168,17 +163,13 @@ class Learner:
     before: Any = None  # the policy before training, if it is a copy
     skipped_in_a_row: int = 0  # updates without a finite gradient
     skipped_from: str = ""  # where the first of them began
-    stop_requested: Callable[[], bool] = not_requested  # whether this process was asked to stop
+    stop_requested: Callable[[], bool | None] = do_nothing  # whether this process was asked to stop
     check_stop: Callable[[], None] = do_nothing  # raises `Preempted` on all processes if one must stop; all call it
 
     @property
     def module(self) -> nn.Module:
         "Return what `predict` calls: the module that exchanges gradients between processes."
         return getattr(self.policy, "call", self.policy.denoiser)
-
-    def average(self) -> None:
-        "Move the averaged weights towards the trained ones."
-        self.ema.step(self.parameters)
 
     @property
     def is_sharded(self) -> bool:

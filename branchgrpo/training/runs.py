@@ -10,7 +10,6 @@ __all__ = ['LOCK', 'with_null', 'with_nan', 'Run', 'rewind', 'recorded_run', 'co
 # %% ../../nbs/training/09_runs.ipynb #fbb09d85
 import contextlib
 import fcntl
-import hashlib
 import json
 import math
 import os
@@ -40,7 +39,7 @@ from branchgrpo.files import (
     write_text,
 )
 from ..registry import first_of, reason, shown
-from ..rewards.own import same_as_recorded
+from ..rewards.own import same_as_recorded, short_digest
 from ..settings import RETIRED
 
 # %% ../../nbs/training/09_runs.ipynb #9d7ae096
@@ -238,7 +237,7 @@ def check_same_run(path: str | Path, settings: dict, free: tuple[str, ...]) -> N
 def prompt_facts(prompts: Any) -> dict[str, Any]:
     "Return how many prompts a set has, and a digest of their texts and of what is known of them."
     train, test, rows = list(prompts.train), list(prompts.test), getattr(prompts, "rows", {})
-    digest = hashlib.blake2b(json.dumps([train, test, rows], default=str).encode(), digest_size=8).hexdigest()
+    digest = short_digest(json.dumps([train, test, rows], default=str))
     return {"train": len(train), "test": len(test), "digest": digest}
 
 # %% ../../nbs/training/09_runs.ipynb #b539fd98

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['SHOWN', 'LOG_EVERY', 'COUNTED', 'train_iteration', 'masked_std', 'reward_metrics', 'over_processes', 'add_progress',
-           'Callback', 'notify', 'is_log', 'say_in_log', 'log_line', 'ProgressBar', 'Tracking', 'usual_callbacks',
-           'open_models', 'Trainer', 'is_done', 'open_alone', 'problem_of', 'open_shared', 'resume', 'close_run',
-           'what_is_kept', 'one_training', 'fit', 'iterate', 'finish_row', 'store_tree', 'save_now', 'evaluate_now',
-           'is_evaluated', 'row_reached', 'complete_evaluation']
+           'Callback', 'notify', 'is_log', 'say_in_log', 'log_line', 'ProgressBar', 'Tracking', 'open_models',
+           'Trainer', 'is_done', 'open_alone', 'open_shared', 'resume', 'close_run', 'what_is_kept', 'one_training',
+           'fit', 'iterate', 'finish_row', 'store_tree', 'save_now', 'evaluate_now', 'is_evaluated',
+           'complete_evaluation']
 
 # %% ../../nbs/training/14_trainer.ipynb #add17653
 import builtins
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ..files import Refused, in_words, refusal, refusals_in_words
+from ..files import in_words, refusal, refusals_in_words
 from ..fusion import effective_sample_size
 from ..planning import process_of
 from ..prompts import load_prompts
@@ -213,14 +213,6 @@ class Tracking(Callback):
     def on_end(self, trainer):
         self.send(trainer.accelerator.end_training)
 
-# %% ../../nbs/training/14_trainer.ipynb #84b4e398
-def usual_callbacks(tracker: str) -> list[Callback]:
-    "Return the callbacks of every run."
-    callbacks: list[Callback] = [ProgressBar()]
-    if tracker != "none":
-        callbacks.append(Tracking())
-    return callbacks
-
 # %% ../../nbs/training/14_trainer.ipynb #918c09e9
 def open_models(s: Settings, accelerator: Any, policy: Any, reward: Any) -> tuple[Any, Scorer, dict[str, Scorer]]:
     "Return the policy, the scorer of training and those that are held out. What fails on one node fails on all."
@@ -250,7 +242,8 @@ class Trainer:
         held = (self.prompts, self.conditioner, self.scorer, self.held_out)
         self.evaluator = HeldOutEvaluator(s, *held, self.accelerator)
         self.learner = make_learner(self.policy, s, self.accelerator)
-        self.callbacks = [*usual_callbacks(s.tracker), *callbacks]
+        tracking = [] if s.tracker == "none" else [Tracking()]
+        self.callbacks: list[Callback] = [ProgressBar(), *tracking, *callbacks]
         self.progress, self.stop = Progress(), StopSignal()
         self.hosts = watch(self)
 
@@ -276,23 +269,12 @@ def open_alone(t: Any, run: Run, settings: dict) -> None:
         t.lock.take()
     open_run(run.path, settings, prompts=t.prompts)
 
-# %% ../../nbs/training/14_trainer.ipynb #95094b79
-def problem_of(function: Callable, *args: Any) -> Exception | None:
-    "Return what a call raises: a wrong input, or a refusal of the operating system; None if it raises nothing."
-    try:
-        function(*args)
-    except (ValueError, OSError, Refused) as error:
-        return error
-    return None
-
 # %% ../../nbs/training/14_trainer.ipynb #de8a9e4d
 def open_shared(t: Any) -> Run:
     "Return the run's folder, made or found by the main process. Raise its error on all processes."
     settings = t.settings.to_dict()
     run = Run(Path(settings.pop("output")))
-    problem = from_main(t.accelerator, lambda: problem_of(open_alone, t, run, settings))
-    if problem is not None:
-        raise problem
+    from_main(t.accelerator, lambda: open_alone(t, run, settings))
     if any_process(t.accelerator, not (run.path / "run.json").exists())[0]:
         raise ValueError(f"output: {str(run.path)!r} is not seen by all processes; it must be on a disk of all nodes")
     t.lock.join()
@@ -301,13 +283,9 @@ def open_shared(t: Any) -> Run:
 # %% ../../nbs/training/14_trainer.ipynb #0767dd32
 def resume(t: Any, run: Run) -> None:
     "Go on from the checkpoint, if there is one, and encode the prompts that are still to come."
-    with together(t.accelerator):
-        if t.accelerator.is_main_process:
-            remove_leftovers(run.path)  # first, since the disk may be full
+    from_main(t.accelerator, lambda: remove_leftovers(run.path))  # first, since the disk may be full
     t.progress = load_checkpoint(run.path, t.learner)
-    with together(t.accelerator):
-        if t.accelerator.is_main_process:
-            rewind(run, t.progress.iteration)
+    from_main(t.accelerator, lambda: rewind(run, t.progress.iteration))
     ahead = [p for i in range(t.progress.iteration, t.settings.iterations) for p in t.collector.draw(i)]
     encode_ahead(t.conditioner, ahead + list(t.prompts.test[: t.settings.evaluation_prompts]))
 
@@ -315,9 +293,8 @@ def resume(t: Any, run: Run) -> None:
 def close_run(t: Any, run: Run) -> Run:
     "Write the result and mark the run as finished."
     export(t.learner, run.path, t.settings.ema_used)
-    with together(t.accelerator):
-        if t.accelerator.is_main_process:
-            run.set_state(state="finished", settings=run.info["settings"] | {"iterations": t.settings.iterations})
+    iterations = {"iterations": t.settings.iterations}
+    from_main(t.accelerator, lambda: run.set_state(state="finished", settings=run.info["settings"] | iterations))
     return run
 
 # %% ../../nbs/training/14_trainer.ipynb #44d88651
@@ -351,7 +328,7 @@ COUNTED = ("iteration", "denoiser_calls", "trained_calls", "optimiser_steps", "s
 def fit(t: Trainer) -> Run:
     "Train to the end; a finished run is returned as it is. Raise `Preempted` after a signal, with all saved."
     run = open_shared(t)
-    if from_main(t.accelerator, lambda: run.finished and len(run.metrics) >= t.settings.iterations):
+    if from_main(t.accelerator, lambda: is_done(t, run)):
         return run
     resume(t, run)
     saver = Saver(run.path, t.settings, t.accelerator, saved=t.progress.iteration)
@@ -400,9 +377,7 @@ def finish_row(t: Trainer, run: Run, row: dict[str, Any]) -> Preempted | None:
         row |= evaluate_now(t, run, {key: row[key] for key in COUNTED}) if is_evaluated(t) else {}
     except Preempted as error:
         stopped = error  # `complete_evaluation` adds the scores when the run goes on
-    with together(t.accelerator):
-        if t.accelerator.is_main_process:
-            run.append(row)
+    from_main(t.accelerator, lambda: run.append(row))
     return stopped
 
 # %% ../../nbs/training/14_trainer.ipynb #7e57042e
@@ -427,9 +402,7 @@ def evaluate_now(t: Trainer, run: Run, at: dict[str, Any]) -> dict[str, float]:
     "Score the policy on held-out prompts and record it `at` an iteration; return the scores."
     with averaged_weights(t.learner, t.settings.ema_used), gathered(t.learner.policy.denoiser):
         scores, images = t.evaluator(t.policy)
-    with together(t.accelerator):
-        if t.accelerator.is_main_process:
-            record_evaluation(run, at | scores, images)
+    from_main(t.accelerator, lambda: record_evaluation(run, at | scores, images))
     notify(t, "on_evaluation", scores, images)
     return scores
 
@@ -440,18 +413,13 @@ def is_evaluated(t: Trainer) -> bool:
     return bool(s.evaluate_every and done) and (done == s.iterations or done % s.evaluate_every == 0)
 
 # %% ../../nbs/training/14_trainer.ipynb #e9e84e83
-def row_reached(t: Trainer, run: Run) -> dict[str, Any] | None:
-    "Return the row of the iteration that was reached; None if it is lost."
-    return next((row for row in run.metrics if row["iteration"] == t.progress.iteration), None)
-
-
 def complete_evaluation(t: Trainer, run: Run) -> None:
     "Do the evaluation that a signal broke off, and add its scores to the row of its iteration."
-    row = from_main(t.accelerator, lambda: row_reached(t, run)) if is_evaluated(t) else None
+    reached = t.progress.iteration
+    rows = from_main(t.accelerator, lambda: run.metrics) if is_evaluated(t) else []
+    row = next((row for row in rows if row["iteration"] == reached), None)  # None: it is lost
     if row is None or "eval_reward" in row:
         return
     row |= evaluate_now(t, run, {key: row[key] for key in COUNTED})
-    if t.accelerator.is_main_process:
-        rows = run.metrics
-        run.write_rows("metrics", [row if old["iteration"] == row["iteration"] else old for old in rows])
+    from_main(t.accelerator, lambda: run.write_rows("metrics", rows))  # `row` is one of them
     notify(t, "on_iteration", row)

@@ -314,7 +314,7 @@ def train_step(
         return stats | {"grad_norm": stats["mean_edges"], "taken": False, "empty": True}
     norm, taken = optimiser_step(learner, stats["losses"])
     if taken:
-        learner.average()
+        learner.ema.step(learner.parameters)
     return stats | {"grad_norm": norm, "taken": taken, "empty": False}
 
 # %% ../../nbs/training/08_update.ipynb #89faabea
