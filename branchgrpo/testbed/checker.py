@@ -76,8 +76,9 @@ def reward_net(width: int = 32) -> CellNet:
     def block(channels_in: int, channels_out: int) -> list[nn.Module]:
         return [nn.Conv2d(channels_in, channels_out, 5, 2, 2), nn.GroupNorm(4, channels_out), nn.GELU()]
 
+    first = [*block(3, width), *block(width, 2 * width)]
     last = [nn.Flatten(), nn.Dropout(0.2), nn.Linear(2 * width * 25, 96), nn.GELU()]
-    return CellNet([*block(3, width), *block(width, 2 * width), *last], 96)
+    return CellNet([*first, *last], 96)
 
 # %% ../../nbs/testbed/02_checker.ipynb #6bc3d2ba
 def load_frozen(net: CellNet, folder: str | Path) -> CellNet:
