@@ -55,7 +55,7 @@ _PUBLIC = {
     "Trainer": "training.trainer",
     "Callback": "training.trainer",
     "Run": "training.runs",
-    "view_run": "viewing.view",
+    "view_run": "viewing.page",
 }
 __all__ = [*_PUBLIC, "__version__"]
 

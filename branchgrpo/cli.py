@@ -134,7 +134,7 @@ EVALUATION = "branchgrpo.evaluation.evaluate:Evaluation"
 # %% ../nbs/cli/02_main.ipynb #507f4f43
 COMMANDS = {
     "train": Command(train, (TRAIN,), config=True),
-    "view": Command(show_runs, ("branchgrpo.viewing.view:ViewOptions",)),
+    "view": Command(show_runs, ("branchgrpo.viewing.page:ViewOptions",)),
     "evaluate": Command(evaluate, ("branchgrpo.commands:EvaluateOptions", EVALUATION)),
     "sample": Command(sample, ("branchgrpo.commands:SampleOptions", "branchgrpo.evaluation.evaluate:Drawing")),
     "doctor": Command(doctor, ("branchgrpo.commands:MachineOptions", TRAIN), config=True),

@@ -112,7 +112,7 @@ class HpsOptions:
 # %% ../nbs/cli/01_commands.ipynb #71e3f0a2
 def show_runs(given: dict[str, Any]) -> int:
     "Show runs, also while they train: a table here; curves, samples and trees as one HTML page."
-    from branchgrpo.viewing.view import view
+    from branchgrpo.viewing.page import view
 
     return view(given)
 

@@ -38,7 +38,7 @@ from gpu_models import RandomReward, flux, sd3, without_adapter
 from branchgrpo.machine.bench import interleaved, seconds_of
 from branchgrpo.planning import process_of
 from branchgrpo.prompts import PromptSet
-from branchgrpo.testbed.quiet import quiet
+from branchgrpo.testbed.making import quiet
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.credit import assign_credit
 from branchgrpo.training.runs import environment

@@ -9,12 +9,12 @@ import torch
 from py_mini_racer import MiniRacer
 
 from branchgrpo import recipes
-from branchgrpo.explorer import explorer_page, explorer_part, plan_fields, plan_state, recipe_state
 from branchgrpo.fusion import fuse_rewards
 from branchgrpo.plan import RolloutPlan, plan_cost
 from branchgrpo.planning import at_places, plan_of, window_steps
 from branchgrpo.pruning import PruningOptions, keep_edges
 from branchgrpo.tree import Tree
+from branchgrpo.viewing.explorer import explorer_page, explorer_part, plan_fields, plan_state, recipe_state
 
 
 @pytest.fixture(scope="module")

@@ -8,16 +8,17 @@ import pytest
 import torch
 
 from branchgrpo import TrainConfig, Trainer
-from branchgrpo.mechanism.alignment import alignment_rows
-from branchgrpo.mechanism.identity import pathwise_side, score_side
-from branchgrpo.mechanism.linear_flow import linear_steps
-from branchgrpo.mechanism.pathwise import scored
-from branchgrpo.mechanism.projection import edge_derivatives, projections, prompt_gradient
-from branchgrpo.mechanism.reference import reference_of
-from branchgrpo.mechanism.split_search import all_schedules, judged
-from branchgrpo.mechanism.study import read_measured
-from branchgrpo.mechanism.tree_variance import gradient_moments
-from branchgrpo.mechanism.vectors import moved_policy
+from branchgrpo.mechanism.exact import (
+    edge_derivatives,
+    moved_policy,
+    pathwise_side,
+    projections,
+    prompt_gradient,
+    score_function_side,
+    scored,
+)
+from branchgrpo.mechanism.gaussian import all_schedules, gradient_moments, linear_steps, schedule_quality
+from branchgrpo.mechanism.measure import alignment_rows, read_samples, reference_of
 from branchgrpo.plan import RolloutPlan
 from branchgrpo.planning import plan_of, process_of
 from branchgrpo.policy import GaussianFlow
@@ -45,7 +46,7 @@ def test_the_score_function_gradient_is_the_pathwise_one(tmp_path, recipe, rewar
     "Rollout, log-densities and credit together: a wrong factor in any of them is seen."
     t = trainer(tmp_path, reward, recipe=recipe, std="none", steps=6, prompts_per_iteration=800)
     along = torch.ones(3) / math.sqrt(3)
-    found = score_side(t, 0, along, 0.1)
+    found = score_function_side(t, 0, along, 0.1)
     exact = pathwise_side(t, 0, along, copies=10)
     error = float(found.std()) / math.sqrt(len(found))
     assert error < 0.1 * abs(exact)
@@ -83,11 +84,11 @@ def test_the_formula_is_the_policy_gradient_theorem():
 def test_more_chains_point_better_and_a_best_schedule_is_the_best():
     s = resolve(TrainConfig(recipe="branchgrpo", steps=6, splits=(0, 2)))
     process = process_of(s, GaussianFlow())
-    found = [judged(process, (0,), factor=n)["cosine_squared"] for n in (4, 8, 16)]
+    found = [schedule_quality(process, (0,), factor=n)["cosine_squared"] for n in (4, 8, 16)]
     assert found == sorted(found)
     rows = all_schedules(process, 2)
     assert len(rows) == math.comb(5, 2)
-    assert rows[0]["per_cost"] == max(row["per_cost"] for row in rows) >= judged(process, (0, 2))["per_cost"]
+    assert rows[0]["per_cost"] == max(row["per_cost"] for row in rows) >= schedule_quality(process, (0, 2))["per_cost"]
 
 
 def test_what_cannot_be_measured_is_said():
@@ -105,7 +106,7 @@ def test_the_committed_ratios_follow_from_the_committed_projections():
     "Everybody can compute them anew: each row of the record, intervals and all."
     figures = Path(__file__).parents[1] / "figures/testbed"
     record = json.loads((figures / "beyond_mechanism.json").read_text())
-    measured = read_measured(figures / "beyond_mechanism.parquet")
+    measured = read_samples(figures / "beyond_mechanism.parquet")
     assert {str(moment) for moment in measured} == set(record["alignment"])
     for moment, found in measured.items():
         rows = alignment_rows(found, record["baseline"], record["draws"])

@@ -85,7 +85,7 @@ def test_commands_are_found():
     )
     assert commands_in(text) == ["A=1 make all", "branchgrpo view x", "branchgrpo tarin"]
     assert ours(["accelerate", "launch", "-m", "branchgrpo.cli", "train"]) == ["train"]
-    assert {"README.md", "CONTRIBUTING.md", "nbs/faq.ipynb", "nbs/viewing/07_view.ipynb"} <= set(FOUND.values())
+    assert {"README.md", "CONTRIBUTING.md", "nbs/faq.ipynb", "nbs/viewing/03_page.ipynb"} <= set(FOUND.values())
     assert len(OURS) > 20 and len(MAKE) > 8
 
 

@@ -21,11 +21,9 @@ from branchgrpo import TrainConfig, Trainer, cli
 from branchgrpo.planning import plan_of
 from branchgrpo.training.resolve import resolve
 from branchgrpo.training.runs import Run
-from branchgrpo.viewing.page import page
-from branchgrpo.viewing.records import read_records, read_run
-from branchgrpo.viewing.run_table import run_table
-from branchgrpo.viewing.tree_drawing import trees_of
-from branchgrpo.viewing.view import view_run
+from branchgrpo.viewing.page import page, view_run
+from branchgrpo.viewing.run import read_records, read_run, run_table
+from branchgrpo.viewing.trees import read_trees
 
 SMALL = dict(steps=4, splits=(0, 1), prompts_per_iteration=2, evaluate_every=0, tracker="none", iterations=3)
 TIMES = ("seconds", "seconds_rollout", "seconds_update")
@@ -110,7 +108,7 @@ def test_keeping_trees_changes_no_number(tmp_path, changes):
 def test_a_kept_tree_is_the_tree_that_was_trained_on(tmp_path, changes):
     "Its rewards have the iteration's mean, its leaves are the images, and its shape is the plan's."
     found = trained(tmp_path / "run", **changes, prompts_per_iteration=1, iterations=1, tree_every=1)
-    (tree,) = trees_of(read_run(found.path))
+    (tree,) = read_trees(read_run(found.path))
     s = resolve(TrainConfig.from_dict(SMALL | changes))
     assert [len(depth["values"]) for depth in tree["depths"]] == list(plan_of(s).populations)
     assert sum(tree["rewards"]) / len(tree["rewards"]) == pytest.approx(found.metrics[0]["reward"], abs=1e-5)
@@ -137,7 +135,7 @@ def test_a_tree_shared_by_processes_is_kept_once(tmp_path, changes):
         here = table | changes | {"output": str(folder), "ranks_per_prompt": n, "splits": changes.get("splits", [0, 1])}
         for status, log in together(n, FIT, json.dumps(here), folder):
             assert status == 0, log
-        found += trees_of(read_run(folder))
+        found += read_trees(read_run(folder))
     one, two = found
     assert two["rewards"] == one["rewards"] and two["prompt"] == one["prompt"]
     for a, b in zip(one["depths"], two["depths"]):

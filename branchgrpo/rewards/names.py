@@ -66,14 +66,14 @@ REWARDS = Registry(
             "VideoAlign: motion quality, a z-score",
             4.42,
         ),
-        "motion": Entry("branchgrpo.testbed.motion:MotionReward", None, "exact motion check of testbed clips: 0 to 1"),
+        "motion": Entry("branchgrpo.testbed.clips:MotionReward", None, "exact motion check of testbed clips: 0 to 1"),
         "tiny-clip": Entry("branchgrpo.rewards.clip:ClipReward", f"{TESTBED}/tiny-clip", "CLIP score, testbed: cosine"),
         "tiny-pickscore": Entry(
             "branchgrpo.rewards.clip:PickScoreReward", f"{TESTBED}/tiny-pickscore", "PickScore, testbed: 100 × cosine"
         ),
         "tiny-hps": Entry("branchgrpo.rewards.hps:HPSReward", f"{TESTBED}/tiny-hps", "HPS, testbed: cosine"),
         "tiny-geneval": Entry(
-            "branchgrpo.testbed.geneval:VerifiableReward",
+            "branchgrpo.testbed.checker:VerifiableReward",
             f"{TESTBED}/tiny-geneval",
             "share of a caption found right: 0 to 1",
         ),

@@ -11,13 +11,13 @@ import ast
 import shutil
 from functools import cached_property
 
-from ..explorer import explorer_frame, explorer_page
 from ..reproduction.report import FILES
 from .contents import chapter_pages, group_page, navigation, toctree
 from .lesson_sources import LessonWriter, PAGES, PROJECT
 from .lessons import lesson_page, markdown_cell, relative, title_of, with_links
 from .reference import module_page, plain
 from .results import ResultFile, report_head, result_page, sections
+from ..viewing.explorer import explorer_frame, explorer_page
 
 # %% ../../nbs/site/05_sources.ipynb #9f68c269
 FOLDERS = {"branchgrpo": "BranchGRPO", "pro_grpo": "Pro-GRPO", "beyond": "Beyond the papers", "": "Other pages"}

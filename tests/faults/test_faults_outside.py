@@ -30,10 +30,10 @@ from branchgrpo.reproduction.runs import cache_key, get_or_train
 from branchgrpo.reproduction.schedule import run_notebook
 from branchgrpo.reproduction.slurm import sbatch_options
 from branchgrpo.reproduction.tables import markdown_table
-from branchgrpo.reproduction.tree_figures import draw_tree
 from branchgrpo.rewards.names import load_reward
 from branchgrpo.training.checkpoints import put_in_place, remove_leftovers
 from branchgrpo.training.resolve import resolve
+from branchgrpo.viewing.trees import draw_tree
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = (
@@ -380,7 +380,7 @@ def test_tables_and_figures_show_a_prompt_as_it_is(noted):
     image = np.zeros((3, 4, 4))
     for figure in (
         side_by_side({text: [image]}, [text]),
-        draw_tree([[], [0]], {1: image[None]}, [[0], [0.5]], title=text),
+        draw_tree([[-1], [0]], {1: image[None]}, [[0], [0.5]], title=text),
     ):
         figure.canvas.draw()
         plt.close(figure)
