@@ -18,7 +18,6 @@ from .earlier import EARLIER, earlier
 from .pages import jobs, templates
 from .report_parts import origin, page_tables, verdicts
 from .run_table import read_record
-from ..site.lessons import with_links
 from ..training.runs import write_text
 
 # %% ../../nbs/reproduction/09_report.ipynb #bdd7576d
@@ -58,13 +57,9 @@ def captions(cells: list) -> dict[str, str]:
 
 
 def seen_from(text: str, page: Path, report: Path) -> str:
-    "Return Markdown of a page with its links as the report has them."
-
-    def turn(link: str) -> str:
-        path, mark, anchor = link.partition("#")
-        return f"{os.path.relpath(page.parent / path, report.parent)}{mark}{anchor}"
-
-    return with_links(text, turn)
+    "Return Markdown of a page with its links as the report has them; addresses of other places and anchors stay."
+    path = re.compile(r"(?<=\]\()(?![a-z]+:|#)[^)\s#]+")
+    return path.sub(lambda m: os.path.relpath(page.parent / m[0], report.parent), text)
 
 # %% ../../nbs/reproduction/09_report.ipynb #34dd8f06
 def age(name: str, folder: Path, records: list[dict]) -> str:
