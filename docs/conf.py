@@ -1,6 +1,7 @@
 """Sphinx's settings: it reads the repository as it is, and writes nothing of it but `docs/reference/`."""
 
 from importlib import import_module
+from pathlib import Path
 
 from branchgrpo.site import build
 
@@ -24,7 +25,7 @@ autodoc_preserve_defaults = True
 default_role = "code"
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 100
-templates_path = ["templates"]
+templates_path = [str(Path(__file__).parent / "templates")]
 
 html_theme = "furo"
 html_theme_options = {

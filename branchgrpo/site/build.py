@@ -11,6 +11,7 @@ __all__ = ['FLAG', 'HIDDEN', 'LANGUAGE', 'LIST', 'FORWARD', 'shown_cell', 'markd
 import json
 import re
 import sys
+import zlib
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
@@ -45,7 +46,7 @@ LANGUAGE |= {"language_info": {"name": "python", "pygments_lexer": "ipython3"}}
 
 def markdown_cell(text: str) -> dict[str, Any]:
     "Return a new cell of text."
-    return {"cell_type": "markdown", "metadata": {}, "source": text}
+    return {"cell_type": "markdown", "id": f"{zlib.crc32(text.encode()):08x}", "metadata": {}, "source": text}
 
 
 def module_of(notebook: dict[str, Any]) -> str:
@@ -65,7 +66,7 @@ def shown_notebook(notebook: dict[str, Any], found: str = "", contents: str = ""
         for cell in others:
             cell["metadata"]["tags"] = ["hide-input"] if cell["cell_type"] == "code" else []
     cells = [first, *map(markdown_cell, leads), *others, *([markdown_cell(contents)] if contents else [])]
-    return {**notebook, "metadata": LANGUAGE, "nbformat_minor": 4, "cells": cells}
+    return {**notebook, "metadata": LANGUAGE, "cells": cells}
 
 # %% ../../nbs/site/01_build.ipynb #69445543
 def page_source(app, docname: str, source: list[str]) -> None:
