@@ -44,7 +44,7 @@ def notebook(*cells):
 
 
 INDEX = "# Home\n> All.\n\n## The course\n- **Part.** [a](a.ipynb), [pages](site/00_pages.ipynb)"
-LESSON = ["# A\n> One lesson.", "#| hide\nhidden = 1", "#| export\nx = 1", "#| slow\ny = 2"]
+LESSON = ["# A\n> One lesson.", "#| hide\nunseen = 1", "#| export\nx = 1", "#| slow\ny = 2"]
 REFERENCE = "# Reference\n\n```{eval-rst}\n.. autosummary::\n   :toctree: reference\n\n   branchgrpo.site.pages\n```\n"
 REPORT = "# All\n\n## Figure 1\n\n![fig1](testbed/fig1.png)\n\n[notebook](../reproduce/a/fig1.ipynb)\n"
 
@@ -75,7 +75,7 @@ def test_a_small_site_is_built(tmp_path):
     site = tmp_path / "site/html"
     pages = {path.relative_to(site).as_posix(): path.read_text() for path in site.rglob("*.html")}
     assert not [name for name, page in pages.items() if "#|" in page]
-    assert "x^2" in pages["nbs/a.html"] and "hidden" not in pages["nbs/a.html"]
+    assert "x^2" in pages["nbs/a.html"] and "unseen" not in pages["nbs/a.html"]
     assert '"../reference' not in pages["nbs/a.html"], "a lesson's module is in the reference if there is one"
     assert "../docs/reference/branchgrpo.site.pages.html" in pages["nbs/site/00_pages.html"]
     assert "../../nbs/site/00_pages.html" in pages["docs/reference/branchgrpo.site.pages.html"]
