@@ -123,7 +123,9 @@ def own_branch(app, page: str, template: str, context: dict[str, Any], doctree) 
     context["toctree"] = lambda **options: whole(**options | {"collapse": True})
 
 
-LIST = re.compile(r'<p class="caption" role="heading">(.*?)</p>\s*(<ul.*?)(?=<p class="caption"|</div>\s*$|\Z)', re.DOTALL)
+LIST = re.compile(
+    r'<p class="caption" role="heading">(.*?)</p>\s*(<ul.*?)(?=<p class="caption"|</div>\s*$|\Z)', re.DOTALL
+)
 
 
 def fold_navigation(app, page: str, template: str, context: dict[str, Any], doctree) -> None:

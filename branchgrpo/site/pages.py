@@ -116,7 +116,10 @@ def navigation(root: Path) -> dict[str, dict[str, list[str]]]:
     files = [path.relative_to(root).as_posix() for path in sorted((root / "figures").glob("*.md"))]
     found = {INDEX: first | lists | last} | {file: {"": []} for file in files}
     found["figures/README.md"] = {"": [file for file in files if file != "figures/README.md"]}
-    for notebook, place in all_results(root).items():
+    results = all_results(root)
+    notebooks = [path.relative_to(root).as_posix() for path in sorted((root / "reproduce").rglob("*.ipynb"))]
+    unreported = [name for name in notebooks if name not in results and ".ipynb_checkpoints" not in name]
+    for notebook, place in (results | dict.fromkeys(unreported, "figures/README.md")).items():
         if notebook not in GLANCE:
             found[place.partition("#")[0]][""].append(notebook)
     return found
