@@ -88,7 +88,7 @@ def result_sections(report: str, file: str) -> dict[str, str]:
     for section in re.split(r"^## ", report, flags=re.MULTILINE)[1:]:
         heading = re.sub(r"[^\w\- ]", "", section.splitlines()[0].lower()).replace(" ", "-")  # as GitHub does
         links = re.findall(r"^\[notebook\]\(\.\./([^)]+\.ipynb)\)", section, flags=re.MULTILINE)
-        found |= {link: f"{file}#{heading}" for link in links}
+        found |= dict.fromkeys(links, f"{file}#{heading}")
     return found
 
 # %% ../../nbs/site/00_pages.ipynb #e17f04e1
