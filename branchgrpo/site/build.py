@@ -129,13 +129,15 @@ LIST = re.compile(
 
 
 def fold_navigation(app, page: str, template: str, context: dict[str, Any], doctree) -> None:
-    "Fold each list of the navigation, but for that of the page."
+    "Fold each list of the navigation, but for the first and that of the page."
+    tree = context.get("furo_navigation_tree", "")
 
     def folded(part: re.Match) -> str:
-        opened = " open" if "current" in part[2] else ""
+        first = part.start() == tree.find('<p class="caption"')
+        opened = " open" if first or "current" in part[2] else ""
         return f"<details{opened}><summary>{part[1]}</summary>{part[2]}</details>"
 
-    context["furo_navigation_tree"] = LIST.sub(folded, context.get("furo_navigation_tree", ""))
+    context["furo_navigation_tree"] = LIST.sub(folded, tree)
 
 # %% ../../nbs/site/01_build.ipynb #94520090
 FORWARD = """<!doctype html>
