@@ -25,7 +25,10 @@ lab: env  ## JupyterLab, at the first page
 	$(BIN)/jupyter lab --ServerApp.root_dir="$(CURDIR)" nbs/index.ipynb
 
 site: env  ## all notebooks, results, reference and explorer as pages: _site/index.html (about a minute)
-	$(BIN)/python -c "from branchgrpo.site.build import build_site; build_site()"
+	@rm -rf _site build/site docs/reference
+	$(BIN)/sphinx-build -W --keep-going -q -j auto -c docs -d build/site/doctrees . build/site/html
+	@mv build/site/html _site
+	@echo "$$(find _site -name '*.html' | wc -l) pages: _site/index.html"
 
 check: env  ## formatting, lint and types
 	$(BIN)/ruff format --check
@@ -57,7 +60,7 @@ report: env  ## REPORT.md and the answers of the first page, from the study's re
 	@$(MAKE) --no-print-directory readme
 
 readme: env  ## README.md and its picture, from the front of nbs/index.ipynb
-	$(BIN)/python -c "from branchgrpo.site.front import write_readme; write_readme()"
+	$(BIN)/python -c "from branchgrpo.site.pages import write_readme; write_readme()"
 
 export: env  ## notebooks → branchgrpo/
 	$(BIN)/nbdev-export

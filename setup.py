@@ -21,9 +21,7 @@ setup(
     long_description_content_type="text/markdown",
     packages=find_packages(include=[f"{cfg['lib_name']}*"]),
     include_package_data=False,  # else the folders of weights are taken for packages
-    package_data={
-        cfg["lib_name"]: ["py.typed", "testbed/weights/**/*", "explorer_page/*", "paper_words/*", "site_files/*"]
-    },
+    package_data={cfg["lib_name"]: ["py.typed", "testbed/weights/**/*", "explorer_page/*", "paper_words/*"]},
     project_urls=dict(line.split("=", 1) for line in cfg["project_urls"].split()),
     classifiers=[
         "Development Status :: 3 - Alpha",

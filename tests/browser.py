@@ -30,7 +30,7 @@ from branchgrpo.viewing.explorer import explorer_page
 
 QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
 QUIET += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
-PAGES = ["index.html", "00_tour.html", "explorer.html", "24_gallery.html", "results.html"]
+PAGES = ["nbs/index.html", "nbs/00_tour.html", "docs/explorer.html", "nbs/24_gallery.html", "figures/README.html"]
 SIZES = {"narrow": (390, 844), "wide": (1400, 900)}
 ROOT = Path(__file__).parents[1]
 TOKEN = secrets.token_hex(16)  # of the JupyterLab that is started: nobody else on this machine may use it
