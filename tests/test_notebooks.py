@@ -41,6 +41,9 @@ def as_before():
     known = [(registry, dict(registry.entries)) for registry in registries()]
     variables, folders, main = dict(os.environ), list(sys.path), sys.modules["__main__"]
     with warnings.catch_warnings(), matplotlib.rc_context():
+        warnings.resetwarnings()  # the suite's filters hide what a lesson shows
+        for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+            warnings.simplefilter("ignore", kind)
         yield
     plt.close("all")
     plt.switch_backend("agg")
