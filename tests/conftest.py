@@ -30,7 +30,7 @@ def pytest_configure(config):
 
 
 # the longest tests
-HEAVY = ("test_every_notebook_executes", "test_killed_in_the_middle", "test_lesson[", "test_two_notebooks_at_once")
+HEAVY = ("test_every_notebook_executes", "test_two_sharded_processes", "test_a_checkpoint_is_read_by", "test_lesson[")
 
 
 def weight(item):

@@ -1,11 +1,13 @@
 """Every family trains through the same trainer, and its results load in plain diffusers."""
 
 import sys
+from itertools import product
 
 import pytest
 import torch
 from commands import run as run_python
 from diffusers import DiffusionPipeline
+from slow import often
 
 from branchgrpo.backbones.loading import TINY, folder_of
 from branchgrpo.planning import process_of
@@ -22,24 +24,19 @@ PROMPTS = {
 
 def config(folder, backbone, **changes):
     clips = {"reward": "motion", "prompts": "clips"} if "wan" in backbone else {"prompts": "digits"}
-    base = dict(
-        backbone=backbone,
-        steps=6,
-        splits=(0, 2),
-        prompts_per_iteration=2,
-        iterations=2,
-        guidance_scale=3.0,
-        evaluate_every=0,
-        tracker="none",
-        output=str(folder),
+    base = dict(backbone=backbone, steps=6, splits=(0, 2), prompts_per_iteration=2, iterations=2, guidance_scale=3.0)
+    return TrainConfig.from_dict(
+        base | clips | {"evaluate_every": 0, "tracker": "none", "output": str(folder)} | changes
     )
-    return TrainConfig.from_dict(base | clips | changes)
 
 
-@pytest.mark.parametrize("changes", [{}, {"guidance_grad": True}, {"mixed_precision": "bf16"}], ids=str)
-@pytest.mark.parametrize("backbone", OTHERS)
-def test_ratio_is_exactly_one_with_guidance_on(tmp_path, backbone, changes):
-    trainer = Trainer(config(tmp_path / "run", backbone, **{"steps_per_pass": 1} | changes))
+WAYS = {"plain": {}, "guidance with gradient": {"guidance_grad": True}, "bf16": {"mixed_precision": "bf16"}}
+TRIED = [("tiny-sd", "plain"), ("tiny-wan-i2v", "plain"), ("tiny-sd3", "guidance with gradient"), ("tiny-wan", "bf16")]
+
+
+@pytest.mark.parametrize("backbone, way", often(product(OTHERS, WAYS), TRIED))
+def test_ratio_is_exactly_one_with_guidance_on(tmp_path, backbone, way):
+    trainer = Trainer(config(tmp_path / "run", backbone, **{"steps_per_pass": 1} | WAYS[way]))
     rows = [trainer.step() for _ in range(2)]
     assert all(row["rollout_mismatch"] == 0 for row in rows)
     assert all(row["grad_norm"] > 0 for row in rows)
@@ -71,8 +68,7 @@ def call_of(trainer, backbone, prompts, latents):
     return call
 
 
-@pytest.mark.parametrize("lora", [0, 4])
-@pytest.mark.parametrize("backbone", TINY)
+@pytest.mark.parametrize("backbone, lora", often(product(TINY, (0, 4)), [("tiny-flux", 4), ("tiny-wan-i2v", 0)]))
 def test_the_result_loads_in_plain_diffusers(tmp_path, backbone, lora):
     "The denoiser's output is the same, and a fresh process with diffusers alone samples the same images."
     rate = 1e-2 if lora else 1e-4

@@ -86,6 +86,7 @@ def test_the_page_says_that_nothing_was_measured(tmp_path, capsys):
     assert all(verdict.startswith("cannot be judged") for verdict in record["verdict"].values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", TABLES)
 def test_a_part_at_a_small_size(part, tmp_path, capsys):
     path = tmp_path / "gpu" / f"{part}.json"

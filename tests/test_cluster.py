@@ -19,15 +19,8 @@ from branchgrpo.reproduction.slurm import Resumed, executor_class, own_options, 
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.runs import Run
 
-SMALL = TrainConfig(
-    iterations=2,
-    steps=4,
-    splits=(0,),
-    branch_factor=2,
-    prompts_per_iteration=2,
-    evaluate_every=0,
-    tracker="none",
-)
+SMALL = dict(iterations=2, steps=4, splits=(0,), branch_factor=2, prompts_per_iteration=2)
+SMALL = TrainConfig(**SMALL, evaluate_every=0, tracker="none")
 
 
 @pytest.fixture(autouse=True)
@@ -64,14 +57,11 @@ def test_two_tasks_train_one_run(tmp_path):
     progress = json.loads(next(run.path.glob("checkpoints/*/progress.json")).read_text())
     assert run.finished and progress["processes"] == 2
     assert sorted(path.name for path in run.path.glob("log*.txt")) == ["log-1.txt", "log.txt"]
-    again = submit(tmp_path, 2, torchrun(2, 1), SMALL)
-    assert len(again.results()) == 2
-    assert only_run(tmp_path).metrics == run.metrics
 
 
 @pytest.mark.parametrize("launch", often(("here", "launched"), ("here",)))
 def test_near_its_time_limit_a_task_saves_and_is_requeued(tmp_path, launch):
-    config = replace(SMALL, iterations=40)
+    config = replace(SMALL, iterations=15)
     job = submit(tmp_path, 1, sys.executable if launch == "launched" else "", config)
     runs = tmp_path / "runs"
     wait_for(lambda: any(file.stat().st_size for file in runs.glob("*/metrics.jsonl")))
@@ -79,7 +69,7 @@ def test_near_its_time_limit_a_task_saves_and_is_requeued(tmp_path, launch):
     task.send_signal(signal.SIGUSR2)
     wait_for(lambda: list(runs.glob(f"*/checkpoints/{'[0-9]' * 6}")))
     saved = int(next(runs.glob(f"*/checkpoints/{'[0-9]' * 6}")).name)
-    assert job.results() and 0 < saved < 40
+    assert job.results() and 0 < saved < 15
     assert "Requeued job" in job.stdout()
     whole = get_or_train(config, tmp_path / "whole")
     assert [row["reward"] for row in only_run(tmp_path).metrics] == [row["reward"] for row in whole.metrics]

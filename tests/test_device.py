@@ -13,10 +13,11 @@ from branchgrpo.rollouts import Predictor, replay, rollout
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.credit import assign_credit
 from branchgrpo.training.processes import RankGroup
+from branchgrpo.training.resolve import resolve
 from branchgrpo.training.trainer import Trainer, resume
 from branchgrpo.training.update import accumulate, shared_micro_batches
 
-SMALL = dict(prompts_per_iteration=2, iterations=1, evaluation_prompts=2, tracker="none")
+SMALL = dict(prompts_per_iteration=2, iterations=1, evaluation_prompts=2, evaluation_steps=3, tracker="none")
 SHORT = dict(steps=4, splits=(0, 2))
 CLIPS = dict(recipe="branchgrpo", prompts="clips", reward="motion", **SHORT)
 FUNNEL = {"roots": 6, "prune_at": {6: 4, 8: 3}}
@@ -37,22 +38,20 @@ FAMILIES = {
     "wan": dict(backbone="tiny-wan", **CLIPS),
     "wan-i2v": dict(backbone="tiny-wan-i2v", **CLIPS),
 }
+TWO = dict(reward="0.7*tiny-clip+0.3*tiny-hps")
 MIXES = {
-    "adapter": dict(lora_rank=4, kl=0.1, ratio="guard", passes=2),
+    "adapter": dict(lora_rank=4, kl=0.1, ratio="guard", passes=2, train_fraction=0.6),
     "kl": dict(kl=0.1, advantage="broadcast", transition="cps", eta=0.5),
     "leave-one-out": dict(advantage="leave-one-out", max_batch=3, train_batch=2),
-    "leaf-backup": dict(advantage="leaf-backup", prune="parent-top1"),
+    "leaf-backup": dict(advantage="leaf-backup", prune="parent-top1", group_selection="random", group_keep=2),
     "joint": dict(advantage="joint", std="global", split_noise="scaled", prune="extreme", prune_keep=1),
     "few nodes": dict(min_nodes=4, weights="edge", beta=1.0, group_selection="ovf", group_keep=2),
-    "weighted steps": dict(
-        advantage="siblings",
-        step_weights="inverse-gradient",
-        transition="linear",
-        eta=1.0,
-        reward="0.7*tiny-clip+0.3*tiny-hps",
-        reward_sum="decoupled+batch",
-    ),
-    "bf16": dict(mixed_precision="bf16", gradient_checkpointing=True, vae_slicing=True),
+    "diverse": dict(group_selection="diverse", group_keep=2, diversity=0.5, reward_sum="decoupled", **TWO),
+    "weighted steps": dict(advantage="siblings", step_weights="inverse-gradient", transition="linear", eta=1.0)
+    | dict(reward_sum="decoupled+batch", **TWO),
+    "branches": dict(steps=5, splits=(), roots=2, side=(0, 2), branch_factor=3, merged={3: 2}, noise_factors={0: 1.5})
+    | dict(previews="ode/2+x0", preview_at="after", advantage="granularities", step_weights="std"),
+    "bf16": dict(mixed_precision="bf16", gradient_checkpointing=True, vae_slicing=True, adaptive=True),
     "sum": dict(reward="norm(0.7*tiny-clip+0.3*tiny-hps)", held_out="tiny-pickscore"),
 }
 
@@ -77,9 +76,19 @@ def whole_run(t) -> dict:
     return run.metrics[0]
 
 
-# with MIXES they take nearly every entry of the registries
-CHOSEN = ("branchgrpo-deppru", "branchgrpo-released", "dancegrpo-sd", "flow-dppo", "g2rpo", "gardo", "mixgrpo-flash")
-CHOSEN += ("ovf-diverse", "pro-grpo", "stepwise-flow-grpo", "tp-grpo", "treegrpo")
+CHOSEN = ("branchgrpo-deppru", "branchgrpo-mix", "branchgrpo-released", "dancegrpo-sd", "flow-dppo", "gardo")
+CHOSEN += ("pro-grpo", "stepwise-flow-grpo", "tp-grpo", "treegrpo")
+NAMED = ("advantage", "std", "prune", "selection", "group_selection", "window", "stochastic", "transition", "ratio")
+NAMED += ("loss", "loss_mean", "reward_sum", "step_weights", "step_unit", "split_noise", "weights")
+
+
+def test_the_chosen_recipes_and_settings_take_every_name_that_a_recipe_takes():
+    tables = [{"recipe": name, "backbone": "tiny-sd" if name.endswith("-sd") else "tiny-flux"} for name in CHOSEN]
+    tables += [{"recipe": "branchgrpo"} | SHORT | changes for changes in MIXES.values()] + [*LOOPS.values()]
+    tried = [resolve(TrainConfig.from_dict(table)) for table in tables]
+    for setting in NAMED:
+        taken = {getattr(recipes.get(name).values, setting) for name in recipes.names()}
+        assert taken <= {getattr(s, setting) for s in tried}, setting
 
 
 @pytest.mark.parametrize("recipe", often(recipes.names(), CHOSEN))
@@ -121,7 +130,10 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("name", LOOPS)
+TRIED = ("flux", "flux, previews", "sd, guidance with gradient", "wan-i2v")
+
+
+@pytest.mark.parametrize("name", often(LOOPS, TRIED))
 def test_a_rollout_uploads_noise_and_nothing_else(gpu, tmp_path, name):
     t = trainer(tmp_path, **LOOPS[name])
     rolled = t.collector(0)
@@ -141,7 +153,7 @@ def test_a_pruning_step_waits_for_its_rewards_once(gpu, tmp_path):
     assert of_engine == ["download", "upload"] * len(plan.prune_at)
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", often(LOOPS, TRIED))
 def test_a_micro_batch_copies_nothing_and_waits_for_nothing(gpu, tmp_path, name):
     t = trainer(tmp_path, **LOOPS[name])
     noise = t.collector.noise(0)

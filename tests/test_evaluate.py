@@ -1,18 +1,17 @@
 """An evaluation that was killed, or shared, ends with the file of one that was not; `sample` has the same options."""
 
 import dataclasses
-import logging
 import os
 import shutil
 import signal
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from commands import popen
 from PIL import Image
+from test_training import ends_well
 
 from branchgrpo import cli
 from branchgrpo.backbones.loading import folder_of
@@ -22,15 +21,15 @@ from branchgrpo.options import parser_of
 from branchgrpo.testbed.digits import scenes
 from branchgrpo.training.trainer import TrainConfig, Trainer
 
-OPTIONS = ["--steps", "3", "--block", "20", "--rewards", "tiny-clip", "tiny-pickscore"]
+OPTIONS = ["--steps", "3", "--block", "5", "--rewards", "tiny-clip", "tiny-pickscore"]
 CALL = [sys.executable, "-m", "branchgrpo.cli", "evaluate", *OPTIONS]
 
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory):
-    "A file of 400 captions of the digits testbed."
+    "A file of 60 captions of the digits testbed."
     path = tmp_path_factory.mktemp("prompts") / "captions.txt"
-    path.write_text("\n".join(list(dict.fromkeys(s.caption for s in scenes(1200, "test", seed=1)))[:400]))
+    path.write_text("\n".join(list(dict.fromkeys(s.caption for s in scenes(200, "test", seed=1)))[:60]))
     return str(path)
 
 
@@ -41,34 +40,30 @@ def start(folder, prompts, **extra):
         return popen(words, stdout=log, stderr=log, env=os.environ | extra)
 
 
-def ends_well(process, log):
-    assert process.wait(timeout=200) == 0, log.read_text()[-2000:]
-
-
-def test_four_hundred_prompts_killed_in_the_middle(tmp_path, prompts):
+def test_sixty_prompts_killed_in_the_middle(tmp_path, prompts):
     whole, killed = start(tmp_path / "whole", prompts), start(tmp_path / "killed", prompts)
     blocks, deadline = tmp_path / "killed/blocks", time.time() + 120
-    while not blocks.exists() or len(list(blocks.glob("*.jsonl"))) < 5:
+    while not blocks.exists() or len(list(blocks.glob("*.jsonl"))) < 3:
         assert time.time() < deadline and killed.poll() is None
         time.sleep(0.01)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     assert not (tmp_path / "killed/summary.json").exists()
     again = start(tmp_path / "killed", prompts)
-    ends_well(whole, tmp_path / "whole.log")
-    ends_well(again, tmp_path / "killed.log")
+    ends_well(whole, tmp_path / "whole")
+    ends_well(again, tmp_path / "killed")
     for name in ("images.jsonl", "summary.json"):
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "killed" / name).read_bytes()
-    assert len((tmp_path / "whole/images.jsonl").read_text().splitlines()) == 400
-    assert len(list((tmp_path / "killed/images").glob("*.png"))) == 400
+    assert len((tmp_path / "whole/images.jsonl").read_text().splitlines()) == 60
+    assert len(list((tmp_path / "killed/images").glob("*.png"))) == 60
 
 
 def test_two_processes_share_the_work(tmp_path, prompts):
     both = [start(tmp_path / "run", prompts, RANK=str(r), WORLD_SIZE="2") for r in range(2)]
     for rank, process in enumerate(both):
-        ends_well(process, tmp_path / f"run{rank}.log")
+        ends_well(process, tmp_path / f"run{rank}")
     numbers = [line.split(",")[0] for line in (tmp_path / "run/images.jsonl").read_text().splitlines()]
-    assert len(numbers) == len(set(numbers)) == 400
+    assert len(numbers) == len(set(numbers)) == 60
 
 
 PROMPTS = ["a red 3", "two blue 5s"]
@@ -76,19 +71,8 @@ PROMPTS = ["a red 3", "two blue 5s"]
 
 def trained_run(folder, lora_rank):
     "Train two iterations and return the run's folder."
-    config = TrainConfig(
-        steps=4,
-        splits=(0,),
-        prompts_per_iteration=1,
-        iterations=2,
-        evaluate_every=0,
-        tracker="none",
-        learning_rate=1e-2,
-        ema_decay=0.5,
-        lora_rank=lora_rank,
-        output=str(folder),
-    )
-    Trainer(config).fit()
+    small = dict(steps=4, splits=(0,), prompts_per_iteration=1, iterations=2, evaluate_every=0, tracker="none")
+    Trainer(TrainConfig(**small, learning_rate=1e-2, ema_decay=0.5, lora_rank=lora_rank, output=str(folder))).fit()
     return str(folder)
 
 
@@ -112,21 +96,6 @@ def test_the_weights_of_a_run(tmp_path, lora_rank):
     assert not torch.allclose(found["trained"], found["ema"], atol=1e-5)
     plain = velocity(load_policy("tiny-flux", guidance_scale=1.0))
     torch.testing.assert_close(found["base"], plain, rtol=0, atol=1e-5)
-
-
-def test_an_adapter_is_loaded_without_a_remark():
-    "Ours never have weights for a text encoder; diffusers need not say so."
-    heard = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())
-    logger = logging.getLogger("diffusers")
-    logger.addHandler(handler)
-    try:
-        policy = load_policy(str(Path(__file__).parents[1] / "figures/testbed/models/flux-branchgrpo"))
-    finally:
-        logger.removeHandler(handler)
-    assert any("lora" in name for name, _ in policy.denoiser.named_parameters())
-    assert heard == []
 
 
 @pytest.fixture(scope="module")

@@ -34,9 +34,8 @@ def test_dance_flow_sde(golden):
     close(sigmas, data["sigmas"])
     for case in data["cases"]:
         i = case["step"]
-        dist = flow_step(
-            tensor(case, "x"), tensor(case, "velocity"), sigmas[i], sigmas[i + 1], dance_noise(sigmas, case["eta"])[i]
-        )
+        given = tensor(case, "x"), tensor(case, "velocity"), sigmas[i], sigmas[i + 1]
+        dist = flow_step(*given, dance_noise(sigmas, case["eta"])[i])
         close(dist.mean, tensor(case, "mean")), close(dist.x0_hat, tensor(case, "x0")), close(dist.std, case["std"])
         close(dist.log_prob(tensor(case, "next")), case["log_prob"])
 
@@ -46,13 +45,8 @@ def test_flow_sde(golden):
     sigmas = torch.tensor(data["sigmas"])
     for case in data["cases"]:
         i = case["step"]
-        dist = flow_step(
-            tensor(case, "x"),
-            tensor(case, "velocity"),
-            sigmas[i],
-            sigmas[i + 1],
-            flow_grpo_noise(sigmas, case["noise_level"])[i],
-        )
+        given = tensor(case, "x"), tensor(case, "velocity"), sigmas[i], sigmas[i + 1]
+        dist = flow_step(*given, flow_grpo_noise(sigmas, case["noise_level"])[i])
         close(dist.mean, tensor(case, "mean")), close(dist.std, case["std"])
         close(dist.log_prob(tensor(case, "next")), case["log_prob"])
 

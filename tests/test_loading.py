@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import pytest
 import torch
 from test_training import SMALL, together
 
@@ -46,6 +47,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_one_process_encodes_for_both(tmp_path):
     "The rewards are those of a run that keeps its encoders."
     found = {}

@@ -15,15 +15,11 @@ from branchgrpo.mechanism.exact import (
     projections,
     prompt_gradient,
     score_function_side,
-    scored,
 )
-from branchgrpo.mechanism.gaussian import all_schedules, gradient_moments, linear_steps, schedule_quality
-from branchgrpo.mechanism.measure import alignment_rows, read_samples, reference_of
-from branchgrpo.plan import RolloutPlan
-from branchgrpo.planning import plan_of, process_of
+from branchgrpo.mechanism.measure import alignment_rows, read_samples
+from branchgrpo.planning import process_of
 from branchgrpo.policy import GaussianFlow
 from branchgrpo.training.credit import assign_credit
-from branchgrpo.training.resolve import resolve
 
 
 def mean_of_image(images, prompts, metadata=None):
@@ -67,39 +63,6 @@ def test_a_projection_is_that_of_the_whole_gradient(tmp_path, recipe):
     whole = torch.stack([prompt_gradient(t.learner, rolled, p) for p in range(2)])
     assert whole.abs().max() > 0
     torch.testing.assert_close(projections(rolled, edges).sum(1), whole @ along, rtol=1e-3, atol=1e-5)
-
-
-def test_the_formula_is_the_policy_gradient_theorem():
-    "Of a star, and of a tree whose splits are all at step 0: they are the same group."
-    s = resolve(TrainConfig(recipe="dancegrpo", steps=8))
-    process = process_of(s, GaussianFlow())
-    plan = plan_of(s)
-    steps = linear_steps(process, plan.drawn)
-    leaves = plan.leaves
-    expected = (1 - 1 / leaves) * steps.gradient(plan.trained) / len(plan.trained)
-    assert gradient_moments(plan, steps).mean == pytest.approx(expected, rel=1e-5)
-    assert gradient_moments(plan, steps, "broadcast").mean == pytest.approx(expected, rel=1e-5)
-
-
-def test_more_chains_point_better_and_a_best_schedule_is_the_best():
-    s = resolve(TrainConfig(recipe="branchgrpo", steps=6, splits=(0, 2)))
-    process = process_of(s, GaussianFlow())
-    found = [schedule_quality(process, (0,), factor=n)["cosine_squared"] for n in (4, 8, 16)]
-    assert found == sorted(found)
-    rows = all_schedules(process, 2)
-    assert len(rows) == math.comb(5, 2)
-    assert rows[0]["per_cost"] == max(row["per_cost"] for row in rows) >= schedule_quality(process, (0, 2))["per_cost"]
-
-
-def test_what_cannot_be_measured_is_said():
-    with pytest.raises(ValueError, match="reference_batches: 1 is below 2"):
-        reference_of(torch.ones(1, 3))
-    with pytest.raises(ValueError, match="reward: .*has no gradient"):
-        scored(lambda images, prompts: torch.zeros(len(images)), torch.ones(1, 3, 2, 2), ["a"])
-    plan = RolloutPlan.funnel(6, (8, 4), (3,))
-    process = process_of(resolve(TrainConfig(recipe="dancegrpo", steps=6)), GaussianFlow())
-    with pytest.raises(ValueError, match="plan: with pruning steps"):
-        gradient_moments(plan, linear_steps(process, plan.drawn))
 
 
 def test_the_committed_ratios_follow_from_the_committed_projections():

@@ -1,20 +1,17 @@
 """What the README, the page for GPU nodes and the scale `paper` train fits on their GPUs, by the doctor's count."""
 
-import json
 import re
-import shlex
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from slow import often
+from test_gpu_nodes import TEXT, blocks
+from test_prose import FOUND, OURS, given_by
 
-from branchgrpo.cli import COMMANDS
 from branchgrpo.files import parse_table
 from branchgrpo.machine.doctor import cost_lines
 from branchgrpo.machine.estimate import GPU_GB, advice, estimate, fits, memory_parts, memory_verdict, peak_gb
-from branchgrpo.options import parse, parser_of
-from branchgrpo.reproduction.command import parameter
 from branchgrpo.reproduction.pages import jobs, planned_runs
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.resolve import resolve
@@ -22,24 +19,12 @@ from branchgrpo.training.resolve import resolve
 ROOT = Path(__file__).parents[1]
 
 
-def commands() -> list[list[str]]:
-    "Return the words of every command in the README's blocks."
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    blocks = [block for block in text.split("```")[1::2] if block.startswith("\n")]
-    lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    return [shlex.split(line, comments=True) for line in lines if line.strip()]
-
-
 def trained_by_readme() -> list[TrainConfig]:
     "Return the config of every `train` in the README."
-    parser = parser_of("branchgrpo train", "", COMMANDS["train"].classes(), config=True)
-    found = []
-    for words in commands():
-        if "train" in words and "branchgrpo" in " ".join(words[: words.index("train")]):
-            given = parse(parser, words[words.index("train") + 1 :])
-            given.pop("print_config", None)
-            found.append(TrainConfig.from_dict(given))
-    return found
+    lines = [line for line, command in OURS.items() if FOUND[command] == "README.md" and line.startswith("train ")]
+    given = [given_by(line) for line in lines]
+    fields = TrainConfig.__dataclass_fields__
+    return [TrainConfig.from_dict({name: table[name] for name in table if name in fields}) for table in given]
 
 
 def test_every_training_of_the_readme_fits():
@@ -51,11 +36,8 @@ def test_every_training_of_the_readme_fits():
 
 def large() -> tuple[TrainConfig, int]:
     "Return the config and the number of GPUs of the training of FLUX on one node, of the page for GPU nodes."
-    cells = json.loads((ROOT / "nbs/gpu_nodes.ipynb").read_text(encoding="utf-8"))["cells"]
-    text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
-    settings = re.search(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[1]
-    gpus = re.search(r"^accelerate launch .*--num_processes (\d+) .*--config flux.yaml$", text, re.MULTILINE)[1]
-    return TrainConfig.from_dict(parse_table(settings)), int(gpus)
+    gpus = re.search(r"^accelerate launch .*--num_processes (\d+) .*--config flux.yaml$", TEXT, re.MULTILINE)[1]
+    return TrainConfig.from_dict(parse_table(blocks("yaml")[0])), int(gpus)
 
 
 def test_the_training_of_flux_fits():
@@ -120,10 +102,3 @@ def test_the_parts_add_up():
     assert any(line.startswith("sum") for line in lines)
     assert any(line.startswith("fits: yes") for line in lines)
     assert max(float(value) for value in next(line for line in lines if line.startswith("sum")).split()[1:]) < GPU_GB
-
-
-def test_a_table_given_at_the_shell_keeps_the_scale_s_other_values():
-    given = dict([parameter("extra={lora_rank: 32, sharding: none}")])
-    extra = jobs(["branchgrpo/table1"], "paper", ROOT / "reproduce", given=given)[0].parameters["extra"]
-    assert extra["lora_rank"] == 32 and extra["sharding"] == "none"
-    assert extra["gradient_checkpointing"] is True and extra["max_batch"] == 4 and extra["embeddings"]

@@ -77,6 +77,7 @@ def test_the_wheel_says_what_it_is(built):
     assert all(job["strategy"]["matrix"]["python"] == versions for job in workflow["jobs"].values())
 
 
+@pytest.mark.slow
 def test_the_wheel_trains_in_an_empty_folder(built, tmp_path):
     "Only the wheel's files, beside the libraries of this environment."
     zipfile.ZipFile(built[1]).extractall(tmp_path / "installed")

@@ -5,8 +5,6 @@ import json
 import re
 from pathlib import Path
 
-import pytest
-
 from branchgrpo import recipes
 from branchgrpo.commands import recipe_table
 from branchgrpo.methods.index import words_lines
@@ -17,26 +15,29 @@ ALL = [recipes.get(name) for name in recipes.names()]
 SAID = [*QUOTES, *(q for e in ERRATA for q in e.quotes)]
 
 
-@pytest.mark.parametrize("recipe", ALL, ids=lambda recipe: recipe.name)
-def test_every_source_says_what_it_is(recipe):
-    assert not [(name, source) for name, _, source in recipe.rows() if source_kind(source) not in SOURCE_KINDS]
+def test_every_source_says_what_it_is():
+    rows = [(recipe.name, name, source) for recipe in ALL for name, _, source in recipe.rows()]
+    assert [row for row in rows if source_kind(row[2]) not in SOURCE_KINDS] == []
 
 
-@pytest.mark.parametrize("recipe", ALL, ids=lambda recipe: recipe.name)
-def test_a_value_with_a_place_has_words(recipe):
-    "A value whose source names a place of one of the two papers is stated there by a quote."
-    for name, value, source in recipe.rows():
-        if source_kind(source) == "paper" and any(paper in PAPERS for paper, _ in places(source)):
-            assert quotes_of(recipe, name, QUOTES), f"{recipe.name}: {name} {value}: no words of {source!r} state it"
+def stands_in_a_paper(source):
+    "Return whether a source names a place of one of the two papers."
+    return source_kind(source) == "paper" and any(paper in PAPERS for paper, _ in places(source))
 
 
-@pytest.mark.parametrize("q", QUOTES, ids=lambda q: f"{q.paper} {q.place} {', '.join(q.says)}")
-def test_no_words_without_a_value(q):
+def test_a_value_with_a_place_has_words():
+    rows = [(recipe, *row) for recipe in ALL for row in recipe.rows()]
+    named = [(recipe, name, source) for recipe, name, _, source in rows if stands_in_a_paper(source)]
+    assert [(r.name, name, source) for r, name, source in named if not quotes_of(r, name, QUOTES)] == []
+
+
+def test_no_words_without_a_value():
     "Every setting that a quote speaks of, and every value that it lists, is that of a recipe."
-    for name, said in q.says.items():
-        having = [getattr(recipe.values, name) for recipe in ALL if q in quotes_of(recipe, name, (q,))]
-        for value in said if isinstance(said, list) else [said]:
-            assert value in having, f"{q.place}: no recipe has {name} {value} from there"
+    for q in QUOTES:
+        for name, said in q.says.items():
+            having = [getattr(recipe.values, name) for recipe in ALL if q in quotes_of(recipe, name, (q,))]
+            for value in said if isinstance(said, list) else [said]:
+                assert value in having, f"{q.place}: no recipe has {name} {value} from there"
 
 
 def numbers(text):

@@ -1,36 +1,18 @@
 """The project's shape: metadata agree, dependencies are what was tried, nothing refers to the outside."""
 
 import ast
-import os
-import pkgutil
 import re
-import subprocess
-import sys
 import tomllib
 from configparser import ConfigParser
+from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
-from commands import run
 from packaging.requirements import Requirement
+from test_package import tracked
 
 import branchgrpo
 
 ROOT = Path(__file__).parents[1]
-PINS = {
-    "torch": "2.13.0",
-    "diffusers": "0.42.1",
-    "transformers": "5.23.0",
-    "accelerate": "1.15.0",
-    "peft": "0.21.2",
-    "torchmetrics": "1.9.0",
-    "nbdev": "3.3.26",
-    "papermill": "2.7.0",
-    "jupyterlab": "4.6.6",
-    "typeguard": "4.6.0",
-    "ruff": "0.17.6",
-    "pyrefly": "1.4.1",
-}
 
 
 def settings():
@@ -58,20 +40,14 @@ def test_dependencies():
     cfg, pins = settings(), constraints()
     wanted = [Requirement(r) for r in (cfg["requirements"] + " " + cfg["dev_requirements"]).split()]
     assert not {r.name for r in wanted} & {"torchvision", "torch-fidelity", "hpsv2"}
-    assert PINS.items() <= pins.items()
     for requirement in wanted:
         if requirement.name in pins:
             assert requirement.specifier.contains(pins[requirement.name]), requirement
 
 
-def tracked():
-    out = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
-    return [ROOT / name for name in out.stdout.split("\0") if name]
-
-
 def test_stands_alone():
     outside = ["../" + "shared", "/wo" + "rk/"]
-    for path in tracked():
+    for path in map(ROOT.joinpath, tracked()):
         if path.suffix in (".safetensors", ".png") or not path.is_file():
             continue
         text = path.read_text(encoding="utf-8", errors="ignore")
@@ -82,32 +58,6 @@ def test_weights_are_small():
     # a link to a shared autoencoder weighs nothing
     sizes = [path.lstat().st_size for path in (ROOT / "branchgrpo/testbed/weights").rglob("*") if path.is_file()]
     assert 1e6 < sum(sizes) < 25e6
-
-
-IMPORTS = """
-import os, sys, torch
-bad = []
-for name in sys.argv[1:]:
-    pid = os.fork()
-    if not pid:
-        try:
-            __import__(name)
-            os._exit(0)
-        except BaseException as error:
-            print(name, repr(error), flush=True)
-            os._exit(1)
-    if os.waitpid(pid, 0)[1]:
-        bad.append(name)
-sys.exit(len(bad))
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_every_module_imports_alone():
-    names = [m.name for m in pkgutil.walk_packages(branchgrpo.__path__, "branchgrpo.") if "weights" not in m.name]
-    done = run([sys.executable, "-c", IMPORTS, *names], cwd=ROOT)
-    assert len(names) > 60
-    assert done.returncode == 0, done.stdout
 
 
 def modules(*outside):
@@ -143,6 +93,13 @@ def imported(path):
             source = ".".join([*base, *filter(None, [node.module])])
             names += [f"{source}.{alias.name}" for alias in node.names]
     return names
+
+
+def test_the_modules_import_each_other_in_no_circle():
+    "So every one can be imported alone, whatever was imported before it."
+    known = {name(path).removesuffix(".py").replace("/", "."): path for path in modules()}
+    graph = {module: known.keys() & set(imported(path)) - {module} for module, path in known.items()}
+    assert len(graph) > 60 and list(TopologicalSorter(graph).static_order())
 
 
 def test_production_code_imports_nothing_from_the_testbed():

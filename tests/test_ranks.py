@@ -8,10 +8,6 @@ from slow import often
 from test_training import SMALL, together
 
 EVALUATION = """
-import sys, json, torch
-from branchgrpo import TrainConfig, Trainer
-from branchgrpo.training.trainer import Callback
-t = Trainer(TrainConfig.from_dict(json.loads(sys.argv[1])))
 rows = []
 predict = t.policy.predict
 def counted(latents, time, conditioning):
@@ -24,9 +20,16 @@ torch.save(out, f"{sys.argv[2]}.{t.accelerator.process_index}")
 """
 
 
+BEGIN = """
+import sys, json, torch
+from branchgrpo import TrainConfig, Trainer
+t = Trainer(TrainConfig.from_dict(json.loads(sys.argv[1])))
+"""
+
+
 def results(n, code, table, place):
     "What each of `n` processes saved."
-    for status, log in together(n, code, json.dumps(table), place):
+    for status, log in together(n, BEGIN + code, json.dumps(table), place):
         assert status == 0, log
     return [torch.load(f"{place}.{rank}", weights_only=False) for rank in range(n)]
 
@@ -51,10 +54,7 @@ def test_an_evaluation_shared_by_processes_gives_the_scores_of_one(tmp_path, cas
 
 
 SHARED = """
-import sys, json, torch
-from branchgrpo import TrainConfig, Trainer
 from branchgrpo.training.collection import Collector
-t = Trainer(TrainConfig.from_dict(json.loads(sys.argv[1])))
 out = {"rows": [], "prompts": t.collector.noise(0).prompts}
 predict, collect = t.policy.predict, Collector.__call__
 def counted(latents, time, conditioning):
@@ -117,9 +117,6 @@ def same_run(own, one):
 
 
 FAILING = """
-import sys, json, torch
-from branchgrpo import TrainConfig, Trainer
-t = Trainer(TrainConfig.from_dict(json.loads(sys.argv[1])))
 real, second = t.scorer.reward, t.accelerator.process_index == 1
 def refusing(images, prompts, metadata=None):
     if second: raise ValueError("reward: the server refused a request (400)")

@@ -62,21 +62,6 @@ def test_the_first_page_has_the_answers_of_the_record():
     assert any(block in "".join(cell["source"]) for cell in first["cells"]), "`make report` is due"
 
 
-def test_the_readme_repeats_no_result_beside_its_answers():
-    "A number with a decimal point is a result, unless it belongs to a name, a link or a command."
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    before, _, rest = text.partition(OPENING)
-    outside = re.sub(
-        r"```.*?```|\]\([^)]*\)|\(arXiv [^)]*\)|\[\d{4}\.\d{5}",
-        "",
-        before + rest.partition(CLOSING)[2],
-        flags=re.DOTALL,
-    )
-    assert re.findall(r"\S*\d\.\d\S*|\S*\d %", outside) == ["3.11", "3.13,", "Apache-2.0."], (
-        "results stand between the marks"
-    )
-
-
 def test_every_recipe_has_a_colour():
     assert [name for name in recipes.names() if colour_of(name) is None] == []
 

@@ -48,13 +48,15 @@ def forget_notes(nodes):
 
 @pytest.fixture
 def noted(request):
-    """Note what was tried: `noted(kind, what, happened=…, kept=…, **more)`, at the end of a test that passed.
+    """Note what was tried: `noted(what, happened, kept, **more)`, at the end of a test that passed.
 
-    `kind` is one of KINDS, `what` one line that names the fault; each `what` is one row of the table.
+    `what` is one line that names the fault: one row of the table of its `kind`, which is one of KINDS.
+    What was kept may stand in the test's docstring: "Kept: …."
     """
+    words = (request.function.__doc__ or "").removeprefix("Kept: ").rstrip(".")
 
-    def note(kind, what, happened, kept, **more):
-        assert kind in KINDS, kind
+    def note(what, happened, kept=words, kind="faults", **more):
+        assert kind in KINDS and kept, (kind, kept)
         name = re.sub(r"[^a-z0-9]+", "-", what.lower())[:100]
         digest = hashlib.blake2b(what.encode(), digest_size=4).hexdigest()  # texts that differ in signs only
         path = NOTES / kind / f"{name}-{digest}.json"
@@ -83,11 +85,8 @@ def pytest_sessionfinish(session):
         return
     if not runs_everything(session.config):
         return
-    head = {
-        "date": str(date.today()),
-        "commit": commit(),
-        "machine": f"{os.cpu_count()} CPU cores, {platform.system()}",
-    }
+    machine = f"{os.cpu_count()} CPU cores, {platform.system()}"
+    head = {"date": str(date.today()), "commit": commit(), "machine": machine}
     for kind in KINDS:
         rows = [json.loads(path.read_text()) for path in sorted((NOTES / kind).glob("*.json"))]
         rows = [{key: value for key, value in row.items() if key != "node"} for row in rows]

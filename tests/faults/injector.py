@@ -9,7 +9,7 @@
 - `inside`: only calls within another one, ["module:name", which call];
 - `signal`: KILL, TERM, USR2; or `limit`: files may have no more bytes from there on, so that the kernel ends the
   process (SIGXFSZ) in the middle of the write that comes next;
-- `rank`: which process of several (default 0);
+- `rank`: which process of several (default 0), or "all";
 - `record`: instead of all this, write every operation on files within `folder` to this file.
 """
 
@@ -201,7 +201,7 @@ class Files:
 def install(table):
     "Prepare a fault in this process."
     fault = Fault(table)
-    if int(os.environ.get("RANK", 0)) != table.get("rank", 0):
+    if table.get("rank", 0) not in ("all", int(os.environ.get("RANK", 0))):
         return
     if "inside" in table:
         watch_inside(fault, *table["inside"])

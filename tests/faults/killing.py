@@ -17,19 +17,8 @@ from branchgrpo.training.checkpoints import newest, read_manifest, read_saved_ta
 
 INJECTOR = Path(__file__).with_name("injector.py")
 KILLED = {"KILL": -9, "limit": -25}
-RUN = SMALL | {
-    "steps": 4,
-    "splits": [0, 2],
-    "iterations": 3,
-    "checkpoint_every": 1,
-    "keep_checkpoints": 2,
-    "evaluate_every": 3,
-    "evaluation_prompts": 2,
-    "evaluation_steps": 2,
-    "ema_decay": 0.5,
-    "max_batch": 2,
-    "learning_rate": 1e-4,
-}
+RUN = SMALL | dict(steps=4, splits=[0, 2], iterations=3, checkpoint_every=1, keep_checkpoints=2, evaluate_every=3)
+RUN |= dict(evaluation_prompts=2, evaluation_steps=2, ema_decay=0.5, max_batch=2, learning_rate=1e-4)
 FULL = {"sharding": "full"}
 MODES = {  # processes, and what differs
     "1 process": (1, {"checkpoint_every": 2, "iterations": 4, "evaluate_every": 2}),
@@ -85,7 +74,7 @@ class Attempt:
     def ends_by_fault(self):
         "Wait for the end; return the exit code of the process with the fault, the others' codes and their seconds."
         codes, late = self.ended()
-        rank = self.fault.get("rank", 0)
+        rank = self.fault.get("rank", 0) if self.fault.get("rank") != "all" else 0
         assert "fault reached" in self.logs[rank].read_text(), f"not reached: {self.fault}\n{self.log()}"
         return codes.pop(rank), codes, late
 

@@ -1,7 +1,7 @@
-"""Bad input at the shell: one line names the field, the value and what is allowed; code 2, and nothing is written.
+"""Bad input at the shell: one line that names the field and the value, exit code 2, and nothing written.
 
-The tables are in `bad_inputs.py`. Most cases call the command line in this process; a sample, and what depends on
-the environment, run as processes of their own.
+The cases are tables in `bad_inputs.yaml`. Most call the command line in this process; what depends on the environment,
+and what looks odd and is fine, run as processes of their own.
 """
 
 import os
@@ -18,7 +18,6 @@ from branchgrpo import cli
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(BAD)
 FAST = set(NAMES[::24])
-SAMPLE = NAMES[::40]
 
 
 @pytest.fixture(scope="session")
@@ -30,11 +29,8 @@ def files(tmp_path_factory):
 
 
 def words_of(line, files):
-    line = (
-        line.replace("{5000 ones}", "1" * 5000)
-        .replace("{f}", str(files))
-        .replace("{reproduce}", str(ROOT / "reproduce"))
-    )
+    for name, value in {"{5000 ones}": "1" * 5000, "{f}": str(files), "{reproduce}": str(ROOT / "reproduce")}.items():
+        line = line.replace(name, value)
     return [word.encode().decode("unicode_escape") if "\\x" in word else word for word in shlex.split(line)]
 
 
@@ -58,71 +54,54 @@ def called(capfd, words):
 
 
 def check_line(text, message, files):
-    "One line that begins with the field; it says the value and what is allowed in less than a screen."
-    assert text.count("\n") == 1, text
-    assert text.startswith(f"branchgrpo: {message}".replace("{f}", str(files))), text
-    assert len(text.replace(str(files), "")) < 2000, len(text)
+    "One line that begins with the field and the value, and says what is allowed in less than a screen."
+    begin = f"branchgrpo: {message}".replace("{f}", str(files))
+    assert text.count("\n") == 1 and text.startswith(begin), text
+    assert len(begin) < len(text) < 2000 + len(str(files)), len(text)
 
 
-def marked(names):
-    return [pytest.param(name, marks=[pytest.mark.fast] if name in FAST else []) for name in names]
+def row_of(name, line, files, happened="it runs", kept="what it makes", variables=""):
+    "Return what a case notes."
+    line = line if len(line) < 200 else f"{line[:150]}…"
+    command = f"{variables} branchgrpo {line}".strip()
+    return dict(
+        what=name, happened=happened.strip().replace(str(files), "…"), kept=kept, kind="inputs", command=command
+    )
 
 
-@pytest.mark.parametrize("name", marked(NAMES))
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.fast] if n in FAST else []) for n in NAMES])
 def test_a_bad_input_costs_one_line(name, files, tmp_path, monkeypatch, capfd, noted):
     line, message = BAD[name]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     before = what_is_there(tmp_path, files)
     code, out, err = called(capfd, words_of(line, files))
-    assert code == 2, (code, err)
+    assert (code, out) == (2, ""), (code, err)
     check_line(err, message, files)
-    assert out == ""
     assert what_is_there(tmp_path, files) == before
-    shown = line if len(line) < 200 else f"{line[:150]}…"
-    happened = err.strip().replace(str(files), "…")
-    noted("inputs", name, happened=happened, kept="nothing written", command=f"branchgrpo {shown}")
+    noted(**row_of(name, line, files, err, "nothing written"))
 
 
-@pytest.mark.parametrize("name", SAMPLE)
-def test_the_same_in_a_process_of_its_own(name, files, tmp_path):
-    line, message = BAD[name]
-    before = what_is_there(tmp_path, files)
-    words = [sys.executable, "-m", "branchgrpo.cli", *words_of(line, files)]
-    done = commands.run(words, timeout=300, cwd=tmp_path, env=os.environ | {"HOME": str(tmp_path)})
-    assert done.returncode == 2, done.stdout
-    check_line(done.stdout, message, files)
-    assert what_is_there(tmp_path, files) == before
+ODD = ENVIRONMENT | {name: ({}, line, None, printed) for name, (line, printed) in RUNS.items()}
 
 
-@pytest.mark.parametrize("name", sorted(ENVIRONMENT))
-def test_what_the_environment_says(name, files, tmp_path, noted):
-    variables, line, message = ENVIRONMENT[name]
+@pytest.mark.parametrize("name", sorted(ODD))
+def test_what_is_odd_runs_or_costs_one_line(name, files, tmp_path, noted):
+    "In a process of its own: variables of any value, and commands and files that look wrong and are fine."
+    variables, line, message, *printed = ODD[name]
     before = what_is_there(tmp_path, files)
     words = [sys.executable, "-m", "branchgrpo.cli", *words_of(line, files)]
     done = commands.run(words, timeout=300, cwd=tmp_path, env=os.environ | variables)
     set_to = " ".join(f"{key}={value}" for key, value in variables.items())
     if message is None:
-        assert done.returncode == 0, done.stdout
-        assert "Traceback" not in done.stdout
-        noted("inputs", name, happened="it runs", kept="what it makes", command=f"{set_to} branchgrpo {line}")
+        assert done.returncode == 0 and "Traceback" not in done.stdout, done.stdout
+        assert all(text in done.stdout for text in printed), done.stdout
+        noted(**row_of(name, line, files, variables=set_to))
         return
     assert done.returncode == 2, done.stdout
     check_line(done.stdout, message, files)
     assert what_is_there(tmp_path, files) == before
-    happened = done.stdout.strip().replace(str(files), "…")
-    noted("inputs", name, happened=happened, kept="nothing written", command=f"{set_to} branchgrpo {line}")
-
-
-@pytest.mark.parametrize("name", sorted(RUNS))
-def test_what_is_odd_and_fine_runs(name, files, tmp_path, noted):
-    line, printed = RUNS[name]
-    words = [sys.executable, "-m", "branchgrpo.cli", *words_of(line, files)]
-    done = commands.run(words, timeout=300, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout
-    assert printed in done.stdout
-    assert "Traceback" not in done.stdout
-    noted("inputs", name, happened="it runs", kept="what it makes", command=f"branchgrpo {line[:200]}")
+    noted(**row_of(name, line, files, done.stdout, "nothing written", set_to))
 
 
 @pytest.mark.parametrize("name", ("short", "square", "text", "none"))
@@ -132,17 +111,15 @@ def test_a_reward_whose_first_answer_is_wrong(name, files, tmp_path, capfd, note
     own, output = f"{files / 'own.py'}:", ["--output", str(tmp_path / "run")]
     code, _, err = called(capfd, [*words, own + name, *output])
     assert code == 2, err
-    said = [line for line in err.splitlines() if line.startswith("branchgrpo: ")]
-    assert len(said) == 1, err
-    check_line(said[0] + "\n", "reward: ", files)
+    (line,) = [line for line in err.splitlines() if line.startswith("branchgrpo: ")]
+    check_line(line + "\n", "reward: ", files)
     code, _, err = called(capfd, [*words, own + "ones", *output])
     assert code == 0, err
-    happened = said[0].replace(str(files), "…")
-    noted("inputs", f"a reward that returns {name}", happened=happened, kept="the folder, for another reward")
+    happened = line.replace(str(files), "…")
+    noted(f"a reward that returns {name}", happened, "the folder, for another reward", kind="inputs")
 
 
 @pytest.mark.fast
-def test_there_are_enough_of_them():
-    assert len(BAD) >= 220
+def test_every_command_has_bad_inputs():
     commands = {line.split()[0] for line, _ in BAD.values() if line.split()}
-    assert set(cli.COMMANDS) <= commands
+    assert len(BAD) >= 220 and set(cli.COMMANDS) <= commands

@@ -69,22 +69,16 @@ WRITES = {  # what the kernel ends in the middle of a write: the process has use
     "the table of evaluations": {"event": "open", "path": "evaluations.jsonl*", "call": 2, "limit": 500},
     "the sheet of images": at(f"{TRAINING}.held_out:image_sheet", 2, "after", limit=1000),
 }
+STEPS = ("rollout", "reward", "backward, in the denoiser", "between optimiser steps", "optimiser step", "evaluation")
 KILLS = [
     *((ONE, place) for place in PLACES if place not in ("between passes", "rollout, in the denoiser")),
     *((PASSES, place) for place in ("between passes", "optimiser step", "end, before the model is renamed")),
-    *((mode, place) for mode in (TWO, SHARDED) for place in ("rollout", "reward", "backward, in the denoiser")),
-    *(
-        (mode, place)
-        for mode in (TWO, SHARDED)
-        for place in ("between optimiser steps", "optimiser step", "evaluation")
-    ),
-    *((mode, "end, before the model is written") for mode in (TWO, SHARDED)),
+    *((mode, place) for mode in (TWO, SHARDED) for place in (*STEPS, "end, before the model is written")),
     (SHARDED, "check before a checkpoint"),
 ]
 RANK_1 = {(TWO, "rollout"), (TWO, "backward, in the denoiser"), (TWO, "optimiser step"), (SHARDED, "reward")}
 RANK_1 |= {(SHARDED, "between optimiser steps"), (SHARDED, "evaluation"), (SHARDED, "check before a checkpoint")}
-FAST = {(ONE, "backward, in the denoiser"), (ONE, "optimiser step"), (ONE, "a checkpoint's weights")}
-FAST |= {(ONE, "between optimiser steps", "TERM", 0)}
+FAST = {(ONE, "a checkpoint's weights"), (ONE, "between optimiser steps", "TERM", 0)}
 
 
 def named(*kill):
@@ -150,6 +144,10 @@ def last_kept(folder):
     return f"checkpoint {int(found[-1].name)}"
 
 
+def note_kill(noted, signal, place, mode, who, happened, kept):
+    noted(f"{signal}: {place}; {mode}{who}", happened, kept, kind="kills", mode=mode, signal=signal, place=place)
+
+
 def check_kill(folder, mode, fault, whole, noted, place):
     "Kill a run with a fault, start it again, compare, and note it."
     never, _ = whole(mode)
@@ -162,15 +160,7 @@ def check_kill(folder, mode, fault, whole, noted, place):
     who = f", process {fault.get('rank', 0)} of {len(others) + 1}" if others else ""
     number = "SIGXFSZ" if "limit" in fault else "SIGKILL"
     end = f"; the other process ended with code {others[0]}, {late:.0f} s later" if others else ""
-    noted(
-        "kills",
-        f"{number}: {place}; {mode}{who}",
-        happened=f"exit code {code}{end}",
-        kept=f"{kept}; started again, it ends bit-equal",
-        mode=mode,
-        signal=number,
-        place=place,
-    )
+    note_kill(noted, number, place, mode, who, f"exit code {code}{end}", f"{kept}; started again, it ends bit-equal")
 
 
 @pytest.mark.parametrize("mode, place", [named(*kill) for kill in KILLS])
@@ -279,6 +269,7 @@ SIGNALS = [
     (SHARDED, "reward", "TERM", 1),
     (SHARDED, "between optimiser steps", "USR2", 1),
     (SHARDED, "first evaluation", "TERM", 0),
+    (SHARDED, "evaluation", "USR2", "all"),
 ]
 
 
@@ -291,7 +282,7 @@ def iterations_of(folder):
 
 @pytest.mark.parametrize("mode, place, number, rank", [named(*told) for told in SIGNALS])
 def test_told_to_stop(tmp_path, whole, noted, mode, place, number, rank):
-    "One process is told; all save what is finished and ask to be started again."
+    "One process is told, or all; all save what is finished and ask to be started again."
     never, _ = whole(mode)
     folder, fault = tmp_path / "run", PLACES[place] | {"rank": rank, "signal": number}
     attempt = Attempt(folder, mode, fault)
@@ -301,15 +292,9 @@ def test_told_to_stop(tmp_path, whole, noted, mode, place, number, rank):
     saved, finished = iterations_of(folder)
     assert saved == finished, "all finished iterations are in the checkpoint"
     started_again(folder, mode, never, told=True)
-    noted(
-        "kills",
-        f"SIG{number}: {place}; {mode}" + (f", process {rank}" if others else ""),
-        happened=f"exit code 75; {line.removeprefix('branchgrpo: ')}",
-        kept=f"checkpoint {saved}, 0 finished iterations lost; started again, it ends bit-equal",
-        mode=mode,
-        signal=f"SIG{number}",
-        place=place,
-    )
+    who = f", process {rank}" if others else ""
+    kept = f"checkpoint {saved}, 0 finished iterations lost; started again, it ends bit-equal"
+    note_kill(noted, f"SIG{number}", place, mode, who, f"exit code 75; {line.removeprefix('branchgrpo: ')}", kept)
 
 
 @pytest.mark.parametrize("place", ["end, before the model is written", "end, before the run is marked"])
@@ -319,6 +304,4 @@ def test_told_to_stop_at_the_end_it_ends(tmp_path, whole, noted, place):
     code, _, _ = Attempt(folder, ONE, PLACES[place] | {"signal": "USR2"}).ends_by_fault()
     assert code == 0
     assert not lost(outcome(folder), whole(ONE)[0])
-    what = f"SIGUSR2: {place}; {ONE}"
-    kept = "everything; the run is finished"
-    noted("kills", what, happened="exit code 0", kept=kept, mode=ONE, signal="SIGUSR2", place=place)
+    note_kill(noted, "SIGUSR2", place, ONE, "", "exit code 0", "everything; the run is finished")

@@ -54,6 +54,10 @@ def got(root, cached, launch=""):
     return sorted(path.name for path in root.iterdir())
 
 
+def note_kill(noted, place, kept, mode="run cache", happened="exit code -9"):
+    noted(f"SIGKILL: {place}", happened, kept, kind="kills", mode=mode, signal="SIGKILL", place=place)
+
+
 LOCKED = {
     "the run cache, with the lock held, before the training": {"at": f"{CACHE}:_find_or_train"},
     "the run cache, with the lock held, within the training": {"at": "branchgrpo.training.runs:Run.append", "call": 2},
@@ -68,7 +72,7 @@ def test_killed_with_the_lock_of_a_run(tmp_path, cached, noted, place):
     assert code == -9, log
     assert got(tmp_path / "runs", cached)[1:] == [run_folder(CONFIG, "").name]
     kept = "the lock is free at once; got again, the run is bit-equal"
-    noted("kills", f"SIGKILL: {place}", "exit code -9", kept, mode="run cache", signal="SIGKILL", place=place)
+    note_kill(noted, place, kept)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -86,33 +90,33 @@ def test_killed_while_a_damaged_run_is_set_aside(tmp_path, cached, noted, when):
     assert [name for name in names if ".damaged-" in name] and len(names) == 3
     place = f"the run cache, {when} a damaged run is renamed"
     kept = "the damaged run, under another name; a new one is bit-equal"
-    noted("kills", f"SIGKILL: {place}", "exit code -9", kept, mode="run cache", signal="SIGKILL", place=place)
+    note_kill(noted, place, kept)
 
 
 LAUNCH = shlex.join([sys.executable, str(INJECTOR)])
+SECOND_ROW = {"at": "branchgrpo.training.runs:Run.append", "call": 2}
 
 
 def test_killed_in_the_training_that_the_cache_launched(tmp_path, cached, noted):
     "The launched process is killed; the page that waits for it says so, and the next one goes on."
-    code, log = get(tmp_path / "runs", {"at": "branchgrpo.training.runs:Run.append", "call": 2}, launch=LAUNCH)
+    code, log = get(tmp_path / "runs", SECOND_ROW, launch=LAUNCH)
     assert code == 1 and "RuntimeError" in log, log
     names = got(tmp_path / "runs", cached, launch=LAUNCH)
     assert names[1:] == [run_folder(CONFIG, "").name]
     place = "the run cache, in the process that it launched"
     kept = "checkpoint 1; got again, the run is bit-equal"
-    noted("kills", f"SIGKILL: {place}", "exit code 1, RuntimeError with the end of its log", kept, mode="run cache",
-          signal="SIGKILL", place=place)  # fmt: skip
+    note_kill(noted, place, kept, happened="exit code 1, RuntimeError with the end of its log")
 
 
 def test_killed_after_the_cache_has_launched_a_training(tmp_path, cached, noted):
     "The launched process ends with its parent, and holds the lock until then."
-    code, log = get(tmp_path / "runs", {"at": "branchgrpo.reproduction.launch:started", "when": "after"},
-                    launch=sys.executable)  # fmt: skip
+    started = {"at": "branchgrpo.reproduction.launch:started", "when": "after"}
+    code, log = get(tmp_path / "runs", started, launch=sys.executable)
     assert code == -9, log
     assert got(tmp_path / "runs", cached)[1:] == [run_folder(CONFIG, "").name]
     place = "the run cache, after it launched a training"
     kept = "the training ends with its parent; got again, the run is bit-equal"
-    noted("kills", f"SIGKILL: {place}", "exit code -9", kept, mode="run cache", signal="SIGKILL", place=place)
+    note_kill(noted, place, kept)
 
 
 EVALUATE = ["-m", "branchgrpo.cli", "evaluate", "--steps", "2", "--block", "2", "--limit", "4", "--output"]
@@ -154,7 +158,7 @@ def test_killed_in_an_evaluation_at_the_shell(tmp_path, evaluated, noted, part):
         assert digests(folder, "**/*") == never
         place = f"branchgrpo evaluate, before {fault['event']} {fault['path']}"
         kept = f"{done} of 2 blocks; started again, all files are equal to the byte"
-        noted("kills", f"SIGKILL: {place}", "exit code -9", kept, mode="evaluate", signal="SIGKILL", place=place)
+        note_kill(noted, place, kept, "evaluate")
         shutil.rmtree(folder)
 
 
@@ -190,5 +194,4 @@ def test_killed_while_a_page_is_executed(tmp_path, noted, place):
     assert [output["text"] for output in outputs] == ["42\n"]
     assert [path.name for path in executed.parent.glob("[!.]*")] == ["page.ipynb"], "nothing is left over"
     kept = "the page: it is found" if is_kept else "no half page; a second call executes it"
-    noted("kills", f"SIGKILL: branchgrpo reproduce, {place}", "exit code -9", kept, mode="reproduce", signal="SIGKILL",
-          place=place)  # fmt: skip
+    note_kill(noted, f"branchgrpo reproduce, {place}", kept, "reproduce")

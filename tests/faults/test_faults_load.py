@@ -1,17 +1,11 @@
-"""A day in a night: memory, open files, threads and disk of long work do not grow; a large run cache stays quick."""
+"""A day in a night: memory, open files, threads and disk of long work do not grow."""
 
 import json
 import statistics
 import subprocess
 import sys
-import time
 
-from branchgrpo import TrainConfig
-from branchgrpo.cli import main
 from branchgrpo.files import read_jsonl
-from branchgrpo.reproduction.pages import jobs, missing_runs, new_page
-from branchgrpo.reproduction.runs import cache_key, get_or_train, is_finished, run_folder
-from branchgrpo.training.runs import Run
 
 TINY = dict(steps=2, splits=[0], prompts_per_iteration=1, lora_rank=1, evaluation_prompts=1)
 SAMPLER = """
@@ -67,9 +61,8 @@ for seed in range(runs):
 
 def sampled(code, *words):
     "The rows that a process of its own prints while it works."
-    done = subprocess.run(
-        [sys.executable, "-c", SAMPLER + code, *map(str, words)], capture_output=True, text=True, timeout=3600
-    )
+    command = [sys.executable, "-c", SAMPLER + code, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3600)
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
@@ -106,10 +99,10 @@ def test_2000_iterations_and_200_evaluations(tmp_path, noted):
     early, late = statistics.median(lengths[200:400]), statistics.median(lengths[-200:])
     assert abs(late - early) < 20, "a row of metrics is as long at the end as at the start"
     noted(
-        "load",
         "2,000 iterations and 200 evaluations in one process, 100 checkpoints",
-        happened=f"memory {grown(rows, 'memory_mb'):+.1f} MB from the second tenth to the last; files, threads +0",
-        kept=f"2 checkpoints; {late:.0f} bytes of metrics an iteration, first to last",
+        f"memory {grown(rows, 'memory_mb'):+.1f} MB from the second tenth to the last; files, threads +0",
+        f"2 checkpoints; {late:.0f} bytes of metrics an iteration, first to last",
+        kind="load",
         curve=curve(rows),
     )
 
@@ -123,77 +116,9 @@ def test_1000_runs_in_one_process(tmp_path, noted):
     each = [rows[i]["disk_mb"] / rows[i]["runs"] for i in (0, -1)]
     assert each[1] <= 1.01 * each[0], "every run takes the same disk"
     noted(
-        "load",
         "1,000 runs trained into the run cache by one process",
-        happened=f"memory {grown(rows, 'memory_mb'):+.1f} MB from the second tenth to the last; files, threads +0",
-        kept=f"1,000 runs of {each[1]:.2f} MB",
+        f"memory {grown(rows, 'memory_mb'):+.1f} MB from the second tenth to the last; files, threads +0",
+        f"1,000 runs of {each[1]:.2f} MB",
+        kind="load",
         curve=curve(rows),
-    )
-
-
-def copies(run, root, count):
-    "Make `count` runs of the small files of one; each has settings and a name of its own."
-    info, metrics = run.info, (run.path / "metrics.jsonl").read_bytes()
-    (root / ".locks").mkdir(parents=True, exist_ok=True)
-    for seed in range(1, count):
-        settings = info["settings"] | {"seed": seed}
-        path = root / cache_key(settings)
-        path.mkdir()
-        (path / "run.json").write_text(json.dumps(info | {"settings": settings}))
-        (path / "metrics.jsonl").write_bytes(metrics)
-        (root / ".locks" / f"{path.name}.lock").touch()
-
-
-def seconds(call, times=5):
-    "The median time of a call."
-    took = []
-    for _ in range(times):
-        start = time.perf_counter()
-        call()
-        took.append(time.perf_counter() - start)
-    return statistics.median(took)
-
-
-def test_a_cache_of_10000_runs_answers(tmp_path, noted, capsys):
-    table = TINY | {"iterations": 1, "evaluate_every": 0, "tracker": "none"}
-    root = tmp_path / "runs"
-    found = get_or_train(TrainConfig.from_dict(table | {"seed": 0}), root)
-    times = {}
-    for count in (1, 10_000):
-        copies(found, root, count)
-        hit, miss = TrainConfig.from_dict(table | {"seed": count - 1}), TrainConfig.from_dict(table | {"seed": 10_001})
-        config = (
-            f"from branchgrpo import TrainConfig\nfrom branchgrpo.reproduction.pages import Arms\nbase = {table!r}\n"
-        )
-        arms = "arms = Arms(TrainConfig.from_dict(base), {'all': {}}, seeds, runs)"
-        new_page(
-            tmp_path / "pages/page.ipynb", f"runs: str = {str(root)!r}\nseeds: list = [0, 1, 2]", arms=config + arms
-        )
-        words = [
-            "reproduce",
-            "page",
-            "--folder",
-            str(tmp_path / "pages"),
-            "--output",
-            str(tmp_path / "out"),
-            "--dry-run",
-        ]
-        (job,) = jobs(["page"], "testbed", tmp_path / "pages", tmp_path / "out")
-        times[count] = {
-            "a finished run": seconds(lambda: get_or_train(hit, root)),
-            "a run that is missing": seconds(lambda: is_finished(Run(run_folder(miss, root)), 1)),
-            "the runs that a page lacks": seconds(lambda: missing_runs([job])),
-            "a page's --dry-run": seconds(lambda: main(words), times=2),
-        }
-    capsys.readouterr()
-    assert get_or_train(hit, root).path == run_folder(hit, root), "found, not trained"
-    assert len(list(root.glob("branchgrpo-*"))) == 10_000
-    text = ", ".join(f"{what} {1000 * took:.0f} ms" for what, took in times[10_000].items())
-    alone = ", ".join(f"{1000 * took:.0f}" for took in times[1].values())
-    noted(
-        "load",
-        "A run cache with 10,000 runs",
-        happened=text,
-        kept=f"with one run: {alone} ms; no answer depends on the number of runs",
-        seconds={str(count): {what: round(took, 4) for what, took in row.items()} for count, row in times.items()},
     )

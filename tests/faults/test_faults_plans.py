@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 import re
 import tempfile
 import threading
@@ -39,14 +40,8 @@ PROMPTS = ["one", "two", "three", "four", "five"]
 
 def profile(examples: int) -> settings:
     "Return the settings of a property: reproducible, without files and time limits."
-    return settings(
-        max_examples=examples,
-        derandomize=True,
-        deadline=None,
-        database=None,
-        print_blob=True,
-        suppress_health_check=QUIET,
-    )
+    fixed = dict(derandomize=True, deadline=None, database=None, print_blob=True, suppress_health_check=QUIET)
+    return settings(max_examples=examples, **fixed)
 
 
 class Velocity(nn.Module):
@@ -105,24 +100,7 @@ def some(draw, chance: float) -> bool:
 
 WILD = {
     int: [-1, 0, 1, 2, 3, 7, 10**6, 2**31, 2**63, 10**400, 2.0, True, "3"],
-    float: [
-        -1.0,
-        -0.0,
-        0.0,
-        1e-45,
-        1e-8,
-        0.3,
-        1.5,
-        10.0,
-        1e9,
-        1e30,
-        1e300,
-        float("inf"),
-        float("nan"),
-        10**400,
-        7,
-        "1",
-    ],
+    float: [-1.0, -0.0, 0.0, 1e-45, 1e-8, 0.3, 1.5, 10.0, 1e9, 1e30, 1e300, math.inf, math.nan, 10**400, 7, "1"],
     str: ["", "all", "none", "window", "window-start", "splits+window", "scaled", "plain", "random", "ünï", "a\nb", 3],
     bool: [True, False, 1, "yes"],
     tuple: [(), (0, 0), (0, 1, 2), (-1,), (99,), (1, 3), (0, 4), (10**400,), "window", "window-start", "", 3, (0.5,)],
@@ -652,81 +630,20 @@ PLANS = given(
 
 SMALL_TREE = {"recipe": "branchgrpo", "steps": 4, "splits": (0, 1), "prompts_per_iteration": 2, "lora_rank": 0}
 STAR = SMALL_TREE | {"splits": (), "roots": 3}
-MOVING = STAR | {
-    "window": "progressive",
-    "window_every": 1,
-    "window_start": 0,
-    "window_size": 1,
-    "stochastic": "window",
-}
 ADAPTIVE = SMALL_TREE | {"recipe": "branchgrpo-adaptive", "adaptive": True}
-# shrunk examples that passed the checks and failed in a run, by the setting that is named now; None: it runs
+# shrunk examples that failed in a run; those that are refused now are in bad_inputs.yaml
 FOUND = {
-    "no noise at all": ("eta", STAR | {"eta": 0.0}),
-    "noise that float32 loses": ("eta", STAR | {"eta": 1e-45}),
-    "noise that bf16 loses": ("eta", STAR | {"eta": 1e-8, "mixed_precision": "bf16"}),
-    "noise that overflows": ("eta", STAR | {"eta": 1e30}),
-    "a share of noise above one": ("eta", STAR | {"transition": "cps", "eta": 3.0}),
-    "levels that are equal": ("shift", STAR | {"shift": 1e30}),
-    "a noisy last step without noise": ("noisy_last", STAR | {"transition": "cps", "noisy_last": True}),
-    "scaled noise without end": ("s", SMALL_TREE | {"split_noise": "scaled", "s": float("inf")}),
-    "scaled noise of zero": ("s", SMALL_TREE | {"split_noise": "scaled", "s": 0.0}),
-    "an s whose square overflows": ("s", SMALL_TREE | {"advantage": "leave-one-out", "s": 1e300}),
-    "a beta that overflows": ("beta", SMALL_TREE | {"beta": 1e300}),
-    "a number too large for a float": ("kl", STAR | {"kl": 10**400}),
-    "a seed too large for torch": ("seed", STAR | {"seed": 2**64}),
-    "more adaptive splits than steps": ("splits", ADAPTIVE | {"splits": (0, 0, 0)}),
-    "adaptive splits after the last step": ("splits", ADAPTIVE | {"splits": (0, 99)}),
-    "adaptive splits of one child": ("branch_factor", ADAPTIVE | {"branch_factor": 1}),
-    "adaptive splits in a solver's tail": (
-        "tail_ratio",
-        ADAPTIVE | MOVING | {"splits": (0, 2), "adaptive": True, "tail_ratio": 1.0, "stochastic": "all"},
-    ),
-    "a pruning step among adaptive splits": ("prune_at", ADAPTIVE | {"splits": (0, 2), "prune_at": {1: 1}}),
-    "a noisy step in a solver's tail": ("tail_ratio", MOVING | {"stochastic": "all", "tail_ratio": 1.0}),
-    "a window that reaches the last step later": ("stochastic", MOVING | {"window_stop": 3}),
-    "a window that leaves the steps later": ("window_stop", MOVING | {"window_stop": 9}),
-    "splits that the window leaves later": ("splits", MOVING | {"splits": (0,), "window_stop": 1}),
-    "a window of depths that leads nowhere": (
-        "window_stride",
-        SMALL_TREE | {"prune": "depth-window", "window_start": 2, "window_stop": 1, "window_stride": 1},
-    ),
-    "a window of more depths than memory": ("window_size", STAR | {"prune": "depth-window", "window_size": 2**31}),
-    "a window of depths without end": ("window_stop", STAR | {"prune": "depth-window", "window_stop": 2**31}),
-    "a window after all depths": ("window_start", STAR | {"prune": "depth-window", "window_start": 9}),
-    "a thousand steps of a diffusion model": ("steps", STAR | {"steps": 1000}),
-    "a tree without end": ("branch_factor", SMALL_TREE | {"splits": (0, 1, 2), "branch_factor": 10**6}),
-    "a factor of noise too large for a float": ("noise_factors", STAR | {"noise_factors": {0: 10**400}}),
-    "gains of splits to come": (
-        "preview_at",
-        ADAPTIVE | {"advantage": "gains", "previews": "x0", "stochastic": "splits+window", "window": "none"},
-    ),
-    "one leaf that counts, among all nodes of its tree": (
-        None,
-        STAR | {"advantage": "joint", "group_selection": "random", "group_keep": 1, "noisy_last": True},
-    ),
-    "a group of the leaves of adaptive splits": (None, ADAPTIVE | {"group_selection": "ovf", "group_keep": 3}),
+    "one leaf that counts, among all nodes of its tree": STAR
+    | {"advantage": "joint", "group_selection": "random", "group_keep": 1, "noisy_last": True},
+    "a group of the leaves of adaptive splits": ADAPTIVE | {"group_selection": "ovf", "group_keep": 3},
 }
 
 
 @pytest.mark.fast
 @pytest.mark.parametrize("name", FOUND)
-def test_what_the_random_plans_found(tmp_path, name):
-    "Each is refused in one line before anything is written, or runs at an early and at a late iteration."
-    field, table = FOUND[name]
-    kind = "diffusion" if name.endswith("diffusion model") else "flow"
-    if kind == "diffusion":
-        table = table | {"transition": "ddim"}
-    if field is None:
-        for iteration in (0, 200):
-            tried(table, kind, iteration, 1, 0)
-        return
-    with pytest.raises(ValueError, match=rf"^{field}: ") as caught, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        config = TrainConfig.from_dict(table | {"output": str(tmp_path / "run"), "tracker": "none"})
-        Trainer(config, policy=Affine(kind), reward=bumpy, prompts=PROMPTS)
-    check_line(caught.value)
-    assert not list(tmp_path.iterdir())
+def test_what_the_random_plans_found(name):
+    for iteration in (0, 200):
+        tried(FOUND[name], "flow", iteration, 1, 0)
 
 
 @pytest.mark.fast
@@ -744,12 +661,5 @@ def test_random_plans(noted):
     ran, refused = COUNTS["ran"], COUNTS["refused"]
     assert ran > 0.2 * (ran + refused), "the property means something"
     happened = f"{ran + refused} tried: {ran} ran, {refused} refused with one line, nothing written"
-    noted(
-        "properties",
-        "random plans rolled out and trained",
-        happened,
-        HELD,
-        examples=ran + refused,
-        ran=ran,
-        refused=refused,
-    )
+    counts = dict(examples=ran + refused, ran=ran, refused=refused)
+    noted("random plans rolled out and trained", happened, HELD, kind="properties", **counts)

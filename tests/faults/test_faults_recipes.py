@@ -9,24 +9,23 @@ from test_faults_kills import ONE, PLACES, lost, step
 from branchgrpo import recipes
 
 ITERATIONS = 3
-FAST = {"gardo"}  # a gate that looks at the rewards seen so far
 # in the second iteration of the first start, and in the second one of the start after it
 FIRST = PLACES["after the optimiser step"] | {"inside": step(2)}
 SECOND = PLACES["rollout"] | {"inside": step(2)}
 
 
-def run_of(name, **changes):
+def run_of(name):
     "A run of a recipe as it is, with one prompt an iteration and a checkpoint after each."
     run = {"recipe": name, "iterations": ITERATIONS, "prompts_per_iteration": 1, "checkpoint_every": 1}
     run |= {"evaluate_every": 0, "tracker": "none", "ema_decay": 0.5, "learning_rate": 1e-4, "lora_rank": 2}
-    return run | {"backbone": "tiny-sd" if name.endswith("-sd") else "tiny-flux"} | changes
+    return run | {"backbone": "tiny-sd" if name.endswith("-sd") else "tiny-flux"}
 
 
-def check_recipe(folder, run, noted, what):
-    "Kill a run in an update and in a rollout, start it again each time; compare it with one that was never killed."
-    never = folder / "never-killed"
+@pytest.mark.parametrize("name", recipes.names())
+def test_a_recipe_that_is_killed(tmp_path, noted, name):
+    "Killed in an update and in a rollout, and started again each time."
+    never, killed, run = tmp_path / "never-killed", tmp_path / "killed", run_of(name)
     Attempt(never, ONE, run=run).ends_well()
-    killed = folder / "killed"
     for fault in (FIRST, SECOND):
         code, _, _ = Attempt(killed, ONE, fault, run).ends_by_fault()
         assert code == KILLED["KILL"]
@@ -34,13 +33,6 @@ def check_recipe(folder, run, noted, what):
     found = outcome(never)
     assert len(found["metrics"]) == ITERATIONS
     assert not lost(outcome(killed), json.loads(json.dumps(found)))
-    place = "after an optimiser step, and in the rollout after the resume"
+    what = f"SIGKILL: after an optimiser step, and in the rollout after the resume; recipe {name}"
     kept = "started again twice, it ends bit-equal"
-    noted("kills", f"SIGKILL: {place}; {what}", happened="exit code -9, twice", kept=kept, mode=ONE, signal="SIGKILL")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.fast] if name in FAST else []) for name in recipes.names()]
-)
-def test_a_recipe_that_is_killed(tmp_path, noted, name):
-    check_recipe(tmp_path, run_of(name), noted, f"recipe {name}")
+    noted(what, "exit code -9, twice", kept, kind="kills", mode=ONE, signal="SIGKILL")

@@ -1,11 +1,10 @@
-"""Random texts of rewards, prompts, YAML, commands and variables: each is read, or one line says why not."""
+"""Random texts of rewards, prompts, YAML and commands: each is read, or one line says why not."""
 
 import collections
 import contextlib
 import io
 import json
 import os
-import resource
 import string
 import tempfile
 import time
@@ -16,10 +15,9 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import example, given
-from test_faults_plans import FIELDS, NAMES, profile, tables
+from test_faults_plans import FIELDS, profile, tables
 
 from branchgrpo import TrainConfig, cli, load_reward, recipes
-from branchgrpo.credit import ADVANTAGES
 from branchgrpo.files import yaml_of
 from branchgrpo.prompts import load_prompts
 from branchgrpo.reproduction.runs import NOT_HASHED, cache_key
@@ -115,13 +113,6 @@ def rewards_are_sums(examples: int) -> None:
         REWARDS.entries = known
 
 
-def check_reward(text: str) -> None:
-    line = refused(check_name, text)
-    COUNTS["ran" if line is None else "refused"] += 1
-    if line is not None:
-        assert line.startswith("reward: "), line
-
-
 PARTS = st.sampled_from(["clip", "tiny-clip", "norm(", ")", "+", "*", "2*", "1e", "math:pi", "x.py:f", "os:", ":", "-"])
 MUTATED = st.lists(st.one_of(PARTS, st.text(SIGNS, max_size=4)), max_size=6).map("".join)
 
@@ -135,15 +126,11 @@ def wrong_rewards(examples: int) -> None:
     @example("norm(" * 50)
     @given(st.one_of(TEXTS, MUTATED))
     def each(text):
-        check_reward(text)
+        line = refused(check_name, text)
+        COUNTS["ran" if line is None else "refused"] += 1
+        assert line is None or line.startswith("reward: "), line
 
     each()
-
-
-@pytest.mark.fast
-def test_reward_expressions_are_their_sums_or_one_line():
-    rewards_are_sums(20)
-    wrong_rewards(30)
 
 
 @pytest.mark.fast
@@ -169,13 +156,10 @@ def prompt_file(name: str, content: bytes) -> None:
             assert line.startswith("prompts: "), line
             return
         found = load_prompts(str(path))
-        assert found.train and len(set(found.train)) == len(found.train)
+        assert found.train and len(set(found.train)) == len(found.train) == len(found.metadata(found.train))
         assert all(isinstance(text, str) and text.strip() for text in found.train), found.train
-        assert len(found.metadata(found.train)) == len(found.train)
-        text = content.decode("utf-8-sig")
         if name.endswith(".txt"):
-            lines = [line.strip() for line in text.splitlines() if line.strip()]
-            assert set(found.train) <= set(lines) and len(found.train) <= len(lines)
+            assert set(found.train) <= {line.strip() for line in content.decode("utf-8-sig").splitlines()}
 
 
 SURROUNDED = st.tuples(st.sampled_from([b"", b"\xef\xbb\xbf", b"\xff\xfe"]), st.binary(max_size=60)).map(b"".join)
@@ -212,27 +196,6 @@ def prompt_files(examples: int) -> None:
         prompt_file(name, content)
 
     each()
-
-
-@pytest.mark.fast
-def test_prompt_files_are_read_or_refused():
-    prompt_files(30)
-
-
-def test_a_prompt_file_of_100_mb(tmp_path, noted):
-    "A million lines, two thirds of them said before: seconds and memory are stated."
-    line = "a photograph of a red fox in the snow, number {} of many, with a long tail and a warm scarf"
-    with open(tmp_path / "large.txt", "w") as file:
-        file.writelines(line.format(n % 400_000) + "\n" for n in range(1_150_000))
-    size = (tmp_path / "large.txt").stat().st_size / 1e6
-    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
-    found = load_prompts(str(tmp_path / "large.txt"))
-    seconds = time.perf_counter() - start
-    memory = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3
-    assert size > 100 and len(found.train) == 400_000
-    happened = f"read in {seconds:.1f} s with {memory:.0f} MB more memory"
-    kept = "400,000 different prompts of 1,150,000 lines"
-    noted("properties", "a prompt file of 100 MB", happened, kept, examples=1, ran=1, refused=0)
 
 
 # ------------------------------------------------------------------------------------------------------- command lines
@@ -313,28 +276,6 @@ def command_lines(examples: int) -> None:
     each()
 
 
-def other_commands(examples: int) -> None:
-    "Words that are no command, and commands that fail or only print."
-    commands = st.sampled_from(["recipes", "rewards", "evaluate", "sample", "check-hps", "traın", "", "--version"])
-
-    @profile(examples)
-    @given(commands, st.lists(VALUES, max_size=2))
-    def each(command, words):
-        words = [word for word in words if word not in ("-h", "--help")]
-        if command in ("evaluate", "sample"):
-            words = ["--limit" if command == "evaluate" else "--steps", "zero", *words]
-        with empty_folder() as folder:
-            one_line_or_done([command, *words], folder)
-
-    each()
-
-
-@pytest.mark.fast
-def test_command_lines_print_or_refuse():
-    command_lines(25)
-    other_commands(10)
-
-
 # ------------------------------------------------------------------------------------------------------- YAML
 
 PLAIN_YAML = st.recursive(
@@ -377,56 +318,16 @@ def configs(examples: int) -> None:
     each()
 
 
-@pytest.mark.fast
-def test_yaml_files_are_read_or_refused():
-    configs(8)
-
-
-def test_every_recipe_is_the_same_after_a_round_through_yaml():
-    for name in recipes.names():
-        backbone = "tiny-sd" if recipes.get(name).values.transition == "ddim" else "tiny-flux"
-        with empty_folder() as folder:
-            printed = one_line_or_done(["train", "--recipe", name, "--backbone", backbone, "--print-config"], folder)
-            assert printed is not None
-            again_the_same(printed, folder)
-
-
 # ------------------------------------------------------------------------------------------------------- cache keys
 
 
 # other valid values of fields that fit every recipe; some fields do not change what a run computes
-NEED_NOTHING = [name for name in NAMES["advantage"] if not hasattr(ADVANTAGES.get(name), "needs_previews")]
-OTHERS = {
-    "seed": st.integers(0, 2**63 - 1),
-    "beta": st.floats(-100, 100),
-    "kl": st.floats(0, 1),
-    "learning_rate": st.floats(1e-8, 1e-2),
-    "clip_range": st.floats(1e-5, 0.5),
-    "advantage_clip": st.sampled_from([0.5, 4.0, 5.0, float("inf")]),
-    "eta": st.sampled_from([0.3, 0.7, 1.0]),
-    "advantage": st.sampled_from(NEED_NOTHING),
-    "std": st.sampled_from(NAMES["std"]),
-    "prompts_per_iteration": st.integers(1, 9),
-    "train_fraction": st.sampled_from([0.5, 1, 1.0]),
-    "lora_rank": st.integers(0, 4),
-    "max_batch": st.none() | st.integers(1, 9),
-    "prompts": st.sampled_from(["digits", "digit-pairs"]),
-    "reward": st.sampled_from(["tiny-clip", "2*tiny-clip", "norm(tiny-clip)"]),
-    "evaluate_every": st.integers(0, 9),
-    "output": st.sampled_from(["runs/a", "runs/b"]),
-    "iterations": st.integers(1, 99),
-}
-CHANGED = st.sampled_from(sorted(OTHERS)).flatmap(lambda name: st.tuples(st.just(name), OTHERS[name]))
-ANY_RECIPE = st.fixed_dictionaries({"recipe": st.sampled_from(recipes.names())}, optional=OTHERS)
-ONE_CHANGED = st.tuples(ANY_RECIPE, st.one_of(CHANGED, CHANGED, CHANGED)).map(
-    lambda pair: (pair[0], pair[0] | dict([pair[1]]))
-)
-PAIRS = st.one_of(
-    ONE_CHANGED,
-    ONE_CHANGED.map(lambda pair: pair[::-1]),
-    st.tuples(tables(), CHANGED).map(lambda pair: (pair[0], pair[0] | dict([pair[1]]))),
-    st.tuples(ANY_RECIPE, ANY_RECIPE),
-)
+OTHERS = [("seed", 1), ("beta", 0.5), ("kl", 0.1), ("learning_rate", 1e-7), ("clip_range", 0.3), ("eta", 0.3)]
+OTHERS += [("advantage_clip", float("inf")), ("std", "pooled"), ("prompts_per_iteration", 9), ("train_fraction", 1)]
+OTHERS += [("lora_rank", 4), ("max_batch", 3), ("prompts", "digit-pairs"), ("reward", "norm(tiny-clip)")]
+OTHERS += [("evaluate_every", 9), ("output", "runs/b"), ("iterations", 99)]
+ANY_RECIPE = st.sampled_from(recipes.names()).map(lambda name: {"recipe": name})
+PAIRS = st.tuples(ANY_RECIPE | tables(), st.sampled_from(OTHERS)).map(lambda pair: (pair[0], pair[0] | dict([pair[1]])))
 
 
 def settings_of(table: dict) -> dict | None:
@@ -464,66 +365,32 @@ def keys(examples: int) -> None:
     assert COUNTS["ran"] >= 0.6 * (COUNTS["ran"] + COUNTS["refused"]), "the property means something"
 
 
-@pytest.mark.fast
-def test_cache_keys_are_those_of_settings():
-    COUNTS.clear()
-    keys(25)
+# ------------------------------------------------------------------------------------------------------- all of them
 
-
-# ------------------------------------------------------------------------------------------------------- variables
-
-VARIABLES = ["BRANCHGRPO_DATA", "WORLD_SIZE", "RANK"]
-VARIABLES += ["LOCAL_RANK", "LOCAL_WORLD_SIZE", "ACCELERATE_USE_FSDP", "ACCELERATE_MIXED_PRECISION"]
-PLAIN_VALUES = st.one_of(
-    st.sampled_from(["", "0", "1", "-1", "two", "0/1/", "1/0/x", "true", "nowhere", "1e3", " 1 ", "9" * 5000]),
-    st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=8),
-)
-
-
-def variables(examples: int) -> None:
-    "With variables of any text, a printed config is the same, and a missing prompt set is one line."
-    expected = called(["train", "--print-config"])[1]
-
-    @profile(examples)
-    @given(st.dictionaries(st.sampled_from(VARIABLES), PLAIN_VALUES, max_size=3))
-    def each(changes):
-        with pytest.MonkeyPatch.context() as patch, empty_folder() as folder:
-            for name, value in changes.items():
-                patch.setenv(name, value)
-            assert one_line_or_done(["train", "--print-config"], folder) == expected
-            line = refused(load_prompts, "geneval")
-            assert line is not None and line.startswith("prompts: "), line
-            one_line_or_done(["evaluate", "--output", "out", "--rewards", "nothing"], folder)
-
-    each()
-
-
-@pytest.mark.fast
-def test_variables_of_any_text():
-    variables(15)
-
-
-WHOLE = {
-    "reward expressions, valid ones": (rewards_are_sums, 300, "each is its weighted sum, computed by hand"),
-    "reward expressions, any text": (wrong_rewards, 1000, "read, or one line"),
-    "prompt files": (prompt_files, 600, "whole and different prompts, or one line"),
-    "command lines": (command_lines, 400, "nothing written; a printed config gives the same settings again"),
-    "commands that only print or fail": (other_commands, 150, "nothing written"),
-    "YAML files as config and as recipe": (
-        configs,
-        300,
-        "nothing written; a printed config gives the same settings again",
-    ),
-    "pairs of settings and their cache keys": (keys, 300, "the same for the same settings, others for others"),
-    "environment variables": (variables, 150, "the same settings; one line; nothing written"),
+AGAIN = "nothing written; a printed config gives the same settings again"
+PROPERTIES = {  # what is checked, with how many examples by `make test` and by `make faults`, and what holds
+    "reward expressions, valid ones": (rewards_are_sums, 20, 300, "each is its weighted sum, computed by hand"),
+    "reward expressions, any text": (wrong_rewards, 30, 1000, "read, or one line"),
+    "prompt files": (prompt_files, 30, 600, "whole and different prompts, or one line"),
+    "command lines": (command_lines, 25, 400, AGAIN),
+    "YAML files as config and as recipe": (configs, 8, 300, AGAIN),
+    "pairs of settings and their cache keys": (keys, 25, 300, "the same for the same settings, others for others"),
 }
 
 
-@pytest.mark.parametrize("what", WHOLE)
-def test_many_random_texts(what, noted):
-    function, examples, kept = WHOLE[what]
+@pytest.mark.fast
+@pytest.mark.parametrize("what", PROPERTIES)
+def test_some_random_texts(what):
     COUNTS.clear()
-    function(examples)
+    function, few, *_ = PROPERTIES[what]
+    function(few)
+
+
+@pytest.mark.parametrize("what", PROPERTIES)
+def test_many_random_texts(what, noted):
+    COUNTS.clear()
+    function, _, many, kept = PROPERTIES[what]
+    function(many)
     ran, line = COUNTS["ran"], COUNTS["refused"]
     happened = f"{ran + line} tried: {ran} ran, {line} refused with one line"
-    noted("properties", f"random {what}", happened, kept, examples=ran + line, ran=ran, refused=line)
+    noted(f"random {what}", happened, kept, kind="properties", examples=ran + line, ran=ran, refused=line)

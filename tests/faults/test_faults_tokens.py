@@ -25,18 +25,8 @@ SECRETS = {
     "AWS_SECRET_ACCESS_KEY": f"{CANARY}aws",
     "HTTPS_PROXY": f"http://me:{CANARY}@proxy.invalid:3128",
 }
-SMALL = [
-    "--steps",
-    "4",
-    "--splits",
-    "0",
-    "--prompts-per-iteration",
-    "2",
-    "--evaluation-prompts",
-    "4",
-    "--iterations",
-    "1",
-]
+SMALL = ["--steps", "4", "--splits", "0", "--prompts-per-iteration", "2"]
+SMALL += ["--evaluation-prompts", "4", "--iterations", "1"]
 
 
 class Echo(Server):
@@ -110,9 +100,7 @@ def test_a_run_its_evaluation_and_the_doctor_keep_the_keys_to_themselves(server,
     assert found_in(tmp_path, said) == []
     files = sum(path.is_file() for path in tmp_path.rglob("*"))
     what = "keys of seven services are set: train, evaluate, doctor, sample, an error"
-    noted(
-        "faults", what, f"none of them is in {files} files or in what was printed", "only the reward server got its key"
-    )
+    noted(what, f"none of them is in {files} files or in what was printed", "only the reward server got its key")
 
 
 @pytest.mark.fast
@@ -134,7 +122,7 @@ def test_a_server_that_repeats_the_key(server, status, tmp_path, monkeypatch, no
         said = str(error)
     assert SECRETS[TOKEN].encode() in server.posts[0]
     assert CANARY not in said and status[:3] in said or "no score in the answer" in said
-    noted("faults", f"a reward server repeats the key in an answer {status[:3]}", said, "the key is not printed")
+    noted(f"a reward server repeats the key in an answer {status[:3]}", said, "the key is not printed")
 
 
 LEAKING = {
@@ -170,12 +158,7 @@ def test_a_secret_in_an_address_is_refused_and_not_repeated(place, tmp_path, mon
         assert TOKEN in err and err.count("\n") == 1
         assert CANARY not in out + err
         assert [path.name for path in tmp_path.iterdir()] == ["reproduce"]
-    noted(
-        "faults",
-        f"a password in the address of a reward server: {place}",
-        f"code 2, {err.strip()}",
-        "nothing is written",
-    )
+    noted(f"a password in the address of a reward server: {place}", f"code 2, {err.strip()}", "nothing is written")
 
 
 @pytest.mark.fast
@@ -202,12 +185,7 @@ def test_a_task_of_a_cluster_writes_no_key(server, tmp_path, monkeypatch, noted)
     written = {path.suffix for path in (tmp_path / "slurm").rglob("*")}
     assert {".pkl", ".out", ".err"} <= written and list(tmp_path.glob("runs/*/log-0.yaml"))
     assert found_in(tmp_path) == []
-    noted(
-        "faults",
-        "keys are set where a run is handed to a cluster",
-        "the task has them, submitit's files do not",
-        "the run",
-    )
+    noted("keys are set where a run is handed to a cluster", "the task has them, submitit's files do not", "the run")
 
 
 def test_an_executed_page_holds_no_key(tmp_path, noted):
@@ -220,9 +198,4 @@ def test_an_executed_page_holds_no_key(tmp_path, noted):
     assert len(pages) == 1
     assert found_in(tmp_path / "runs", said) == []
     files = sum(path.is_file() for path in (tmp_path / "runs").rglob("*"))
-    noted(
-        "faults",
-        "keys are set where a page is executed",
-        f"none of them is in {files} files",
-        "the page and its figures",
-    )
+    noted("keys are set where a page is executed", f"none of them is in {files} files", "the page and its figures")
