@@ -21,6 +21,7 @@ BIN = Path(sys.executable).parent
 FOUND = [*ROOT.glob("nbs/**/*.ipynb"), *ROOT.glob("reproduce/**/*.ipynb")]
 NOTEBOOKS = sorted(path for path in FOUND if ".ipynb_checkpoints" not in path.parts)
 LESSONS = [path for path in NOTEBOOKS if path.is_relative_to(ROOT / "nbs")]
+INSTALLED = (sys.prefix, sys.base_prefix, str(ROOT))
 FLAGS = get_config(ROOT).tst_flags.split()
 TEMPLATES = [path for path in NOTEBOOKS if path not in LESSONS]
 
@@ -37,9 +38,9 @@ def registries():
 
 @pytest.fixture
 def as_before():
-    "Take back what a lesson changes in this process: variables, registries, the look of figures, warnings."
+    "Take back what a lesson changes in this process: variables, registries, its own modules, figures, warnings."
     known = [(registry, dict(registry.entries)) for registry in registries()]
-    variables, folders, main = dict(os.environ), list(sys.path), sys.modules["__main__"]
+    variables, folders, modules = dict(os.environ), list(sys.path), dict(sys.modules)
     with warnings.catch_warnings(), matplotlib.rc_context():
         warnings.resetwarnings()  # the suite's filters hide what a lesson shows
         for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
@@ -49,7 +50,10 @@ def as_before():
     plt.switch_backend("agg")
     for registry, entries in known:
         registry.entries = entries
-    sys.path[:], sys.modules["__main__"] = folders, main
+    sys.path[:], sys.modules["__main__"] = folders, modules["__main__"]
+    for module in sys.modules.keys() - modules.keys():
+        if not (getattr(sys.modules[module], "__file__", None) or sys.prefix).startswith(INSTALLED):
+            del sys.modules[module]  # a file that the lesson wrote
     os.environ.clear()
     os.environ.update(variables)
 
