@@ -24,7 +24,7 @@ from .options import CompletionOptions, SHELLS, parse, parser_of, whole_parser
 from .registry import import_target, unknown_name_error
 from .reproduction.command import reproduce
 from .settings import options
-from .training.signals import ended_at_once
+from .training.runs import ended_at_once
 
 # %% ../nbs/cli/02_main.ipynb #2540175c
 def error_code(error: BaseException) -> int:
@@ -71,7 +71,7 @@ def last_words(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]])
 def train(given: dict[str, Any]) -> int:
     "Train a model with a recipe; what is not given comes from the recipe."
     from branchgrpo.training.config import TrainConfig
-    from branchgrpo.training.signals import REQUEUE, Preempted
+    from branchgrpo.training.runs import Preempted, REQUEUE
     from branchgrpo.training.trainer import Trainer
 
     trainer = Trainer(TrainConfig.from_dict(given))

@@ -45,7 +45,7 @@ def recipe_row(recipe: Any) -> dict[str, str]:
 
 def recipe_table(recipe: Any) -> dict[str, Any]:
     "Return a recipe with every value, its source (off: not used), and the papers' words behind the values."
-    from branchgrpo.methods.index import words_rows
+    from branchgrpo.methods.papers import words_rows
 
     values = {setting: {"value": value, "source": source} for setting, value, source in recipe.rows()}
     return recipe_row(recipe) | {"equation": recipe.equation, "values": values, "words": words_rows(recipe)}
@@ -231,7 +231,8 @@ def show_recipes(given: dict[str, Any]) -> int:
 # %% ../nbs/cli/01_commands.ipynb #0c5b927b
 def print_recipe(recipe: Any) -> None:
     "Print a recipe, the source of each value, and the method that is nearest."
-    from branchgrpo.methods.index import different_settings, nearest, words_lines  # not above: the list needs no torch
+    from branchgrpo.methods.papers import words_lines  # not above: the list needs no torch
+    from branchgrpo.recipes import different_settings, nearest  # not above: the list needs no torch
 
     print(*filter(None, (f"{recipe.name}: {recipe.summary}", recipe.paper, recipe.equation)), sep="\n")
     for setting, value, source in recipe.rows():

@@ -247,11 +247,11 @@ PROMPT_SETS = Registry(
     "prompts",
     "prompt_sets",
     {
-        "digits": "branchgrpo.testbed.prompt_sets:digits",
-        "digit-pairs": "branchgrpo.testbed.prompt_sets:digit_pairs",
-        "clips": "branchgrpo.testbed.prompt_sets:clips",
-        "digit-pairs-tuning": "branchgrpo.testbed.prompt_sets:digit_pairs_tuning",
-        "clips-tuning": "branchgrpo.testbed.prompt_sets:clips_tuning",
+        "digits": "branchgrpo.testbed.clips:digits",
+        "digit-pairs": "branchgrpo.testbed.clips:digit_pairs",
+        "clips": "branchgrpo.testbed.clips:clips",
+        "digit-pairs-tuning": "branchgrpo.testbed.clips:digit_pairs_tuning",
+        "clips-tuning": "branchgrpo.testbed.clips:clips_tuning",
     },
 )
 

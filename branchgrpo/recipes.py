@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['METHODS', 'RECIPES', 'TEXTS', 'ON_DIFFUSION', 'names', 'get', 'from_yaml', 'read_recipe_table', 'sourced',
-           'file_name', 'for_diffusion', 'at_kind']
+           'file_name', 'for_diffusion', 'at_kind', 'method_settings', 'different_settings', 'nearest']
 
 # %% ../nbs/basics/04_recipes.ipynb #f26b17a4
+import dataclasses
 import re
 import warnings
 from pathlib import Path
@@ -16,7 +17,7 @@ from . import files
 from .methods import branchgrpo, one_step, pro_grpo, variants
 from .methods.recipe import Recipe, Sourced, adapted, changed_recipe
 from .registry import Registry, shown, unknown_name_error
-from .settings import MethodSettings, field_types
+from .settings import MethodSettings, OptimiserSettings, SizeSettings, field_types
 
 # %% ../nbs/basics/04_recipes.ipynb #1783d3e4
 METHODS = (
@@ -125,3 +126,21 @@ def at_kind(recipe: Recipe, kind: str) -> Recipe:
         stacklevel=2,
     )
     return adapted(recipe, ON_DIFFUSION)
+
+# %% ../nbs/basics/04_recipes.ipynb #a46632f2
+def method_settings() -> list[str]:
+    "Return the settings that make a method: all but its sizes, its optimiser and the seed."
+    others = {field.name for cls in (SizeSettings, OptimiserSettings) for field in dataclasses.fields(cls)}
+    return [field.name for field in dataclasses.fields(MethodSettings) if field.name not in others | {"seed"}]
+
+
+def different_settings(recipe: Recipe, other: Recipe) -> list[tuple[str, Any, Any, str]]:
+    "Return `(setting, value, the other's value, source)` where two methods differ."
+    pairs = [(name, getattr(recipe.values, name), getattr(other.values, name)) for name in method_settings()]
+    return [(name, own, their, recipe.sources.get(name, "")) for name, own, their in pairs if own != their]
+
+# %% ../nbs/basics/04_recipes.ipynb #f946cc2c
+def nearest(recipe: Recipe) -> Recipe:
+    "Return the method that differs from `recipe` in the fewest settings; among equals, the one listed first."
+    others = [get(name) for name in names() if name != recipe.name]
+    return min(others, key=lambda other: len(different_settings(recipe, other)))

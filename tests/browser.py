@@ -26,7 +26,7 @@ from playwright.sync_api import Error as PlaywrightError
 from playwright.sync_api import sync_playwright
 
 from branchgrpo.plan import RolloutPlan, plan_cost
-from branchgrpo.viewing.explorer import explorer_page
+from branchgrpo.site.explorer import explorer_page
 
 QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
 QUIET += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
@@ -170,7 +170,7 @@ def jupyter_lab():
         words = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}"]
         words += [f"--ServerApp.root_dir={folder}", f"--IdentityProvider.token={TOKEN}", "--LabApp.news_url="]
         own = {"JUPYTERLAB_SETTINGS_DIR": folder, "JUPYTERLAB_WORKSPACES_DIR": folder, "JUPYTER_RUNTIME_DIR": folder}
-        shutil.copy(ROOT / "nbs/viewing/04_explorer.ipynb", folder)
+        shutil.copy(ROOT / "nbs/site/01_explorer.ipynb", folder)
         with open(Path(folder) / "log", "w") as log:
             server = subprocess.Popen(words, env=os.environ | own, stdout=log, stderr=log)
         try:
@@ -186,7 +186,7 @@ def check_lab(browser, out):
     with jupyter_lab() as address:
         for _ in range(60):
             with suppress(PlaywrightError):
-                page.goto(f"{address}/lab/tree/04_explorer.ipynb?reset&token={TOKEN}")
+                page.goto(f"{address}/lab/tree/01_explorer.ipynb?reset&token={TOKEN}")
                 break
             page.wait_for_timeout(1000)
         page.get_by_text("Python 3 (ipykernel) | Idle").wait_for(timeout=120_000)

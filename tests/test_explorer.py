@@ -13,8 +13,8 @@ from branchgrpo.fusion import fuse_rewards
 from branchgrpo.plan import RolloutPlan, plan_cost
 from branchgrpo.planning import at_places, plan_of, window_steps
 from branchgrpo.pruning import PruningOptions, keep_edges
+from branchgrpo.site.explorer import explorer_page, explorer_part, plan_fields, plan_state, recipe_state
 from branchgrpo.tree import Tree
-from branchgrpo.viewing.explorer import explorer_page, explorer_part, plan_fields, plan_state, recipe_state
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 
 from branchgrpo.files import parse_table
 from branchgrpo.reproduction.report import FRONT_PAGE
-from branchgrpo.site.pages import PICTURE, README_END, lesson_lists, picture, prose, readme
+from branchgrpo.site.build import PICTURE, README_END, lesson_lists, picture, prose, readme
 from branchgrpo.training.resolve import resolve
 
 ROOT = Path(__file__).parents[1]

@@ -37,7 +37,7 @@ def test_one_process_reads_the_denoiser_for_both(tmp_path):
 TRAINS = """
 import os, sys, json, torch
 from branchgrpo import TrainConfig, Trainer
-from branchgrpo.backbones.embeddings import text_parts
+from branchgrpo.training.conditioning import text_parts
 t = Trainer(TrainConfig.from_dict(json.loads(sys.argv[1])))
 run = t.fit()
 table = {"encoders": len(text_parts(t.policy.pipeline)), "rewards": [row["reward"] for row in run.metrics]}

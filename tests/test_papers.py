@@ -7,8 +7,7 @@ from pathlib import Path
 
 from branchgrpo import recipes
 from branchgrpo.commands import recipe_table
-from branchgrpo.methods.index import words_lines
-from branchgrpo.methods.papers import ERRATA, PAPERS, QUOTES, SOURCE_KINDS, places, quotes_of, source_kind
+from branchgrpo.methods.papers import ERRATA, PAPERS, QUOTES, SOURCE_KINDS, places, quotes_of, source_kind, words_lines
 
 ROOT = Path(__file__).parents[1]
 ALL = [recipes.get(name) for name in recipes.names()]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from sphinx.cmd.build import build_main
 
-from branchgrpo.site.pages import GLANCE, all_results, navigation
+from branchgrpo.site.build import GLANCE, all_results, navigation
 
 ROOT = Path(__file__).parents[1]
 
@@ -43,9 +43,9 @@ def notebook(*cells):
     return json.dumps({"cells": list(map(cell, range(99), cells)), "metadata": {}, "nbformat": 4, "nbformat_minor": 5})
 
 
-INDEX = "# Home\n> All.\n\n## The course\n- **Part.** [a](a.ipynb), [pages](site/00_pages.ipynb)"
+INDEX = "# Home\n> All.\n\n## The course\n- **Part.** [a](a.ipynb), [pages](site/00_build.ipynb)"
 LESSON = ["# A\n> One lesson.", "#| hide\nunseen = 1", "#| export\nx = 1", "#| slow\ny = 2"]
-REFERENCE = "# Reference\n\n```{eval-rst}\n.. autosummary::\n   :toctree: reference\n\n   branchgrpo.site.pages\n```\n"
+REFERENCE = "# Reference\n\n```{eval-rst}\n.. autosummary::\n   :toctree: reference\n\n   branchgrpo.site.build\n```\n"
 REPORT = "# All\n\n## Figure 1\n\n![fig1](testbed/fig1.png)\n\n[notebook](../reproduce/a/fig1.ipynb)\n"
 
 
@@ -55,7 +55,7 @@ def small_repository(root, text):
         (root / part).mkdir(parents=True)
     (root / "nbs/index.ipynb").write_text(notebook(INDEX))
     (root / "nbs/a.ipynb").write_text(notebook(*LESSON, text))
-    shutil.copy(ROOT / "nbs/site/00_pages.ipynb", root / "nbs/site")  # the lesson of the module in the reference
+    shutil.copy(ROOT / "nbs/site/00_build.ipynb", root / "nbs/site")  # the lesson of the module in the reference
     (root / "reproduce/a/fig1.ipynb").write_text(notebook("# Figure 1\n> A claim.", "#| export\nz = 3"))
     (root / "figures/README.md").write_text(REPORT)
     shutil.copy(ROOT / "figures/tree.png", root / "figures/testbed/fig1.png")
@@ -77,8 +77,8 @@ def test_a_small_site_is_built(tmp_path):
     assert not [name for name, page in pages.items() if "#|" in page]
     assert "x^2" in pages["nbs/a.html"] and "unseen" not in pages["nbs/a.html"]
     assert '"../reference' not in pages["nbs/a.html"], "a lesson's module is in the reference if there is one"
-    assert "../docs/reference/branchgrpo.site.pages.html" in pages["nbs/site/00_pages.html"]
-    assert "../../nbs/site/00_pages.html" in pages["docs/reference/branchgrpo.site.pages.html"]
+    assert "../docs/reference/branchgrpo.site.build.html" in pages["nbs/site/00_build.html"]
+    assert "../../nbs/site/00_build.html" in pages["docs/reference/branchgrpo.site.build.html"]
     assert "../../figures/README.html#figure-1" in pages["reproduce/a/fig1.html"]
     assert re.search(r"Part.*a\.html.*Results.*figures/README\.html", pages["nbs/index.html"], re.DOTALL)
     assert "url=nbs/index.html" in pages["index.html"] and "</script>" in pages["explore.html"]

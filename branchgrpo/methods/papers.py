@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PAPER_NAME', 'PLACE', 'PAPER_OR_PLACE', 'PAPERS', 'PAPER_WORDS', 'QUOTES', 'ERRATA', 'CODE_FILE', 'SOURCE_KINDS',
            'Quote', 'Erratum', 'erratum_text', 'places', 'read_quote', 'read_erratum', 'read_paper', 'belongs',
-           'quotes_of', 'words_of', 'source_kind']
+           'quotes_of', 'words_of', 'source_kind', 'quoted', 'words_lines', 'words_rows']
 
 # %% ../../nbs/methods/05_papers.ipynb #54f2b75c
 import re
@@ -148,3 +148,21 @@ def source_kind(source: str) -> str:
     if CODE_FILE.search(source):
         return "code"
     return "other" if re.match(PAPER_NAME, source) else ""
+
+# %% ../../nbs/methods/05_papers.ipynb #2a310f8e
+def quoted(q: Quote) -> str:
+    "Return the words of a quote, and its note in brackets."
+    return f"“{q.text}”" + (f" ({q.note})" if q.note else "")
+
+
+def words_lines(recipe: Recipe) -> list[str]:
+    "Return the words behind a recipe's values, one quote per line; none if no quote is kept of its papers."
+    return [f"{', '.join(names):22} {q.paper} {q.place}: {quoted(q)}" for q, names in words_of(recipe, QUOTES)]
+
+# %% ../../nbs/methods/05_papers.ipynb #279bc0ab
+def words_rows(recipe: Recipe) -> list[dict[str, Any]]:
+    "Return the words behind a recipe's values as tables, for scripts."
+    return [
+        {"settings": names, "paper": q.paper, "place": q.place, "text": q.text, "note": q.note}
+        for q, names in words_of(recipe, QUOTES)
+    ]

@@ -31,7 +31,7 @@ from .pages import Job, missing_runs
 from .records import read_record, record_path, recorded_runs
 from .runs import get_or_train
 from ..training.config import TrainConfig
-from ..training.signals import REQUEUE, Preempted
+from ..training.runs import Preempted, REQUEUE
 
 # %% ../../nbs/reproduction/05_schedule.ipynb #e24699fb
 def say(text: str) -> None:

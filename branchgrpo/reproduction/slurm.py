@@ -23,7 +23,7 @@ from .launch import Launch
 from .pages import Job, missing_runs
 from .schedule import execute, train_run
 from ..training.config import TrainConfig
-from ..training.signals import Preempted
+from ..training.runs import Preempted
 
 # %% ../../nbs/reproduction/06_slurm.ipynb #e3083b39
 def launch_here(command: str) -> Launch:

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .aesthetic import AestheticHead
-from .clip import CLIP_PIXELS, checkpoint_path, preprocess
+from .clip import AestheticHead, CLIP_PIXELS, checkpoint_path, preprocess
 from .contract import check_prompt_count, frames_as_images, mean_over_frames
 
 # %% ../../nbs/rewards/07_imagereward.ipynb #83092177

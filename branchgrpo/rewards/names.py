@@ -52,7 +52,7 @@ REWARDS = Registry(
         ),
         "clip": Entry("branchgrpo.rewards.clip:ClipReward", "openai/clip-vit-base-patch32", "CLIP score: cosine", 0.61),
         "aesthetic": Entry(
-            "branchgrpo.rewards.aesthetic:AestheticReward",
+            "branchgrpo.rewards.clip:AestheticReward",
             "sac+logos+ava1-l14-linearMSE.pth",
             "LAION: about 4 to 7",
             1.72,
@@ -78,7 +78,7 @@ REWARDS = Registry(
             "share of a caption found right: 0 to 1",
         ),
         "tiny-aesthetic": Entry(
-            "branchgrpo.rewards.aesthetic:AestheticReward", f"{TESTBED}/tiny-aesthetic", "aesthetic, testbed: 1 to 10"
+            "branchgrpo.rewards.clip:AestheticReward", f"{TESTBED}/tiny-aesthetic", "aesthetic, testbed: 1 to 10"
         ),
     },
 )

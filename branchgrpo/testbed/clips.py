@@ -5,7 +5,9 @@
 # %% auto #0
 __all__ = ['FRAMES', 'QUICK', 'SLOW', 'MOTIONS', 'CLIP_WORDS', 'CLIP_ASPECTS', 'Clip', 'parse_clip', 'random_clip', 'clip_scenes',
            'random_start', 'draw_clip', 'render_clips', 'Track', 'measure_track', 'mean_change', 'background_change',
-           'motion_scores', 'MotionReward', 'ink_middle', 'box_centre', 'cut_windows', 'read_frames', 'check_clips']
+           'motion_scores', 'MotionReward', 'ink_middle', 'box_centre', 'cut_windows', 'read_frames', 'check_clips',
+           'distinct_captions', 'digit_prompts', 'digits', 'digit_pairs', 'digit_pairs_tuning', 'clip_captions',
+           'first_frames', 'clip_prompts', 'clips', 'clips_tuning']
 
 # %% ../../nbs/testbed/03_clips.ipynb #582b8590
 from dataclasses import dataclass
@@ -30,6 +32,15 @@ from branchgrpo.testbed.digits import (
     random_glyph,
     texture_masks,
 )
+import functools
+import zlib
+
+import torch
+from torch import Tensor
+
+from ..prompts import PromptSet
+from .checker import check
+from .digits import RELATIONS, scenes
 
 # %% ../../nbs/testbed/03_clips.ipynb #3b8eaa5d
 FRAMES = 9  # frames of a clip
@@ -255,3 +266,60 @@ def check_clips(clips: Tensor, captions: list[str]) -> dict[str, Tensor]:
     right = (share > 0.5).all(1) & moves.cpu()
     shares = dict(zip(("digit", "colour", "texture"), share.T))
     return shares | scores | {"all": right.float()}
+
+# %% ../../nbs/testbed/03_clips.ipynb #22d5fa07
+@functools.cache
+def distinct_captions(kind: str, n: int, split: str) -> tuple[str, ...]:
+    "Return `n` distinct captions of a kind (`digits` or `digit-pairs`), drawn once per process."
+    drawn = scenes(6 * n, split, seed=1)
+    if kind == "digit-pairs":
+        drawn = [scene for scene in drawn if scene.layout in RELATIONS]
+    return tuple(dict.fromkeys(scene.caption for scene in drawn))[:n]
+
+# %% ../../nbs/testbed/03_clips.ipynb #4584ce37
+def digit_prompts(kind: str = "digits", train: int = 2000, test: int = 256, skip: int = 0) -> PromptSet:
+    "Return distinct captions of a kind, with the exact checker; the first `skip` test captions are left out."
+    held_out = distinct_captions(kind, skip + test, "test")[skip:]
+    return PromptSet(list(distinct_captions(kind, train, "train")), list(held_out), check)
+
+# %% ../../nbs/testbed/03_clips.ipynb #74bef5c9
+def digits() -> PromptSet:
+    "Return captions of all kinds of scenes."
+    return digit_prompts("digits")
+
+
+def digit_pairs() -> PromptSet:
+    "Return captions of two digits in a relation."
+    return digit_prompts("digit-pairs")
+
+# %% ../../nbs/testbed/03_clips.ipynb #0c4ede54
+def digit_pairs_tuning() -> PromptSet:
+    "Return the captions of `digit_pairs`, with 128 other test captions."
+    return digit_prompts("digit-pairs", test=128, skip=256)
+
+# %% ../../nbs/testbed/03_clips.ipynb #6f664db2
+def clip_captions(n: int, split: str) -> list[str]:
+    "Return `n` distinct captions of clips."
+    return list(dict.fromkeys(clip.caption for clip in clip_scenes(6 * n, split, seed=1)))[:n]
+
+# %% ../../nbs/testbed/03_clips.ipynb #04905e58
+def first_frames(prompts: list[str]) -> Tensor:
+    "Return a first frame `(P, 3, 32, 32)` in [0, 1] of each caption, drawn with a seed made of the caption."
+    clips = [render_clips([parse_clip(prompt)], "test", seed=zlib.crc32(prompt.encode())) for prompt in prompts]
+    return torch.cat([clip[:, :, 0] for clip in clips])
+
+# %% ../../nbs/testbed/03_clips.ipynb #4f5badab
+def clip_prompts(train: int = 800, test: int = 128, skip: int = 0) -> PromptSet:
+    "Return distinct captions of clips, with their exact check and first frames; `skip` test captions are left out."
+    held_out = clip_captions(skip + test, "test")[skip:]
+    return PromptSet(clip_captions(train, "train"), held_out, check_clips, first_frames)
+
+# %% ../../nbs/testbed/03_clips.ipynb #3606d8c6
+def clips() -> PromptSet:
+    "Return the captions of clips."
+    return clip_prompts()
+
+
+def clips_tuning() -> PromptSet:
+    "Return the captions of `clips`, with 64 other test captions."
+    return clip_prompts(test=64, skip=128)

@@ -27,7 +27,7 @@ from ..rewards.scorer import do_nothing
 from ..rollouts import Predictor
 from ..settings import variable
 from .config import Settings
-from .signals import Preempted
+from .runs import Preempted
 
 # %% ../../nbs/training/02_processes.ipynb #7cbaf8f4
 def check_launch() -> None:

@@ -39,9 +39,8 @@ from .kept_trees import KeptTree, keep_tree, tree_is_due, write_tree
 from .learner import make_accelerator, make_learner, open_policy
 from .processes import any_process, check_stop, from_main, together, watch
 from .resolve import resolve
-from .runs import Run, RunLock, check_folder, open_run, rewind
+from .runs import Preempted, Run, RunLock, StopSignal, check_folder, open_run, rewind
 from .scoring import make_scorers
-from .signals import Preempted, StopSignal
 from .speed import gathered, use_one_thread
 from .update import TooManySkipped, check_mismatch, update
 
