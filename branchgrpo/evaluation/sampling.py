@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RUN_WEIGHTS', 'drawing_process', 'sample_block', 'as_image', 'image_place', 'save_images', 'is_run', 'load_average',
-           'without_remarks', 'load_run_policy', 'check_given', 'load_policy']
+           'without_remarks', 'load_run_policy', 'check_drawing', 'load_policy']
 
 # %% ../../nbs/evaluation/00_sampling.ipynb #794292bf
 import logging
@@ -131,7 +131,7 @@ def load_run_policy(run: Run, weights: str, device: str | torch.device, options:
     return policy
 
 # %% ../../nbs/evaluation/00_sampling.ipynb #d238d2ea
-def check_given(policy: Any, name: str, frames: int | None, shift: float | None) -> None:
+def check_drawing(policy: Any, name: str, frames: int | None, shift: float | None) -> None:
     "Raise `ValueError` if frames are given for a model of images, or a shift for a diffusion model."
     if frames is not None and "frames" not in declared(type(policy), "takes"):
         raise ValueError(f"frames: {frames} is for a model of clips, and {shown(name)} draws images")
@@ -160,7 +160,7 @@ def load_policy(
         policy = load_backbone(name, device=device, **options)
     else:
         raise ValueError(f"weights: {weights!r} are those of a run, and {shown(name)} is no run's folder")
-    check_given(policy, name, options.get("frames"), shift)
+    check_drawing(policy, name, options.get("frames"), shift)
     if shift is not None:
         policy.shift = shift  # pyrefly: ignore[missing-attribute]: what a policy may have, and `drawing_process` reads
     return policy

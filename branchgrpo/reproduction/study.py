@@ -6,9 +6,9 @@
 __all__ = ['REGISTERED', 'EndpointName', 'Axis', 'StudyRuns', 'Curve', 'Curves', 'MEANS', 'NOT_RUN', 'NOT_MEASURED',
            'NOT_LEARNED', 'Claim', 'World', 'Registration', 'read_claim', 'read_world', 'named_tables',
            'read_registration', 'recipes_of', 'StudyArms', 'study_runs', 'from_table', 'seeds_of_study',
-           'with_study_settings', 'check_given', 'curve', 'curves_by_world', 'Endpoint', 'gain_of', 'mean_height',
-           'budget_of', 'endpoints_of', 'Tested', 'without_margin', 'above_zero', 'tested_on', 'has_all', 'has_learned',
-           'why_not', 'Answer', 'seeds_made', 'answers', 'levels', 'percent', 'with_interval']
+           'with_study_settings', 'check_given', 'endpoint_curve', 'curves_by_world', 'Endpoint', 'gain_of',
+           'mean_height', 'budget_of', 'endpoints_of', 'Tested', 'without_margin', 'above_zero', 'tested_on', 'has_all',
+           'has_learned', 'why_not', 'Answer', 'seeds_made', 'answers', 'levels', 'percent', 'with_interval']
 
 # %% ../../nbs/reproduction/12_study.ipynb #ed7db80c
 import dataclasses
@@ -286,7 +286,7 @@ Curve = Sequence[dict]  # a run's evaluations, each with the key and the axis
 Curves = dict[str, dict[int, Curve]]  # of each method and seed
 
 
-def curve(run: RecordedRun) -> list[dict]:
+def endpoint_curve(run: RecordedRun) -> list[dict]:
     "Return a run's evaluations with their cost, and with seconds that compare, if they were measured."
     each, rows = run.seconds_per_iteration, [dict(row) for row in with_cost(run)]
     for row in rows:
@@ -301,7 +301,7 @@ def curves_by_world(runs: StudyRuns) -> dict[str, Curves]:
     worlds: dict[str, Curves] = {}
     for label, seeds in runs.items():
         world, _, recipe = label.partition(": ")
-        worlds.setdefault(world, {})[recipe] = {seed: curve(run) for seed, run in sorted(seeds.items())}
+        worlds.setdefault(world, {})[recipe] = {seed: endpoint_curve(run) for seed, run in sorted(seeds.items())}
     return worlds
 
 # %% ../../nbs/reproduction/12_study.ipynb #d3fac5ab
@@ -333,17 +333,19 @@ def gain_of(curves: Curves, baseline: str, key: str = "eval_reward") -> tuple[fl
     return start, end - start
 
 
-def mean_height(curve: Curve, key: str, axis: str, budget: float) -> float:
+def mean_height(endpoint_curve: Curve, key: str, axis: str, budget: float) -> float:
     "Return the mean of a curve up to `budget`, on straight lines between evaluations; beyond its end it stays level."
-    places = [row[axis] for row in curve]
+    places = [row[axis] for row in endpoint_curve]
     inside = sorted({place for place in places if place < budget} | {float(budget)})
-    heights = np.interp(inside, places, [row[key] for row in curve])
+    heights = np.interp(inside, places, [row[key] for row in endpoint_curve])
     return float(np.trapezoid(heights, inside) / (inside[-1] - inside[0]))
 
 
 def budget_of(curves: Curves, axis: str, compared: Collection[str] = ()) -> float:
     "Return the largest value of an axis that all runs of some methods have reached; of all methods if none is named."
-    return float(min(curve[-1][axis] for label in compared or curves for curve in curves[label].values()))
+    return float(
+        min(endpoint_curve[-1][axis] for label in compared or curves for endpoint_curve in curves[label].values())
+    )
 
 
 def endpoints_of(
@@ -357,19 +359,21 @@ def endpoints_of(
     A budget is the largest that all runs of the methods `compared` have reached.
     Raises `ValueError` if the baseline gains nothing, or an evaluation lacks the key or the axis."""
     key, axis = endpoint.key, endpoint.runs_along
-    rows = [row for runs in curves.values() for curve in runs.values() for row in curve]
+    rows = [row for runs in curves.values() for endpoint_curve in runs.values() for row in endpoint_curve]
     for name in (key, axis):
         if not all(name in row for row in rows):
             raise ValueError(f"endpoint: some evaluations have no {shown(name)}")
     start, gain = gain_of(curves, baseline, key)
     budget = budget_of(curves, axis, compared)
 
-    def of(curve: Curve) -> float:
+    def of(endpoint_curve: Curve) -> float:
         if endpoint.name in MEANS:
-            return mean_height(curve, key, axis, budget) - start
-        return (curve[-1][key] - start) / gain
+            return mean_height(endpoint_curve, key, axis, budget) - start
+        return (endpoint_curve[-1][key] - start) / gain
 
-    return {label: {seed: of(curve) for seed, curve in runs.items()} for label, runs in curves.items()}
+    return {
+        label: {seed: of(endpoint_curve) for seed, endpoint_curve in runs.items()} for label, runs in curves.items()
+    }
 
 # %% ../../nbs/reproduction/12_study.ipynb #40615da8
 @dataclass(frozen=True)

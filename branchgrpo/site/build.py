@@ -6,7 +6,7 @@
 __all__ = ['README_END', 'PICTURE', 'LESSON', 'GLANCE', 'PROJECT', 'FLAG', 'HIDDEN', 'LANGUAGE', 'LIST', 'FORWARD', 'text_of',
            'prose', 'readme', 'picture', 'write_readme', 'lesson_lists', 'result_sections', 'all_results', 'navigation',
            'toctree', 'shown_cell', 'markdown_cell', 'module_of', 'shown_notebook', 'page_source', 'escaped',
-           'source_of', 'comments_of', 'describe', 'skip_field', 'own_branch', 'fold_navigation', 'finish']
+           'source_of', 'argument_comments', 'describe', 'skip_field', 'own_branch', 'fold_navigation', 'finish']
 
 # %% ../../nbs/site/00_build.ipynb #8b94e8f5
 import base64
@@ -213,7 +213,7 @@ def source_of(module: ModuleType) -> str:
     return Path(str(module.__file__)).read_text(encoding="utf-8")
 
 
-def comments_of(what: str, name: str, item: Any) -> list[str]:
+def argument_comments(what: str, name: str, item: Any) -> list[str]:
     "Return the lines on the comments in the source of an item."
     if what == "data":
         module, _, variable = name.rpartition(".")
@@ -227,7 +227,7 @@ def comments_of(what: str, name: str, item: Any) -> list[str]:
 def describe(app, what: str, name: str, item: Any, options, lines: list[str]) -> None:
     "Replace the docstring of an item: escaped, with the comments in its source, and the lesson that makes a module."
     lines[:] = [] if what == "data" else map(escaped, lines)
-    lines += comments_of(what, name, item)
+    lines += argument_comments(what, name, item)
     made = re.search(r"File to edit: [./]*(\S+)\.ipynb", source_of(item)) if what == "module" else None
     if made:
         lines += ["", f":doc:`The lesson that makes it </{made[1]}>`"]

@@ -179,19 +179,16 @@ def write_small_adapter(policy: Any, folder: str | Path, dtype: torch.dtype = to
     return target / "pytorch_lora_weights.safetensors"
 
 # %% ../../nbs/training/13_export.ipynb #45f1ab92
-def shrink_run(run: str | Path, folder: str | Path, rank: int = 16) -> float:
+def shrink_run(run: str | Path, base: Any, trained: Any, folder: str | Path, rank: int = 16) -> float:
     """Write a finished run, whose weights were all trained, as a folder with an adapter.
 
+    `base` and `trained` are its policies, before and after; `base` gets the adapter.
     Return the share of the change's squared length that it keeps. Raise `ValueError` on a run with an adapter."""
-    from branchgrpo.evaluation.sampling import load_policy
-
     info = json.loads((Path(run) / "run.json").read_text(encoding="utf-8"))
     if info["settings"]["lora_rank"]:
         raise ValueError(f"run: {str(run)!r} has an adapter already")
-    policy: Any = load_policy(str(run), weights="base")
-    trained: Any = load_policy(str(run))
-    kept = add_difference(policy, trained.denoiser.state_dict(), rank)
-    write_small_adapter(policy, Path(folder) / "lora")
+    kept = add_difference(base, trained.denoiser.state_dict(), rank)
+    write_small_adapter(base, Path(folder) / "lora")
     settings = info["settings"] | {"lora_rank": rank, "lora_alpha": rank}
     write_text(Path(folder) / "run.json", json.dumps(info | {"settings": settings}, indent=1))
     return kept
