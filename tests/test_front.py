@@ -70,7 +70,7 @@ def test_your_own_method_is_one(tmp_path):
     assert settings.splits == (0, 1, 2)
 
 
-@pytest.mark.parametrize("link", ["04_plan.ipynb", "yours/02_method.ipynb"])
+@pytest.mark.parametrize("link", ["00_tour.ipynb", "yours/02_method.ipynb"])
 def test_lessons_keep_their_place_below_the_front(link):
     "The site's navigation comes from the lists, not from the front."
     front, lists = prose(FIRST).split(README_END)

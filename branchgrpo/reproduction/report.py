@@ -598,7 +598,7 @@ def first_answers(root: Path = ROOT) -> str:
     rows = {row["claim"].name: row for row in claim_lines(registered, record)}
     headlines = [rows[name] for name in HEADLINES]
     rewards = {name: world.settings.get("reward", "") for name, world in registered.worlds.items()}
-    before = f"{by_endpoint(registered, record['answers'])}. {saving_line(record['savings'])}"
+    before = f"{by_endpoint(registered, record['answers'])}."
     after = f"{COMPARE} {guidance_line(models)} {harm_line(record, rewards, '../')}"
     return front(headline_table(headlines, record["axes"]), record, before, after, "../")
 
