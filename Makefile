@@ -10,7 +10,7 @@ help:  ## this text
 
 env: .venv/.stamp  ## make .venv with everything in it
 
-.venv/.stamp: constraints.txt settings.ini setup.py pyproject.toml
+.venv/.stamp: constraints.txt pyproject.toml
 	@echo "Installing into .venv: about 2 minutes."
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --quiet -c constraints.txt -e '.[dev]'

@@ -4,7 +4,7 @@ import json
 import re
 import shlex
 import subprocess
-from configparser import ConfigParser
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -119,10 +119,9 @@ def test_the_settings_given_by_set_are_merged():
 def test_conda_and_pip_install_the_same():
     table = parse_table((ROOT / "environment.yml").read_text(encoding="utf-8"))
     (pip,) = [entry["pip"] for entry in table["dependencies"] if isinstance(entry, dict)]
-    parser = ConfigParser(delimiters=["="], interpolation=None)
-    parser.read(ROOT / "settings.ini", encoding="utf-8")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = re.fullmatch(r"-e \.\[(.*)\]", pip[1])[1].split(",")
-    assert pip[0] == "-c constraints.txt" and all(f"{extra}_requirements" in parser["DEFAULT"] for extra in extras)
+    assert pip[0] == "-c constraints.txt" and set(extras) <= project["optional-dependencies"].keys()
     assert f"'.[{','.join(extras)}]'" in TEXT
     python = next(entry for entry in table["dependencies"] if str(entry).startswith("python="))
-    assert python.removeprefix("python=") in parser["DEFAULT"]["pythons"].split()
+    assert f"Programming Language :: Python :: {python.removeprefix('python=')}" in project["classifiers"]

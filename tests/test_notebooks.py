@@ -77,7 +77,7 @@ def exported(folder):
 def copy(tmp_path):
     for part in ("nbs", "branchgrpo"):
         shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("weights", "__pycache__"))
-    for file in ("pyproject.toml", "settings.ini", "README.md"):
+    for file in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / file, tmp_path / file)
     return tmp_path
 

@@ -3,7 +3,6 @@
 import ast
 import re
 import tomllib
-from configparser import ConfigParser
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -15,10 +14,7 @@ import branchgrpo
 ROOT = Path(__file__).parents[1]
 
 
-def settings():
-    parser = ConfigParser(delimiters=["="], interpolation=None)
-    parser.read(ROOT / "settings.ini")
-    return parser["DEFAULT"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def constraints():
@@ -27,18 +23,14 @@ def constraints():
 
 
 def test_metadata_agree():
-    cfg, project = settings(), tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert cfg["version"] == branchgrpo.__version__
-    assert cfg["lib_name"] == project["project"]["name"] == "branchgrpo"
-    assert project["project"]["requires-python"] == f">={cfg['min_python']}"
-    nbdev = project["tool"]["nbdev"]
-    assert (nbdev["lib_path"], nbdev["nbs_path"]) == (cfg["lib_path"], cfg["nbs_path"])
+    assert PROJECT["project"]["version"] == branchgrpo.__version__
+    nbdev = PROJECT["tool"]["nbdev"]
     assert nbdev["allowed_cell_metadata_keys"] == ["tags"] and nbdev["update_pyproject"] is False
 
 
 def test_dependencies():
-    cfg, pins = settings(), constraints()
-    wanted = [Requirement(r) for r in (cfg["requirements"] + " " + cfg["dev_requirements"]).split()]
+    project, pins = PROJECT["project"], constraints()
+    wanted = [Requirement(r) for r in project["dependencies"] + project["optional-dependencies"]["dev"]]
     assert not {r.name for r in wanted} & {"torchvision", "torch-fidelity", "hpsv2"}
     for requirement in wanted:
         if requirement.name in pins:

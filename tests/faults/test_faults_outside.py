@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import sys
-from configparser import ConfigParser
+import tomllib
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -282,9 +282,8 @@ def test_the_current_folder_hides_no_library(tmp_path, noted):
 
 
 def declared():
-    parser = ConfigParser(delimiters=["="], interpolation=None)
-    parser.read(ROOT / "settings.ini")
-    fields = {key: parser["DEFAULT"][key].split() for key in parser["DEFAULT"] if key.endswith("requirements")}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    fields = {"requirements": project["dependencies"], **project["optional-dependencies"]}
     return {key: {canonicalize_name(Requirement(text).name) for text in texts} for key, texts in fields.items()}
 
 
