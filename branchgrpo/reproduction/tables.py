@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['PRINTED', 'BASE', 'NOTHING', 'COSTS', 'published', 'as_interval', 'number_text', 'cell_text', 'markdown_table',
-           'columns_of', 'table_rows', 'date_and_machine', 'write_numbers', 'print_verdicts', 'training_seconds',
-           'write_comparison', 'base_value', 'with_base', 'run_value', 'scaled', 'Source', 'measured', 'column_title',
-           'WholeTable', 'cell_shown', 'row_reason', 'whole_row', 'rows_without_runs', 'whole_table', 'same_value',
-           'brightness', 'tiny_trainer', 'measured_average', 'steps_per_rollout', 'rewards_of', 'evaluation_of',
-           'device_here', 'scores_on', 'values_on', 'rows_on', 'BenchmarkPart', 'part_scores', 'benchmark_values']
+           'columns_of', 'table_rows', 'date_and_machine', 'write_numbers', 'print_verdicts', 'verdicts_of_sample',
+           'training_seconds', 'write_comparison', 'base_value', 'with_base', 'run_value', 'scaled', 'Source',
+           'measured', 'column_title', 'WholeTable', 'cell_shown', 'row_reason', 'whole_row', 'rows_without_runs',
+           'whole_table', 'same_value', 'brightness', 'tiny_trainer', 'measured_average', 'steps_per_rollout',
+           'rewards_of', 'evaluation_of', 'device_here', 'scores_on', 'values_on', 'rows_on', 'BenchmarkPart',
+           'part_scores', 'benchmark_values']
 
 # %% ../../nbs/reproduction/10_tables.ipynb #0d0cb768
 import csv
@@ -162,6 +163,14 @@ def print_verdicts(verdicts: dict[str, str]) -> None:
     "Print sentences with their verdicts, one line each."
     for sentence, decided in verdicts.items():
         print(f"{sentence}: {decided}")
+
+
+def verdicts_of_sample(verdicts: dict[str, str], size: int, least: int, things: str) -> dict[str, str]:
+    "Return verdicts; none, with a line that says so, if they come from fewer than `least` things."
+    if size >= least:
+        return verdicts
+    print(f"no verdict from {size} {things}; {least} may decide")
+    return {}
 
 # %% ../../nbs/reproduction/10_tables.ipynb #7fbc5b5e
 def training_seconds(c: Comparison) -> float:
