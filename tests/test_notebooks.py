@@ -1,5 +1,6 @@
 """Notebooks are the source: they run, they are clean, and the modules are exactly what they export."""
 
+import builtins
 import json
 import os
 import shutil
@@ -11,8 +12,8 @@ from pathlib import Path
 import matplotlib
 import matplotlib.pyplot as plt
 import pytest
+from nbdev import test as nbdev_test
 from nbdev.config import get_config
-from nbdev.test import test_nb
 
 from branchgrpo.registry import Registry
 
@@ -41,6 +42,7 @@ def as_before():
     "Take back what a lesson changes in this process: variables, registries, its own modules, figures, warnings."
     known = [(registry, dict(registry.entries)) for registry in registries()]
     variables, folders, modules = dict(os.environ), list(sys.path), dict(sys.modules)
+    known_builtins = set(vars(builtins))
     with warnings.catch_warnings(), matplotlib.rc_context():
         warnings.resetwarnings()  # the suite's filters hide what a lesson shows
         for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
@@ -54,6 +56,8 @@ def as_before():
     for module in sys.modules.keys() - modules.keys():
         if not (getattr(sys.modules[module], "__file__", None) or sys.prefix).startswith(INSTALLED):
             del sys.modules[module]  # a file that the lesson wrote
+    for added in set(vars(builtins)) - known_builtins:  # of IPython: what asks for them believes to be in a notebook
+        delattr(builtins, added)
     os.environ.clear()
     os.environ.update(variables)
 
@@ -63,7 +67,7 @@ def test_lesson(path, as_before, monkeypatch):
     "As nbdev-test does, in this process."
     monkeypatch.chdir(ROOT / "nbs")
     monkeypatch.setenv("PATH", f"{BIN}:{os.environ['PATH']}")
-    passed, _ = test_nb(path, skip_flags=FLAGS, basepath=ROOT, cell_timeout=900)
+    passed, _ = nbdev_test.test_nb(path, skip_flags=FLAGS, basepath=ROOT, cell_timeout=900)
     assert passed
 
 
