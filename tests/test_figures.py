@@ -68,6 +68,7 @@ def test_a_page_is_drawn_again_to_the_bit(page, tmp_path):
         assert table.read_bytes() == (COMMITTED / "runs" / table.name).read_bytes(), f"{table.name}: it has changed"
 
 
+@pytest.mark.slow
 def test_each_call_draws_a_page_anew(tmp_path):
     "What draws may have changed since: an executed page is no reason to keep it."
     figures = shutil.copytree(COMMITTED, tmp_path / "figures")
