@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help env quickstart lab site check test slow faults figures benchmark browser report readme export clean-notebooks
+.PHONY: help env quickstart lab site check test slow faults figures browser report export
 
 help:  ## this text
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -48,23 +48,15 @@ faults: env  ## kill, starve and mislead it: the whole of tests/faults, and its 
 figures: env  ## draw figures and verdicts again from their recorded runs (a minute); pages that need a model keep theirs
 	$(BIN)/branchgrpo reproduce --all --redraw --jobs 2
 
-benchmark: env  ## seconds against their floor, the published way, and the papers (branchgrpo bench)
-	$(BIN)/branchgrpo bench
-
 browser: env site  ## what only Chromium shows: explorer against costs and in JupyterLab, search, screenshots in build/browser/
 	$(BIN)/pip install --quiet --quiet -c constraints.txt -e '.[browser]'
 	$(BIN)/python tests/browser.py
 
-report: env  ## REPORT.md and the answers of the first page, from the study's record; then README.md
+report: env  ## REPORT.md and the answers of the first page, from the study's record; README.md from the first page
 	$(BIN)/python -c "from branchgrpo.reproduction.report import write_report; write_report()"
-	@$(MAKE) --no-print-directory readme
+	$(BIN)/python -c "from branchgrpo.site.build import write_readme; write_readme()"
 
-readme: env  ## README.md and its picture, from the front of nbs/index.ipynb
-	$(BIN)/python -c "from branchgrpo.site.pages import write_readme; write_readme()"
-
-export: env  ## notebooks → branchgrpo/
+export: env  ## notebooks → branchgrpo/, and their metadata tidied
 	$(BIN)/nbdev-export
-
-clean-notebooks: env  ## tidy the notebooks' metadata
 	$(BIN)/nbdev-clean --fname nbs
 	$(BIN)/nbdev-clean --fname reproduce

@@ -17,8 +17,8 @@ FIRST = json.loads((ROOT / FRONT_PAGE).read_text(encoding="utf-8"))
 
 
 def test_the_readme_is_the_front_of_the_first_notebook():
-    assert readme(FIRST) == README, "run `make readme`"
-    assert (ROOT / PICTURE).read_bytes() == picture(FIRST), "run `make readme`"
+    assert readme(FIRST) == README, "run `make report`"
+    assert (ROOT / PICTURE).read_bytes() == picture(FIRST), "run `make report`"
 
 
 def test_every_link_of_the_readme_leads_to_a_file():

@@ -108,7 +108,7 @@ def test_notebooks_are_clean(copy):
     for folder in ("nbs", "reproduce"):
         subprocess.run([BIN / "nbdev-clean", "--fname", folder], cwd=copy, check=True, capture_output=True)
     changed = [name(path) for path in NOTEBOOKS if path.read_text() != (copy / name(path)).read_text()]
-    assert changed == [], "run make clean-notebooks"
+    assert changed == [], "run make export"
 
 
 def cells(path):

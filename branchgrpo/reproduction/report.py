@@ -604,7 +604,7 @@ def first_answers(root: Path = ROOT) -> str:
 
 
 def write_report(root: Path = ROOT) -> None:
-    "Write `REPORT.md`, and the answers of the first notebook; `make readme` then writes `README.md`."
+    "Write `REPORT.md`, and the answers of the first notebook."
     write_text(root / "REPORT.md", written_report(root))
     first = nbformat.read(root / FRONT_PAGE, 4)
     (cell,) = (cell for cell in first.cells if OPENING in cell.source)

@@ -91,14 +91,13 @@ def progress_line(count: IterationCount, running: list[Path]) -> str:
 
 # %% ../../nbs/reproduction/05_schedule.ipynb #74cb09d1
 def worker_environments(workers: int, gpus: list[str] | None = None) -> list[dict[str, str]]:
-    "Return the environment of each worker: one per GPU, or `workers` without a GPU of their own."
-    if gpus:
-        environments = [{"CUDA_VISIBLE_DEVICES": str(gpu)} for gpu in gpus]
-    else:
-        environments = [{} for _ in range(max(1, workers))]
+    """Return the environment of each worker: one per GPU with its share of the cores, or `workers` without a GPU.
+
+    Models without a GPU are small, and several threads slow them down on busy cores: each worker has one."""
+    environments = [{"CUDA_VISIBLE_DEVICES": str(gpu)} for gpu in gpus or ()] or [{} for _ in range(max(1, workers))]
     if len(environments) == 1 or "OMP_NUM_THREADS" in os.environ:
         return environments
-    cores = max(1, (os.cpu_count() or 1) // len(environments))
+    cores = max(1, (os.cpu_count() or 1) // len(environments)) if gpus else 1
     return [environment | {"OMP_NUM_THREADS": str(cores)} for environment in environments]
 
 # %% ../../nbs/reproduction/05_schedule.ipynb #d7b32173
