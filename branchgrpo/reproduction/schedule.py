@@ -26,7 +26,7 @@ import nbformat
 from filelock import FileLock, Timeout
 
 from ..files import in_words, refusal
-from .launch import HERE, Launch, end_with_parent
+from .launch import HERE, PROGRESS, Launch, end_with_parent
 from .pages import Job, missing_runs
 from .records import read_record, record_path, recorded_runs
 from .runs import get_or_train
@@ -198,7 +198,7 @@ class Result:
 
 # %% ../../nbs/reproduction/05_schedule.ipynb #b99e4bf6
 class PageLines:
-    "A text file for papermill: each whole line that a page writes to its standard error goes to `log`, under its name."
+    "A text file for papermill: the lines of progress in a page's standard error go to `log`, under its name."
 
     def __init__(self, name: str, log: Callable[[str], None]):
         self.name, self.log, self.text = name, log, ""
@@ -206,7 +206,8 @@ class PageLines:
     def write(self, text: str) -> None:
         *lines, self.text = (self.text + text).split("\n")
         for line in lines:
-            self.log(f"         {self.name:32} {line}")
+            if line.startswith(PROGRESS):
+                self.log(f"         {self.name:32} {line.removeprefix(PROGRESS)}")
 
     def flush(self) -> None:
         "Do nothing: a line is printed when it is whole."
