@@ -45,7 +45,7 @@ faults: env  ## kill, starve and mislead it: the whole of tests/faults, and its 
 	@rm -rf .pytest_cache/faults
 	$(BIN)/python -m pytest tests/faults --faults -n 3
 
-figures: env  ## draw figures and verdicts again from their recorded runs (a minute); pages that need a model keep theirs
+figures: env  ## draw figures and verdicts again from their recorded runs (3 minutes on two cores); pages that need a model keep theirs
 	$(BIN)/branchgrpo reproduce --all --redraw --jobs 2
 
 browser: env site  ## what only Chromium shows: explorer against costs and in JupyterLab, search, screenshots in build/browser/
