@@ -99,7 +99,7 @@ def time_text(hours: float, gpus: int) -> str:
 def gpus_of(job: Job, given: int | None) -> int:
     "Return the GPUs of a page's runs: those given, or else those of its scale, or else one; none on a machine without."
     default = 1 if torch.cuda.is_available() else 0
-    return given or job.runner.get("gpus", default)
+    return job.runner.get("gpus", default) if given is None else given
 
 
 def run_line(config: TrainConfig, job: Job, total: Total, gpus: int, tflops: float) -> str:

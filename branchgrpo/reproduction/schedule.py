@@ -27,7 +27,7 @@ from filelock import FileLock, Timeout
 
 from ..files import in_words, refusal
 from .launch import HERE, PROGRESS, Launch, end_with_parent
-from .pages import Job, missing_runs
+from .pages import Job, check_parameters, missing_runs
 from .records import read_record, record_path, recorded_runs
 from .runs import get_or_train
 from ..training.config import TrainConfig
@@ -320,10 +320,11 @@ def execute_in_subprocess(job: Job, environment: dict[str, str]) -> Result:
     process.start()
     sender.close()
     try:
-        return receiver.recv()
-    except EOFError:  # no result: the process died
-        process.join()
-        return Result(job.name, "failed", error=f"its process ended with code {process.exitcode}")
+        result = receiver.recv()
+    except EOFError:  # the process died
+        result = None
+    process.join()
+    return result or Result(job.name, "failed", error=f"its process ended with code {process.exitcode}")
 
 # %% ../../nbs/reproduction/05_schedule.ipynb #bb616a18
 def _run_job(job: Job, free: queue.SimpleQueue, several: bool, log: Callable[[str], None]) -> Result:
@@ -374,6 +375,7 @@ def redrawn_job(job: Job, folder: Path) -> Job:
     if not record.exists():
         raise ValueError(f"redraw: {job.name} has no record")
     recorded_runs(read_record(record))
+    check_parameters(job.name, job.template, {"record": ""})  # a page without it would train
     again = replace(job, parameters=job.parameters | {"record": str(record)}, executed=folder / f"{job.name}.ipynb")
     again.executed.unlink(missing_ok=True)  # what draws may have changed since
     return again

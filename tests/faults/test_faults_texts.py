@@ -327,7 +327,7 @@ OTHERS += [("advantage_clip", float("inf")), ("std", "pooled"), ("prompts_per_it
 OTHERS += [("lora_rank", 4), ("max_batch", 3), ("prompts", "digit-pairs"), ("reward", "norm(tiny-clip)")]
 OTHERS += [("evaluate_every", 9), ("output", "runs/b"), ("iterations", 99)]
 ANY_RECIPE = st.sampled_from(recipes.names()).map(lambda name: {"recipe": name})
-TABLES = st.one_of(ANY_RECIPE, ANY_RECIPE, tables())  # most random tables are refused
+TABLES = st.sampled_from([ANY_RECIPE] * 4 + [tables()]).flatmap(lambda kind: kind)  # random tables are mostly refused
 PAIRS = st.tuples(TABLES, st.sampled_from(OTHERS)).map(lambda pair: (pair[0], pair[0] | dict([pair[1]])))
 
 
@@ -363,7 +363,7 @@ def keys(examples: int) -> None:
         COUNTS["equal"] += not differ
 
     each()
-    assert COUNTS["ran"] >= 0.3 * (COUNTS["ran"] + COUNTS["refused"]), "the property means something"
+    assert COUNTS["ran"] >= 0.6 * (COUNTS["ran"] + COUNTS["refused"]), "the property means something"
 
 
 # ------------------------------------------------------------------------------------------------------- all of them
