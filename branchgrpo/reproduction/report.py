@@ -77,14 +77,15 @@ def tables_named_by(page: str) -> list[tuple[str, str]]:
 
 
 def page_tables(page: str, records: list[dict], folder: Path, shown: bool) -> str:
-    "Return a page's numbers, and the tables of `folder` that it is about."
+    "Return a page's numbers, and the tables of `folder` that its name or its record (`printed`) names."
     parts = []
     for record in records:
         for key, title in {"rows": "the numbers", "lines": "the numbers", "why": "what is not computed here"}.items():
             rows = record.get(key)
             if isinstance(rows, list) and rows and isinstance(rows[0], dict):
                 parts.append(folded(title, markdown_table(shown_rows(record, rows)), shown))
-    for paper, table in tables_named_by(page):
+    places = [(page.partition("/")[0], place) for record in records for place in record.get("printed", [])]
+    for paper, table in tables_named_by(page) + places:
         with contextlib.suppress(ValueError):  # a figure of which no number is printed
             rows = [{"": row} | numbers for row, numbers in published(paper, table, folder).items()]
             parts.append(folded(f"{table} as printed", markdown_table(rows), shown))
