@@ -8,23 +8,16 @@ __all__ = ['CLIP_H14', 'CLIP_PIXELS', 'WEIGHTS', 'DROPOUT', 'normalise', 'prepro
            'clip_of', 'AestheticReward']
 
 # %% ../../nbs/rewards/04_clip.ipynb #d5aa200c
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
-from .contract import check_prompt_count, frames_as_images, mean_over_frames
-import json
-from pathlib import Path
-
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .contract import frames_as_images, mean_over_frames
+from .contract import check_prompt_count, frames_as_images, mean_over_frames
 
 # %% ../../nbs/rewards/04_clip.ipynb #45e88924
 def normalise(images: Tensor, processor: Any) -> Tensor:

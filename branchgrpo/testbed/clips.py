@@ -10,6 +10,8 @@ __all__ = ['FRAMES', 'QUICK', 'SLOW', 'MOTIONS', 'CLIP_WORDS', 'CLIP_ASPECTS', '
            'first_frames', 'clip_prompts', 'clips', 'clips_tuning']
 
 # %% ../../nbs/testbed/03_clips.ipynb #582b8590
+import functools
+import zlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,30 +19,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .checker import CELL_MARGIN, load_checker
+from ..prompts import PromptSet
+from .checker import CELL_MARGIN, check, load_checker
 from branchgrpo.testbed.digits import (
     CAPTION_WORDS,
     CELL,
     GLYPH,
     GLYPH_COLOURS,
-    Glyph,
+    RELATIONS,
     SIZE,
     TEXTURES,
+    Glyph,
     handwriting,
     is_test,
     parse_glyph,
     random_glyph,
+    scenes,
     texture_masks,
 )
-import functools
-import zlib
-
-import torch
-from torch import Tensor
-
-from ..prompts import PromptSet
-from .checker import check
-from .digits import RELATIONS, scenes
 
 # %% ../../nbs/testbed/03_clips.ipynb #3b8eaa5d
 FRAMES = 9  # frames of a clip

@@ -8,18 +8,6 @@ __all__ = ['positions', 'draw_prompts', 'text_parts', 'fingerprint', 'checksum',
            'turns', 'encode_ahead']
 
 # %% ../../nbs/training/04_conditioning.ipynb #1e713bb5
-from collections.abc import Callable
-from typing import Any
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-from ..backbones.loading import awake, encoders_of, is_reader
-from ..noise import Noise
-from ..prompts import PromptSet
-from .config import Settings
-from .processes import group_positions
 import hashlib
 import json
 import os
@@ -30,11 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from ..backbones.loading import awake, encoders_of, is_reader
 from ..files import naming
+from ..noise import Noise
+from ..prompts import PromptSet
+from .config import Settings
+from .processes import group_positions
 
 # %% ../../nbs/training/04_conditioning.ipynb #91658e5e
 def positions(settings: Settings, accelerator) -> tuple[int, ...]:

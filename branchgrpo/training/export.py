@@ -8,26 +8,19 @@ __all__ = ['averaged_weights', 'plain_denoiser', 'write_lora', 'forget_last_call
            'shrink_run']
 
 # %% ../../nbs/training/13_export.ipynb #0f595cca
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
-from typing import Any
-
-import torch
-
-from ..files import delete, replace_folder, to_disk
-from .learner import Learner
-from .processes import from_main
-from .speed import full_state, local, plain_class, whole_tensor
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..files import write_text
+from ..files import delete, replace_folder, to_disk, write_text
+from .learner import Learner
+from .processes import from_main
+from .speed import full_state, local, plain_class, whole_tensor
 
 # %% ../../nbs/training/13_export.ipynb #f6a4068b
 @contextmanager

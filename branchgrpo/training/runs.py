@@ -15,9 +15,14 @@ import math
 import os
 import platform
 import shutil
+import signal
 import socket
 import subprocess
+import threading
+import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
@@ -41,13 +46,6 @@ from branchgrpo.files import (
 from ..registry import first_of, reason, shown
 from ..rewards.own import same_as_recorded, short_digest
 from ..settings import RETIRED
-import os
-import signal
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 # %% ../../nbs/training/09_runs.ipynb #9d7ae096
 def with_null(row: dict) -> dict:
