@@ -368,14 +368,17 @@ def run_all(
 
 # %% ../../nbs/reproduction/05_schedule.ipynb #c18d333a
 def redrawn_job(job: Job, folder: Path) -> Job:
-    "Return the job that draws a page from its record. Raise `ValueError` if it needs models, or has none."
+    "Return the job that draws a page from its record. Raise `ValueError` if it cannot be drawn so."
     if job.runner.get("models"):
         raise ValueError(f"redraw: {job.name} draws from models")
     record = record_path(job.name, job.parameters.get("output", "figures/testbed"))
     if not record.exists():
         raise ValueError(f"redraw: {job.name} has no record")
     recorded_runs(read_record(record))
-    check_parameters(job.name, job.template, {"record": ""})  # a page without it would train
+    try:
+        check_parameters(job.name, job.template, {"record": ""})
+    except ValueError:
+        raise ValueError(f"redraw: {job.name} has no parameter 'record', and would train") from None
     again = replace(job, parameters=job.parameters | {"record": str(record)}, executed=folder / f"{job.name}.ipynb")
     again.executed.unlink(missing_ok=True)  # what draws may have changed since
     return again
