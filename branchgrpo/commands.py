@@ -137,7 +137,7 @@ def evaluate(given: dict[str, Any]) -> int:
     if where.benchmark:
         from branchgrpo.evaluation.benchmarks import run_benchmark
 
-        results = run_benchmark(where.benchmark, Path(where.output), evaluator.prompt_set.metadata, where.run)
+        results = run_benchmark(where.benchmark, Path(where.output), evaluator.prompts, where.run)
         print(f"{where.benchmark}: {results or 'laid out'}")
     return 0
 

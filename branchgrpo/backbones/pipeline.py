@@ -36,7 +36,7 @@ class FamilyDefaults:
     patch = 2  # latent pixels per side of a token
     most_tokens = None  # what the denoiser's configuration calls the most tokens per side; none: there is no limit
     takes = ()  # further options of the class: ("frames",) for video
-    first_frames = None  # function: P prompts -> first frames (P, 3, H, W) in [0, 1], for image-to-video
+    first_frames = None  # function: P prompts -> P first frames (3, H, W) in [0, 1], for image-to-video
     decode_batch = None  # images per call of the VAE; none: as many as `DECODE_BYTES` hold
     published = ("", {})  # the published denoiser: its class in diffusers, and its configuration
     factors = {"vae_scale_factor": 8}  # pixels per latent pixel, named as in the published pipeline

@@ -110,8 +110,8 @@ class WanPolicy(PipelinePolicy):
         return {"prompt_embeds": text, "negative_embeds": text}
 
 # %% ../../nbs/backbones/06_wan.ipynb #02b68324
-def first_frame_condition(policy, images: Tensor) -> Tensor:
-    "Return mask and latents `(P, 4 + C, F', H', W')` of first frames `(P, 3, H, W)` in [0, 1]."
+def first_frame_condition(policy, images: list[Tensor]) -> Tensor:
+    "Return mask and latents `(P, 4 + C, F', H', W')` of first frames `(3, H, W)` in [0, 1]."
     pipeline, made = policy.pipeline, []
     height, width = policy.height, policy.width
     for image in images:
@@ -121,10 +121,10 @@ def first_frame_condition(policy, images: Tensor) -> Tensor:
     return torch.cat(made)
 
 # %% ../../nbs/backbones/06_wan.ipynb #e2609e9c
-def first_frame_features(policy, images: Tensor) -> Tensor:
+def first_frame_features(policy, images: list[Tensor]) -> Tensor:
     "Return the CLIP features `(P, tokens, D)` of first frames, rounded to 8 bits as the pipeline does."
     pipeline = policy.pipeline
-    pil = pipeline.video_processor.numpy_to_pil(images.permute(0, 2, 3, 1).numpy())
+    pil = [pipeline.video_processor.numpy_to_pil(image.permute(1, 2, 0).numpy())[0] for image in images]
     return torch.cat([pipeline.encode_image(image, policy.device) for image in pil])
 
 # %% ../../nbs/backbones/06_wan.ipynb #bd13ce9a
@@ -182,12 +182,12 @@ class WanImagePolicy(WanPolicy):
 
     def content(self, prompt: str) -> str:
         "Return the prompt, the clip's size and a digest of the first frame."
-        digest = hashlib.blake2b(self.frames_of([prompt]).numpy().tobytes(), digest_size=16).hexdigest()
+        digest = hashlib.blake2b(self.frames_of([prompt])[0].numpy().tobytes(), digest_size=16).hexdigest()
         return f"{prompt}\n{self.height}x{self.width}x{self.frames}\n{digest}"
 
-    def frames_of(self, prompts: list[str]) -> Tensor:
-        "Return the first frames `(P, 3, H, W)` in [0, 1]. Raises `ValueError` if the prompts have none."
+    def frames_of(self, prompts: list[str]) -> list[Tensor]:
+        "Return the first frames, `(3, H, W)` in [0, 1], of any sizes. Raises `ValueError` if the prompts have none."
         if self.first_frames is None:
             where = "lines of a .jsonl file with 'prompt' and 'image'"
             raise ValueError(f"prompts: image-to-video needs an image for every prompt ({where})")
-        return self.first_frames(list(prompts)).float().cpu()
+        return [frame.float().cpu() for frame in self.first_frames(list(prompts))]

@@ -18,6 +18,7 @@ from pathlib import Path
 from PIL import Image
 
 from ..files import read_jsonl, write_text
+from ..prompts import rows_of
 from ..registry import Registry
 
 # %% ../../nbs/evaluation/03_benchmarks.ipynb #85aa8514
@@ -26,12 +27,13 @@ def geneval_layout(rows: list[dict], metadata: list[dict], source: Path, target:
 
     Raises `ValueError` on prompts without GenEval's `tag` and `include`.
     """
-    numbers = {prompt: n for n, prompt in enumerate(dict.fromkeys(row["prompt"] for row in rows))}
+    firsts = [row["number"] - row["sample"] for row in rows]  # two prompts may have one text
+    numbers = {first: n for n, first in enumerate(dict.fromkeys(firsts))}
     for row, known in zip(rows, metadata):
         if not {"tag", "include"} <= known.keys():
             raise ValueError(f"prompts: {row['prompt']!r} has no GenEval metadata ('tag', 'include')")
-    for row, known in zip(rows, metadata):
-        folder = target / f"{numbers[row['prompt']]:05d}"
+    for row, first, known in zip(rows, firsts, metadata):
+        folder = target / f"{numbers[first]:05d}"
         write_text(folder / "metadata.jsonl", json.dumps(known))
         (folder / "samples").mkdir(exist_ok=True)
         shutil.copyfile(source / row["image"], folder / "samples" / f"{row['sample']:04d}.png")
@@ -169,7 +171,7 @@ def run_command(name: str, command: str, images: Path, results: Path) -> None:
 def run_benchmark(
     name: str,  # a name of BENCHMARKS
     evaluation: str | Path,  # the folder of a finished evaluation with images
-    metadata: Callable,  # prompts -> list of dicts, as `PromptSet.metadata`
+    prompts: list[str],  # that were evaluated, texts or `Prompt`s
     command: str | None = None,  # none: lay the images out, and stop
     target: str | Path | None = None,  # the tool's folder; none: inside the evaluation's
 ) -> dict[str, float] | None:
@@ -183,7 +185,8 @@ def run_benchmark(
     if not rows or "image" not in rows[0]:
         raise ValueError(f"evaluation: {str(evaluation)!r} is not finished, or has no images")
     target = Path(target or evaluation / name)
-    tool.layout(rows, metadata([row["prompt"] for row in rows]), evaluation, target)
+    known, samples = rows_of(prompts), 1 + max(row["sample"] for row in rows)
+    tool.layout(rows, [known[row["number"] // samples] for row in rows], evaluation, target)
     if not command:
         return None
     run_command(name, command, target, target / tool.results)

@@ -186,8 +186,10 @@ def score_images(
     prompt_set: Any,
 ) -> dict[str, dict[str, list[float]]]:
     "Return `{kind: {name: B scores}}`: the kind `rewards`, and `check` if the prompts know the truth."
-    metadata = prompt_set.metadata(prompts)
-    rewards = {name: scorer(images, prompts, metadata)[0] for name, scorer in scorers.items()}
+    from branchgrpo.prompts import rows_of
+
+    known = rows_of(prompts)
+    rewards = {name: scorer(images, prompts, known)[0] for name, scorer in scorers.items()}
     check = prompt_set.check(images, prompts) if prompt_set.check else {}
     kinds = {"rewards": rewards} | ({"check": check} if check else {})
     return {kind: {name: column.tolist() for name, column in table.items()} for kind, table in kinds.items()}
@@ -204,14 +206,15 @@ def scored_rows(
     prompts: list[str],  # B
     samples: int,  # images per prompt
     scores: dict[str, dict[str, list[float]]],  # as `score_images` returns
-    metadata: list[dict],  # B
 ) -> list[dict[str, Any]]:
     "Return one row per image."
-    rows = []
+    from branchgrpo.prompts import rows_of
+
+    rows, known = [], rows_of(prompts)
     for i, number in enumerate(numbers):
         row = {"number": number, "prompt": prompts[i], "sample": number % samples}
-        if "tag" in metadata[i]:
-            row["tag"] = metadata[i]["tag"]
+        if "tag" in known[i]:
+            row["tag"] = known[i]["tag"]
         rows.append(row | {kind: scores_at(table, i) for kind, table in scores.items()})
     return rows
 
@@ -225,7 +228,7 @@ def block_rows(evaluator: Evaluator, block: int) -> list[dict[str, Any]]:
     prompts = [evaluator.prompts[n // e.samples] for n in numbers]
     images = sample_block(evaluator.policy, prompts, numbers, e.steps, e.seed)
     scores = score_images(images, prompts, evaluator.scorers, evaluator.prompt_set)
-    rows = scored_rows(numbers, prompts, e.samples, scores, evaluator.prompt_set.metadata(prompts))
+    rows = scored_rows(numbers, prompts, e.samples, scores)
     if e.save_images:
         save_images(images, numbers, evaluator.folder)
         rows = [row | {"image": image_place(row["number"])} for row in rows]
@@ -256,8 +259,8 @@ def bootstrap_interval(
 def prompt_means(rows: list[dict], kind: str, name: str) -> list[float]:
     "Return the mean score of every prompt; NaN if none of its images has a score."
     by_prompt = {}
-    for row in rows:
-        by_prompt.setdefault(row["prompt"], []).append(row[kind][name])
+    for row in rows:  # two prompts may have one text
+        by_prompt.setdefault(row["number"] - row["sample"], []).append(row[kind][name])
     means = []
     for scores in by_prompt.values():
         known = [score for score in scores if score is not None]

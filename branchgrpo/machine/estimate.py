@@ -7,8 +7,8 @@ __all__ = ['GPUS_PER_NODE', 'GB', 'PHASES', 'GPU_GB', 'FREE_SHARE', 'RUNTIME_BYT
            'MemoryPart', 'trained_parts', 'denoiser_parts', 'call_rows', 'update_rows', 'update_bytes', 'working_parts',
            'decoded_at_once', 'images_of_rollout', 'image_parts', 'parameters_of', 'encoder_sizes', 'encoder_parts',
            'reward_bytes', 'reward_part', 'memory_parts', 'gb_by_phase', 'peak_gb', 'fits', 'memory_table',
-           'training_flops', 'iteration_flops', 'evaluation_flops', 'Estimate', 'estimate', 'helps', 'joined_changes',
-           'advice', 'flag', 'memory_verdict']
+           'training_flops', 'trained_calls', 'iteration_flops', 'evaluation_flops', 'Estimate', 'estimate', 'helps',
+           'joined_changes', 'advice', 'flag', 'memory_verdict']
 
 # %% ../../nbs/machine/01_estimate.ipynb #4ca755ab
 import math
@@ -23,12 +23,16 @@ from ..backbones.loading import encoder_names, folder_of
 from ..backbones.pipeline import DECODE_BYTES
 from ..backbones.published import ENCODING_BYTES, PUBLISHED, T5_XXL
 from .counting import CallCost, compute_bytes, counted_policy, decoding_cost, weight_bytes
+from ..noise import Noise
 from ..objective import needs_means
 from ..plan import RolloutPlan, plan_cost
 from ..planning import plan_of
 from ..rewards.names import Entry, split_name, terms
+from ..selection import Seen
 from ..training.config import Settings, listed
+from ..training.credit import counted_leaves, trained_edges
 from ..training.held_out import BLOCK
+from ..tree import Tree
 
 # %% ../../nbs/machine/01_estimate.ipynb #2d2346e1
 GPUS_PER_NODE = 8
@@ -282,10 +286,24 @@ def training_flops(c: CallCost, s: Settings) -> float:
     return (training + reference) * s.passes + again * c.forward * (1 - 1 / s.steps_per_pass)
 
 # %% ../../nbs/machine/01_estimate.ipynb #00e85cbe
+def trained_calls(s: Settings, plan: RolloutPlan, prompts: int = 32) -> float:
+    "Return the denoiser calls of one prompt's update after pruning, a mean over trees with random rewards."
+    s = replace(s, beta=0.0, beta_scale="mean")  # log-densities, which decide little here, are not known
+    tree, noise = Tree.from_plan(plan, prompts), Noise(0, 0, tuple(range(prompts)))
+    generator = torch.Generator().manual_seed(0)
+    rewards = torch.rand(prompts, plan.leaves, generator=generator)
+    seen = Seen(torch.rand(prompts, plan.leaves, 4, generator=generator), s.diversity)
+    counted = counted_leaves(s, rewards, torch.zeros(prompts, dtype=torch.bool), noise, seen)
+    edges = trained_edges(s, tree, rewards, counted, noise)
+    below = zip(tree.parents, tree.parents[1:], edges[1:])
+    parents = [torch.zeros_like(above).scatter_add(1, own, kept.long()) > 0 for above, own, kept in below]
+    return sum(int(asked.sum()) for asked in parents) / prompts
+
+# %% ../../nbs/machine/01_estimate.ipynb #96d7f767
 def iteration_flops(c: CallCost, s: Settings, share: GpuShare, image: float) -> float:
     "Return the FLOPs of one iteration, over all GPUs: rollout, update, and decoding at `image` FLOPs each."
     cost = plan_cost(share.plan)
-    calls = cost.calls * c.forward + cost.trained_calls * training_flops(c, s)
+    calls = cost.calls * c.forward + trained_calls(s, share.plan) * training_flops(c, s)
     return s.prompts_per_iteration * (calls + (cost.leaves + cost.previews) * image)
 
 # %% ../../nbs/machine/01_estimate.ipynb #495f1ce0
@@ -328,7 +346,7 @@ def estimate(s: Settings, gpus: int = 8, tflops: float = 400.0) -> Estimate:
     return Estimate(
         counted=c,
         calls=cost.calls,
-        trained_calls=cost.trained_calls,
+        trained_calls=round(trained_calls(s, share.plan)),
         leaves=cost.leaves,
         tflop=iteration / 1e12,
         hours=(s.iterations * iteration + evaluations) / speed,

@@ -505,7 +505,7 @@ def part_scores(run: Run, name: str, part: BenchmarkPart, weights: str = "traine
         more = {"samples": part.samples, "save_images": True}
         evaluator = Evaluator(evaluation_of(run, part.prompts, weights, **more), folder, device=device_here())
         evaluator.run()
-        run_benchmark(part.tool, folder, evaluator.prompt_set.metadata, part.command)
+        run_benchmark(part.tool, folder, evaluator.prompts, part.command)
     return {f"{name}/{score}": value for score, value in json.loads(written.read_text()).items()}
 
 

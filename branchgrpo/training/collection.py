@@ -153,7 +153,7 @@ def seen_by(s: Settings, rule: str, rewards_of: RolloutRewards, prompts: int) ->
 def make_judge(c: Collector, iteration: int, keeps: bool = False) -> RewardJudge:
     "Return the judge of an iteration's trees; `keeps`: with a sketch of the first one."
     s, size = c.settings, images_per_call(c.settings, [c.scorer])
-    others = (c.prompts.metadata, c.accelerator, size, c.group, c.watch_alone)
+    others = (c.accelerator, size, c.group, c.watch_alone)
     rewards_of = RolloutRewards(c.policy, c.scorer, c.draw(iteration), *others)
     judge = RewardJudge(s, rewards_of, c.noise(iteration), Sketch(MOST_INNER if keeps else 0))
     if s.adaptive and not isinstance(s.splits, str):

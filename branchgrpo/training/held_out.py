@@ -106,9 +106,7 @@ def draw_block(e: HeldOutEvaluator, policy, block: Block, prompts: list[str]) ->
     kept = [prompts[p] for p in block.places[: block.kept]]
     size = images_per_call(e.settings, list(e.scorers.values()))
     with together(e.processes):
-        images, waiting = decode_and_score(
-            policy, latents, e.scorers, kept, e.prompts.metadata(kept), size, e.watch_alone
-        )
+        images, waiting = decode_and_score(policy, latents, e.scorers, kept, size, e.watch_alone)
         if e.prompts.check and block.kept:
             waiting["check"] = [attempt(e.prompts.check, with_rows(images, ~finite_rows(images), 0.0), kept)]
     images = images.cpu()

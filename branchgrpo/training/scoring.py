@@ -17,6 +17,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from ..prompts import rows_of
 from ..rewards.names import load_reward
 from ..rewards.scorer import Scorer, is_remote, do_nothing, part_names, start_scoring
 from ..rollouts import chunks
@@ -57,7 +58,6 @@ def decode_and_score(
     latents: Tensor,  # (B, …)
     scorers: dict[str, Scorer],
     prompts: list[str],  # B
-    metadata: list[dict] | None,  # B
     size: int | None,  # images per call; None: all
     watch: Callable[[], None] = do_nothing,  # called before each chunk; it may raise
 ) -> tuple[Tensor, dict[str, list[Future]]]:
@@ -74,9 +74,8 @@ def decode_and_score(
         wrong = ~(finite[a:b] & finite_rows(decoded))
         images.append(with_rows(decoded, wrong, torch.nan))
         shown = with_rows(decoded, wrong, 0.0)
-        known = None if metadata is None else metadata[a:b]
         for name, scorer in scorers.items():
-            waiting[name].append(start_scoring(scorer, shown, prompts[a:b], known, watch))
+            waiting[name].append(start_scoring(scorer, shown, prompts[a:b], rows_of(prompts[a:b]), watch))
     return torch.cat(images) if images else latents[:0], waiting
 
 # %% ../../nbs/training/05_scoring.ipynb #2a7148d3
@@ -127,7 +126,6 @@ class RolloutRewards:
     policy: Any
     scorer: Scorer
     prompts: list[str]  # P
-    metadata: Callable
     processes: Any  # an Accelerator, or what accelerate knows of this process
     size: int | None = None  # images per call; None: all
     group: RankGroup = RankGroup()  # the processes that share the images
@@ -153,9 +151,7 @@ def own_scores(r: RolloutRewards, nodes: Tensor) -> dict[str, Tensor]:
     names = [p for p in r.prompts for _ in range(nodes.shape[1])]
     r.scorer.last_error = ""  # what an earlier call met is not the cause
     with together(r.processes):
-        r.images, waiting = decode_and_score(
-            r.policy, nodes.flatten(0, 1), {"": r.scorer}, names, r.metadata(names), r.size, r.watch
-        )
+        r.images, waiting = decode_and_score(r.policy, nodes.flatten(0, 1), {"": r.scorer}, names, r.size, r.watch)
         scores = joined_scores(waiting[""], r.scorer, r.watch)
         wrong = ~finite_rows(r.images).to(r.unscored.device)
         r.lost.add(r.step, f"{r.what} is not finite", wrong.reshape(nodes.shape[:2]).any(1))

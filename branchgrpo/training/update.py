@@ -274,7 +274,7 @@ def check_mismatch(s: Settings, worst: float) -> None:
     if worst > s.clip_range / 4:
         warnings.warn(
             f"rollout_mismatch: {worst:.2g} is above a quarter of clip_range {s.clip_range}: kernels differ between "
-            "rollout and update (see pad_batches and train_batch); ratios are 1 by construction",
+            "rollout and update; give both one batch size by max_batch (4, say), without train_batch",
             stacklevel=2,
         )
 

@@ -173,6 +173,7 @@ METRICS = {
     "eval_reward": "held-out reward: images without noise, of prompts that training never sees",
     "reward": "reward of the rollouts",
     "reward_std": "standard deviation of the rewards of a prompt; 0: nothing to compare",
+    "tied": "share of the prompts whose images all have one reward: they teach nothing",
     "ratio": "ρ = new density / old density after the first optimiser step of an iteration; stays near 1",
     "clip_fraction": "share of the edges whose ratio is outside the clip range",
     "ess": "effective leaves: how many of a tree's leaves carry the weight of reward fusion",

@@ -105,10 +105,11 @@ def test_first_frames_are_read_as_images_only(tmp_path, noted):
     (tmp_path / "set").mkdir()
     place = tmp_path / "set" / "clips.jsonl"
     place.write_text(json.dumps({"prompt": "a", "image": "../frame.png"}))
-    assert from_path(place).first_frames(["a"]).shape == (1, 3, 8, 8)
+    clips = from_path(place)
+    assert clips.first_frames(clips.test)[0].shape == (3, 8, 8)
     (tmp_path / "frame.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n")
     with pytest.raises((OSError, ValueError)):
-        from_path(place).first_frames(["a"])
+        clips.first_frames(clips.test)
     noted("A first frame that is an EPS program named .png", "an error", "nothing is started")
 
 
