@@ -955,6 +955,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'branchgrpo.prompts.PromptSet': ('basics/prompts.html#promptset', 'branchgrpo/prompts.py'),
                                     'branchgrpo.prompts.PromptSet.overlap': ( 'basics/prompts.html#promptset.overlap',
                                                                               'branchgrpo/prompts.py'),
+                                    'branchgrpo.prompts.dataset_rows': ('basics/prompts.html#dataset_rows', 'branchgrpo/prompts.py'),
                                     'branchgrpo.prompts.frames_beside': ('basics/prompts.html#frames_beside', 'branchgrpo/prompts.py'),
                                     'branchgrpo.prompts.from_hub': ('basics/prompts.html#from_hub', 'branchgrpo/prompts.py'),
                                     'branchgrpo.prompts.from_path': ('basics/prompts.html#from_path', 'branchgrpo/prompts.py'),

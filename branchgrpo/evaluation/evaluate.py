@@ -72,13 +72,15 @@ def check_evaluation(e: Evaluation) -> None:
         raise ValueError("rewards: none given; name at least one")
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #b5ea4578
-def evaluation_record(e: Evaluation) -> dict[str, Any]:
-    "Return what evaluation.json holds: the fields, and a digest of the source of every reward of your own."
+def evaluation_record(e: Evaluation, prompts: Any = None) -> dict[str, Any]:
+    "Return what evaluation.json holds: the fields, and digests of the prompt set and of every reward of your own."
     from branchgrpo.rewards.names import source_digest
+    from branchgrpo.training.runs import prompt_facts
 
     digests = {name: source_digest(name) for name in e.rewards}
     own = {name: digest for name, digest in digests.items() if digest}
-    return json.loads(json.dumps(asdict(e) | ({"sources": own} if own else {})))
+    facts = {} if prompts is None else {"prompt_set": prompt_facts(prompts)}
+    return json.loads(json.dumps(asdict(e) | ({"sources": own} if own else {}) | facts))
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #5987534f
 def write_shared(path: Path, text: str, rank: int) -> None:
@@ -99,13 +101,13 @@ def read_evaluation(folder: Path) -> dict[str, Any]:
     return old
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #0fc570a7
-def check_place(folder: Path, e: Evaluation) -> bool:
-    "Return whether an evaluation's folder is there. Raise `ValueError` if it cannot be made, or holds something else."
+def check_place(folder: Path, new: dict[str, Any]) -> bool:
+    "Return whether the folder of a record is there. Raise `ValueError` if it cannot be made, or holds something else."
     from branchgrpo.rewards.own import same_as_recorded
 
     check_output(folder)
     if (folder / "evaluation.json").is_file():
-        old, new = read_evaluation(folder), evaluation_record(e)
+        old = {"prompt_set": new.get("prompt_set")} | read_evaluation(folder)  # older records have none
         differ = sorted(name for name in old.keys() | new.keys() if not same_as_recorded(old.get(name), new.get(name)))
         if differ:
             raise ValueError(f"output: {str(folder)!r} holds another evaluation (differs in {first_of(differ)})")
@@ -116,10 +118,10 @@ def check_place(folder: Path, e: Evaluation) -> bool:
     return False
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #98b837ae
-def open_folder(folder: Path, e: Evaluation, rank: int = 0) -> None:
-    "Make an evaluation's folder, or find it. Raise `ValueError` if it holds something else."
-    if not check_place(folder, e):
-        write_shared(folder / "evaluation.json", json.dumps(evaluation_record(e), indent=1), rank)
+def open_folder(folder: Path, record: dict[str, Any], rank: int = 0) -> None:
+    "Make the folder of an evaluation's record, or find it. Raise `ValueError` if it holds something else."
+    if not check_place(folder, record):
+        write_shared(folder / "evaluation.json", json.dumps(record, indent=1), rank)
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #37022152
 @dataclass
@@ -142,8 +144,9 @@ class Evaluator:
         e = self.evaluation
         check_evaluation(e)
         self.folder = Path(self.folder)
-        check_place(self.folder, e)
         self.prompt_set = load_prompts(e.prompts)
+        self.record = evaluation_record(e, self.prompt_set)
+        check_place(self.folder, self.record)
         self.prompts = self.prompt_set.test[: e.limit]
         self.policy, self.scorers = load_models(e, self.device)
         drawing_process(self.policy, e.steps)  # raises before anything is written
@@ -301,7 +304,7 @@ def run_evaluation(evaluator: Evaluator) -> dict[str, Any] | None:
 
     Writes `images.jsonl` and `summary.json` once all blocks are there.
     """
-    open_folder(evaluator.folder, evaluator.evaluation, evaluator.rank)
+    open_folder(evaluator.folder, evaluator.record, evaluator.rank)
     mine = range(evaluator.rank, block_count(evaluator), evaluator.processes)
     missing = [block for block in mine if not block_path(evaluator, block).is_file()]
     for block in tqdm(missing, disable=None, desc="evaluate", unit="block"):
