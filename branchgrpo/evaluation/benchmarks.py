@@ -11,6 +11,7 @@ import json
 import shlex
 import shutil
 import subprocess
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +56,10 @@ def file_names(rows: list[dict], ending: str) -> list[str]:
 
 # %% ../../nbs/evaluation/03_benchmarks.ipynb #d677be78
 def compbench_layout(rows: list[dict], metadata: list[dict], source: Path, target: Path) -> None:
-    "Write T2I-CompBench++'s layout: `samples/PROMPT_000000.png`, numbered through."
+    "Write T2I-CompBench++'s layout: `samples/PROMPT_000000.png`. Raise `ValueError` on `_`, where it ends a prompt."
+    cut = next((row["prompt"] for row in rows if "_" in row["prompt"]), None)
+    if cut is not None:
+        raise ValueError(f"prompts: T2I-CompBench++ reads {cut!r} from a file's name only up to its '_'")
     names = file_names(rows, "_{number:06d}.png")
     (target / "samples").mkdir(parents=True, exist_ok=True)
     for row, name in zip(rows, names):
@@ -69,12 +73,19 @@ def strip_frames(strip: Image.Image, count: int | None) -> list[Image.Image]:
 
 # %% ../../nbs/evaluation/03_benchmarks.ipynb #75c0990a
 def vbench_layout(rows: list[dict], metadata: list[dict], source: Path, target: Path) -> None:
-    "Write VBench's layout for videos of your own: `PROMPT-0.gif`, from images that are strips of frames."
+    """Write VBench's layout for videos of your own: `PROMPT-0.gif`, from images that are strips of frames.
+
+    A GIF has 256 colours, and holds frames that stand still once: a warning says of how many clips VBench sees fewer.
+    """
     names = file_names(rows, "-{sample}.gif")
     target.mkdir(parents=True, exist_ok=True)
+    still = 0
     for row, name in zip(rows, names):
-        first, *rest = strip_frames(Image.open(source / row["image"]), row.get("frames"))
+        first, *rest = frames = strip_frames(Image.open(source / row["image"]), row.get("frames"))
+        still += any(a.tobytes() == b.tobytes() for a, b in zip(frames, rest))
         first.save(target / name, save_all=True, append_images=rest, duration=125, loop=0)
+    if still:
+        warnings.warn(f"benchmark: {still} of {len(rows)} clips have still frames, which their GIFs lose", stacklevel=2)
 
 # %% ../../nbs/evaluation/03_benchmarks.ipynb #0a760eb0
 def read_geneval(path: str | Path) -> dict[str, float]:

@@ -192,7 +192,7 @@ def score_images(
     from branchgrpo.prompts import rows_of
 
     known = rows_of(prompts)
-    rewards = {name: scorer(images, prompts, known)[0] for name, scorer in scorers.items()}
+    rewards = {name: scorer.total(scorer(images, prompts, known)[1]) for name, scorer in scorers.items()}
     check = prompt_set.check(images, prompts) if prompt_set.check else {}
     kinds = {"rewards": rewards} | ({"check": check} if check else {})
     return {kind: {name: column.tolist() for name, column in table.items()} for kind, table in kinds.items()}

@@ -9,7 +9,7 @@ __all__ = ['Reward', 'as_scores', 'type_with_article', 'known_signature', 'binds
 
 # %% ../../nbs/rewards/00_contract.ipynb #f5b18972
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -126,10 +126,11 @@ def sum_within_prompts(values: Tensor, group: Tensor, groups: int) -> Tensor:
     return total[group]
 
 # %% ../../nbs/rewards/00_contract.ipynb #92abc791
-def within_prompts(scores: Tensor, prompts: list[str], eps: float = 1e-6) -> Tensor:
+def within_prompts(scores: Tensor, prompts: Sequence[Hashable], eps: float = 1e-6) -> Tensor:
     """Return `scores (B,)` less the mean of their prompt, over its standard deviation.
 
-    A prompt with one image, or with equal scores, scores 0. NaN stay NaN and do not count.
+    `prompts (B)` are texts, or numbers where one text has several trees. A prompt with one image, or with equal
+    scores, scores 0. NaN stay NaN and do not count.
     """
     number = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
     group = torch.tensor([number[prompt] for prompt in prompts], device=scores.device)
@@ -180,10 +181,11 @@ class RewardSum:
                 scores[name] = as_scores(reward(images, prompts, metadata), name, len(images), images.device)
         return scores
 
-    def together(self, parts: dict[str, Tensor], prompts: list[str]) -> Tensor:
-        "Return the sum `(B,)` of `parts`."
+    def together(self, parts: dict[str, Tensor], prompts: Sequence[Hashable] | None = None) -> Tensor:
+        "Return the sum `(B,)` of `parts`; normalised only among the images of `prompts` (held-out ones have one each)."
         # r = Σ_j w_j r_j, or Σ_j w_j (r_j − r̄_j) / σ_j
-        scores = {name: within_prompts(part, prompts) if self.normalised else part for name, part in parts.items()}
+        normalised = self.normalised and prompts is not None
+        scores = {name: within_prompts(part, prompts) if normalised else part for name, part in parts.items()}
         weighted = (weight * scores[name] for name, (weight, _) in self.members.items())
         return sum(weighted, start=torch.zeros(()))
 

@@ -10,7 +10,7 @@ __all__ = ['PLACES', 'do_nothing', 'part_names', 'part_weights', 'score_parts', 
 # %% ../../nbs/rewards/03_scorer.ipynb #6ce1e765
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -78,8 +78,8 @@ class Scorer:
         parts = all_tries(self, images, prompts, metadata)
         return self.total(parts, prompts), parts
 
-    def total(self, parts: dict[str, Tensor], prompts: list[str]) -> Tensor:
-        "Return the scores `(B,)` of the whole reward from those of its parts."
+    def total(self, parts: dict[str, Tensor], prompts: Sequence[Hashable] | None = None) -> Tensor:
+        "Return the scores `(B,)` of the whole reward from those of its parts; `prompts` as `RewardSum.together`."
         return self.reward.together(parts, prompts) if hasattr(self.reward, "together") else parts[""]
 
 # %% ../../nbs/rewards/03_scorer.ipynb #fb9d61d7

@@ -124,7 +124,7 @@ def score_held_out(e: HeldOutEvaluator, policy) -> tuple[dict[str, float], Tenso
             shown |= {place: image for place, image in zip(block.places, images) if place < SHEET_IMAGES}
     with together(e.processes):
         tables = {number: score_table(e, scores) for number, scores in waiting.items()}
-    scores = mean_scores(e, joined_tables(e.processes, tables), prompts)
+    scores = mean_scores(e, joined_tables(e.processes, tables))
     return scores, first_images(e.processes, shown, len(prompts))
 
 # %% ../../nbs/training/11_held_out.ipynb #cd95df30
@@ -150,9 +150,9 @@ def joined_tables(processes: Any, tables: dict[int, dict]) -> dict[str, dict]:
     return {name: {part: torch.cat([row[name][part] for row in rows]) for part in rows[0][name]} for name in rows[0]}
 
 # %% ../../nbs/training/11_held_out.ipynb #b0751a44
-def mean_scores(e: HeldOutEvaluator, table: dict[str, dict], prompts: list[str]) -> dict[str, float]:
+def mean_scores(e: HeldOutEvaluator, table: dict[str, dict]) -> dict[str, float]:
     "Return the mean of every reward and check over the images; a score that is not finite is left out and counted."
-    total = {name: scorer.total(table[name], prompts) for name, scorer in e.scorers.items()}
+    total = {name: scorer.total(table[name]) for name, scorer in e.scorers.items()}
     scores = {"eval_reward": finite_mean(total["eval_reward"])}
     scores |= {f"eval_reward/{part}": finite_mean(v) for part, v in table["eval_reward"].items() if part}
     scores |= {name: finite_mean(values) for name, values in total.items()}

@@ -35,6 +35,7 @@ def check_launch() -> None:
     for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):
         if os.environ.get(f"ACCELERATE_USE_{kind}", "false").lower() in ("true", "1"):
             raise ValueError(f"launch: accelerate's {kind} is not supported; start with --multi_gpu, and set sharding")
+    variable("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", 1, most=1)  # accelerate would divide the loss by it
     processes = variable("WORLD_SIZE", 1, least=1)
     for name in ("RANK", "LOCAL_RANK"):
         variable(name, 0, most=processes - 1)

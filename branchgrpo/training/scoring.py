@@ -171,8 +171,8 @@ def shared_scores(r: RolloutRewards, nodes: Tensor) -> dict[str, Tensor]:
 def rewards_of_parts(r: RolloutRewards, parts: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     "Return rewards (P, W) and parts without missing scores, and mark the prompts that have one."
     shape = next(iter(parts.values())).shape
-    names = [p for p in r.prompts for _ in range(shape[1])]
-    total = r.scorer.total({k: v.flatten() for k, v in parts.items()}, names)
+    trees = [n for n in range(shape[0]) for _ in range(shape[1])]
+    total = r.scorer.total({k: v.flatten() for k, v in parts.items()}, trees)
     table = parts | {None: total.float().reshape(shape)}
     error = f": {r.scorer.last_error}" if r.scorer.last_error else ""
     for name, scores in table.items():
