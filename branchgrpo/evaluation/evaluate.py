@@ -73,13 +73,16 @@ def check_evaluation(e: Evaluation) -> None:
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #b5ea4578
 def evaluation_record(e: Evaluation, prompts: Any = None) -> dict[str, Any]:
-    "Return what evaluation.json holds: the fields, and digests of the prompt set and of every reward of your own."
+    "Return what evaluation.json holds: the fields, how far a run is, and digests of the prompts and of your rewards."
+    from branchgrpo.evaluation.sampling import is_run
     from branchgrpo.rewards.names import source_digest
-    from branchgrpo.training.runs import prompt_facts
+    from branchgrpo.training.runs import prompt_facts, recorded_run
 
     digests = {name: source_digest(name) for name in e.rewards}
     own = {name: digest for name, digest in digests.items() if digest}
     facts = {} if prompts is None else {"prompt_set": prompt_facts(prompts)}
+    if is_run(e.backbone):
+        facts["iterations"] = recorded_run(e.backbone, "backbone")["settings"].get("iterations")
     return json.loads(json.dumps(asdict(e) | ({"sources": own} if own else {}) | facts))
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #5987534f
@@ -107,7 +110,8 @@ def check_place(folder: Path, new: dict[str, Any]) -> bool:
 
     check_output(folder)
     if (folder / "evaluation.json").is_file():
-        old = {"prompt_set": new.get("prompt_set")} | read_evaluation(folder)  # older records have none
+        old = {name: new[name] for name in ("prompt_set", "iterations") if name in new}  # older records have none
+        old |= read_evaluation(folder)
         differ = sorted(name for name in old.keys() | new.keys() if not same_as_recorded(old.get(name), new.get(name)))
         if differ:
             raise ValueError(f"output: {str(folder)!r} holds another evaluation (differs in {first_of(differ)})")
