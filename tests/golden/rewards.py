@@ -6,6 +6,7 @@ originals import: its `resize` is Pillow's or torch's, `CenterCrop` rounds (H âˆ
 """
 
 import ast
+import contextlib
 import enum
 import gzip
 import hashlib
@@ -44,16 +45,9 @@ class Mode(enum.Enum):
 
 
 def resize(image, size, mode=Mode.BICUBIC):
-    if isinstance(image, torch.Tensor):  # transforms/_functional_tensor.py: 8 bits are rounded and cut off
-        big = torch.nn.functional.interpolate(
-            image.float().reshape(-1, *image.shape[-3:]),
-            list(size),
-            mode="bicubic",
-            align_corners=False,
-            antialias=True,
-        )
-        out = big.reshape(*image.shape[:-2], *size)
-        return out.clamp(0, 255).round().byte() if image.dtype == torch.uint8 else out
+    if isinstance(image, torch.Tensor):  # transforms/_functional_tensor.py
+        options = dict(mode="bicubic", align_corners=False, antialias=True)
+        return torch.nn.functional.interpolate(image[None], list(size), **options)[0]
     w, h = image.size  # transforms/_functional_pil.py
     size = (size, int(size * w / h)) if h <= w else (int(size * h / w), size)
     return image.resize(size[::-1], Image.Resampling.BICUBIC)
@@ -66,6 +60,10 @@ def centre_crop(image, side):
 
 def pad(image, padding, fill=0):
     return torch.nn.functional.pad(image, (padding[0], padding[2], padding[1], padding[3]), value=fill)
+
+
+def normaliser(mean, std):
+    return lambda x: (x - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
 
 
 def stand_in():
@@ -82,21 +80,16 @@ def stand_in():
     t.Resize = lambda n, interpolation=None: lambda image: resize(image, n)
     t.CenterCrop = lambda n: lambda image: centre_crop(image, n)
     t.ToTensor = lambda: lambda image: torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
-    stat = lambda v: torch.tensor(v)[:, None, None]
-    t.Normalize = lambda mean, std: lambda x: (x - stat(mean)) / stat(std)
+    t.Normalize = normaliser
 
 
 def functions(path, names, **known):
     "Return the functions of a file without its imports."
-    nodes = [
-        n for n in ast.parse(path.read_text()).body if getattr(n, "name", None) in names or isinstance(n, ast.Assign)
-    ]
     space = dict(known)
-    for node in nodes:
-        try:
-            exec(compile(ast.Module([node], []), str(path), "exec"), space)
-        except NameError:
-            pass
+    for node in ast.parse(path.read_text()).body:
+        if getattr(node, "name", None) in names or isinstance(node, ast.Assign):
+            with contextlib.suppress(NameError):
+                exec(compile(ast.Module([node], []), str(path), "exec"), space)
     return space
 
 
@@ -105,7 +98,7 @@ def clip_words(folder):
     import importlib.util
 
     source = folder / "hpsv2/src/open_clip"
-    merges = gzip.open(source / "bpe_simple_vocab_16e6.txt.gz").read().decode().split("\n")[1:401]
+    merges = gzip.decompress((source / "bpe_simple_vocab_16e6.txt.gz").read_bytes()).decode().split("\n")[1:401]
     short = Path(tempfile.mkdtemp()) / "merges.gz"
     short.write_bytes(gzip.compress("\n".join(["#", *merges]).encode()))
     spec = importlib.util.spec_from_file_location("tokenizer", source / "tokenizer.py")
