@@ -67,12 +67,16 @@ def strip_frames(strip: Image.Image, count: int | None) -> list[Image.Image]:
 
 # %% ../../nbs/evaluation/03_benchmarks.ipynb #75c0990a
 def vbench_layout(rows: list[dict], metadata: list[dict], source: Path, target: Path) -> None:
-    "Write VBench's layout for videos of your own: `PROMPT-0.gif`, from images that are strips of frames."
+    """Write VBench's layout for videos of your own: `PROMPT-0.gif`, from images that are strips of frames.
+
+    A clip of an older evaluation, which names no rate, is shown at 8 frames per second. A GIF has 256 colours.
+    """
     names = file_names(rows, "-{sample}.gif")
     target.mkdir(parents=True, exist_ok=True)
     for row, name in zip(rows, names):
         first, *rest = strip_frames(Image.open(source / row["image"]), row.get("frames"))
-        first.save(target / name, save_all=True, append_images=rest, duration=125, loop=0)
+        shown = 1000 / (row.get("fps") or 8)  # milliseconds: VBench's dynamic degree looks 8 times per second
+        first.save(target / name, save_all=True, append_images=rest, duration=shown, loop=0)
 
 # %% ../../nbs/evaluation/03_benchmarks.ipynb #0a760eb0
 def read_geneval(path: str | Path) -> dict[str, float]:

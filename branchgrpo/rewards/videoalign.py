@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['PUBLISHED_SAMPLING', 'ASPECTS', 'ASPECT_TOKENS', 'VIDEO_QUESTION', 'CHAT', 'QWEN', 'CHECKPOINT_FILES', 'Sampling',
            'frame_count', 'fitted_size', 'normalised_frames', 'video_patches', 'read_heads', 'Parts', 'reward_folder',
-           'last_checkpoint', 'todays_name', 'checkpoint_weights', 'adapter_numbers', 'open_checkpoint', 'open_merged',
-           'open_parts', 'token_inputs', 'last_hidden', 'VideoAlign', 'VideoAlignReward']
+           'last_checkpoint', 'base_model', 'todays_name', 'checkpoint_weights', 'adapter_numbers', 'open_checkpoint',
+           'open_merged', 'open_parts', 'token_inputs', 'last_hidden', 'VideoAlign', 'VideoAlignReward']
 
 # %% ../../nbs/rewards/08_videoalign.ipynb #dd930f6b
 import json
@@ -46,7 +46,7 @@ def frame_count(total: int, clip_fps: float, sampling: Sampling = PUBLISHED_SAMP
 
 
 def fitted_size(h: int, w: int, sampling: Sampling = PUBLISHED_SAMPLING, unit: int = 28) -> tuple[int, int]:
-    "Return the size in whole `unit`s near `(h, w)`, within the pixels allowed. Source: vision_process.py, smart_resize."
+    "Return the size in whole `unit`s near `(h, w)`, of the pixels allowed. Source: vision_process.py, smart_resize."
     high, wide = (max(unit, round(n / unit) * unit) for n in (h, w))
     if high * wide > sampling.most:
         scale = math.sqrt(h * w / sampling.most)
@@ -211,6 +211,13 @@ def last_checkpoint(folder: Path) -> Path | None:
     return max(places, key=lambda place: int(place.name.split("-")[-1]), default=None)
 
 
+def base_model(folder: Path) -> str:
+    "Return the folder or hub name of the model that a checkpoint changes; a folder of another machine counts as none."
+    config = json.loads((folder / "model_config.json").read_text())
+    named = (config.get("model_config") or {}).get("model_name_or_path") or QWEN
+    return named if Path(named).is_dir() or not Path(named).is_absolute() else QWEN
+
+
 def todays_name(key: str) -> str:
     "Return the name in `Qwen2VLModel` of a weight of the published model, with an adapter called default."
     key = re.sub(r"\.(lora_[AB])\.weight$", r".\1.default.weight", key.removeprefix("base_model.model."))
@@ -246,8 +253,7 @@ def open_checkpoint(folder: Path, config: dict) -> tuple:
     from peft import LoraConfig, inject_adapter_in_model
     from transformers import AutoTokenizer, Qwen2VLModel
 
-    base = (config.get("model_config") or {}).get("model_name_or_path") or QWEN
-    base = base if Path(base).is_dir() or not Path(base).is_absolute() else QWEN
+    base = base_model(folder.parent)
     state = checkpoint_weights(folder)
     tokenizer = AutoTokenizer.from_pretrained(base, trust_remote_code=False)
     tokenizer.add_special_tokens({"additional_special_tokens": list(ASPECT_TOKENS)})
