@@ -132,12 +132,22 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # not EPS, which starts a progr
 
 
 def read_frame(path: Path, setting: str = "prompts") -> Tensor:
-    "Return the image `(3, H, W)` in [0, 1] of a file in one of FORMATS."
+    """Return the image `(3, H, W)` in [0, 1] of a file in one of FORMATS, turned as its EXIF orientation says.
+
+    Grey of 16 bits keeps its value. Raises `ValueError` on another file, and on transparent pixels, whose colour nobody
+    sees. Source: diffusers' `load_image`, which would cut 16 bits off at 255 and show that colour.
+    """
     import numpy as np
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     try:
-        with Image.open(path, formats=FORMATS) as image:
+        with Image.open(path, formats=FORMATS) as file:
+            image = ImageOps.exif_transpose(file)
+            if image.mode.startswith("I"):
+                grey = torch.from_numpy(np.array(image).astype(np.float32) / 65535)
+                return grey.expand(3, -1, -1)
+            if image.has_transparency_data and np.array(image.convert("RGBA"))[..., 3].min() < 255:
+                raise ValueError(f"{setting}: {shown(str(path))} has transparent pixels; save it without them")
             return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1) / 255
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"{setting}: {shown(str(path))} is not a readable image ({type(error).__name__})") from None

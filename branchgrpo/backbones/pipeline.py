@@ -36,6 +36,7 @@ class FamilyDefaults:
     patch = 2  # latent pixels per side of a token
     most_tokens = None  # what the denoiser's configuration calls the most tokens per side; none: there is no limit
     takes = ()  # further options of the class: ("frames",) for video
+    fps = None  # frames per second of a clip; none: images
     first_frames = None  # function: P prompts -> P first frames (3, H, W) in [0, 1], for image-to-video
     decode_batch = None  # images per call of the VAE; none: as many as `DECODE_BYTES` hold
     published = ("", {})  # the published denoiser: its class in diffusers, and its configuration

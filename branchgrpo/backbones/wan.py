@@ -92,6 +92,7 @@ class WanPolicy(PipelinePolicy):
     published = ("WanTransformer3DModel", WAN_13B)
     factors = {"vae_scale_factor_spatial": 8, "vae_scale_factor_temporal": 4}
     takes = ("frames",)
+    fps = 16.0  # Wan2.1: wan/configs/shared_config.py, sample_fps
 
     def __init__(self, pipeline, height: int, width: int, guidance_scale=5.0, guidance_grad=False, frames: int = 33):
         super().__init__(pipeline, height, width, guidance_scale, guidance_grad)

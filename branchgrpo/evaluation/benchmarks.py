@@ -75,7 +75,8 @@ def strip_frames(strip: Image.Image, count: int | None) -> list[Image.Image]:
 def vbench_layout(rows: list[dict], metadata: list[dict], source: Path, target: Path) -> None:
     """Write VBench's layout for videos of your own: `PROMPT-0.gif`, from images that are strips of frames.
 
-    A GIF has 256 colours, and holds frames that stand still once: a warning says of how many clips VBench sees fewer.
+    A clip of an older evaluation, which names no rate, is shown at 8 frames per second. A GIF has 256 colours, and
+    holds frames that stand still once: a warning says of how many clips VBench sees fewer.
     """
     names = file_names(rows, "-{sample}.gif")
     target.mkdir(parents=True, exist_ok=True)
@@ -83,7 +84,8 @@ def vbench_layout(rows: list[dict], metadata: list[dict], source: Path, target: 
     for row, name in zip(rows, names):
         first, *rest = frames = strip_frames(Image.open(source / row["image"]), row.get("frames"))
         still += any(a.tobytes() == b.tobytes() for a, b in zip(frames, rest))
-        first.save(target / name, save_all=True, append_images=rest, duration=125, loop=0)
+        shown = 1000 / (row.get("fps") or 8)  # milliseconds: VBench's dynamic degree looks 8 times per second
+        first.save(target / name, save_all=True, append_images=rest, duration=shown, loop=0)
     if still:
         warnings.warn(f"benchmark: {still} of {len(rows)} clips have still frames, which their GIFs lose", stacklevel=2)
 

@@ -163,10 +163,14 @@ class Evaluator:
 # %% ../../nbs/evaluation/01_evaluate.ipynb #9a8b8e3c
 def load_models(e: Evaluation, device: str) -> tuple[Any, dict[str, Any]]:
     "Return the policy to evaluate, and a scorer per reward. Raise `ValueError` as `load_policy` does."
+    from branchgrpo.rewards.contract import tell_frame_rate
     from branchgrpo.rewards.names import load_reward
     from branchgrpo.rewards.scorer import Scorer
 
-    return e.policy(device), {name: Scorer(load_reward(name, device=device)) for name in e.rewards}
+    policy, scorers = e.policy(device), {name: Scorer(load_reward(name, device=device)) for name in e.rewards}
+    for scorer in scorers.values():
+        tell_frame_rate(scorer.reward, policy)
+    return policy, scorers
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #5f25466e
 def block_path(evaluator: Evaluator, block: int) -> Path:
@@ -227,7 +231,7 @@ def scored_rows(
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #0f57d611
 def block_rows(evaluator: Evaluator, block: int) -> list[dict[str, Any]]:
-    "Sample and score one block; return one row per image, with its file and, of a clip, the number of frames."
+    "Sample and score one block; return one row per image, with its file and, of a clip, its frames and their rate."
     from branchgrpo.evaluation.sampling import image_place, sample_block, save_images
 
     e = evaluator.evaluation
@@ -239,7 +243,8 @@ def block_rows(evaluator: Evaluator, block: int) -> list[dict[str, Any]]:
     if e.save_images:
         save_images(images, numbers, evaluator.folder)
         rows = [row | {"image": image_place(row["number"])} for row in rows]
-    return [row | {"frames": images.shape[2]} for row in rows] if images.ndim == 5 else rows
+    clip = {"frames": images.shape[2], "fps": getattr(evaluator.policy, "fps", None)} if images.ndim == 5 else {}
+    return [row | clip for row in rows]
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #3b573692
 def bootstrap_interval(

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Reward', 'as_scores', 'type_with_article', 'known_signature', 'binds', 'takes_metadata', 'check_prompt_count',
-           'Checked', 'label', 'frames_as_images', 'mean_over_frames', 'sum_within_prompts', 'within_prompts',
-           'within_memory', 'RewardSum']
+           'Checked', 'label', 'frames_as_images', 'mean_over_frames', 'tell_frame_rate', 'sum_within_prompts',
+           'within_prompts', 'within_memory', 'RewardSum']
 
 # %% ../../nbs/rewards/00_contract.ipynb #f5b18972
 import inspect
@@ -118,6 +118,14 @@ def frames_as_images(images: Tensor) -> tuple[Tensor, int]:
 def mean_over_frames(scores: Tensor, frames: int) -> Tensor:
     "Return the mean score per clip `(B,)`, float32, of the scores of its frames `(B·F,)`."
     return scores.float().unflatten(0, (len(scores) // frames, frames)).mean(1)
+
+
+def tell_frame_rate(reward: Reward, policy: Any) -> None:
+    "Set `fps` of a reward that has it, or of those of a sum, to the frames per second of a policy's clips."
+    fps = getattr(policy, "fps", None)
+    for _, member in getattr(reward, "members", {"": (1.0, reward)}).values():
+        if fps is not None and hasattr(member, "fps"):
+            member.fps = fps
 
 # %% ../../nbs/rewards/00_contract.ipynb #03732687
 def sum_within_prompts(values: Tensor, group: Tensor, groups: int) -> Tensor:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..prompts import read_frame
-from .clip import CLIP_H14, ClipReward, checkpoint_path, normalise
+from .clip import CLIP_H14, ClipReward, as_bytes, checkpoint_path, normalise
 
 # %% ../../nbs/rewards/05_hps.ipynb #fd9ef5b2
 def pad_square(images: Tensor, size: int) -> Tensor:
@@ -28,8 +28,8 @@ def pad_square(images: Tensor, size: int) -> Tensor:
     The resize is bicubic, antialiased and not clamped. Source: hpsv2's ResizeMaxSize.
     """
     h, w = images.shape[-2:]
-    high = round(h * size / max(h, w))
-    wide = round(w * size / max(h, w))
+    scale = size / max(h, w)  # first, as there: 45 · (224 / 320) is below 31.5, and 45 · 224 / 320 is not
+    high, wide = round(h * scale), round(w * scale)
     if (high, wide) != (h, w):
         images = F.interpolate(images, (high, wide), mode="bicubic", align_corners=False, antialias=True)
     top = (size - high) // 2
@@ -154,7 +154,8 @@ class HPSReward(ClipReward):
 
     def pixels(self, images: Tensor) -> Tensor:
         processor = self.processor.image_processor
-        return normalise(pad_square(images, processor.crop_size["height"]), processor)
+        seen = as_bytes(images) / 255 if processor.do_rescale else images
+        return normalise(pad_square(seen, processor.crop_size["height"]), processor)
 
 # %% ../../nbs/rewards/05_hps.ipynb #4393a388
 _REFEREE = """import json, sys

@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
+from .clip import as_bytes
 from .contract import check_prompt_count
 from .names import TOKEN, check_no_secret
 
@@ -43,9 +44,9 @@ _SCORE = re.compile(r"Final Score:[\s*]{0,20}([1-5](?:\.\d+)?)\b(?![.,\-–]?\d)
 
 
 def parse_score(answer: str) -> float:
-    "Return the number after the last `Final Score:`, 1 to 5; NaN if there is none."
+    "Return the number after the first `Final Score:`, 1 to 5; NaN if there is none."
     found = [float(number) for number in _SCORE.findall(answer) if float(number) <= 5]
-    return found[-1] if found else float("nan")
+    return found[0] if found else float("nan")
 
 # %% ../../nbs/rewards/09_unified.ipynb #00e15b15
 def read_answer(text: str) -> float:
@@ -57,12 +58,10 @@ def read_answer(text: str) -> float:
 
 # %% ../../nbs/rewards/09_unified.ipynb #52bb20ff
 def image_url(image: Tensor, side: int) -> str:
-    "Return an image `(3, H, W)` in [0, 1], its longest side at most `side` pixels, as a PNG data URL."
+    "Return an image `(3, H, W)` in [0, 1], resized to `side` × `side` pixels, as a PNG data URL. Source: Flow-GRPO."
     from PIL import Image
 
-    pixels = image.detach().float().clamp(0, 1).mul(255).round().byte().permute(1, 2, 0)
-    small = Image.fromarray(pixels.cpu().numpy())
-    small.thumbnail((side, side))
+    small = Image.fromarray(as_bytes(image.detach().float()).permute(1, 2, 0).cpu().numpy()).resize((side, side))
     buffer = io.BytesIO()
     small.save(buffer, format="png")
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
@@ -206,7 +205,7 @@ class UnifiedReward:
         timeout: float = 60.0,  # seconds of one try
         retries: int = 6,  # further tries of an image: 24 seconds of waits in all
         in_flight: int = 16,  # requests at once, of all calls together
-        side: int = 512,  # pixels of the longest side that is sent
+        side: int = 512,  # pixels of each side of the image that is sent
     ):
         self.address = server_address(where)
         self.model, self.side = model, side

@@ -41,6 +41,7 @@ from .learner import make_accelerator, make_learner, open_policy
 from .processes import any_process, check_stop, from_main, together, watch
 from .resolve import resolve
 from .runs import Preempted, Run, RunLock, StopSignal, check_folder, open_run, rewind
+from ..rewards.contract import tell_frame_rate
 from .scoring import make_scorers
 from .speed import gathered, use_one_thread
 from .update import TooManySkipped, check_mismatch, update
@@ -228,7 +229,10 @@ def open_models(s: Settings, accelerator: Any, policy: Any, reward: Any) -> tupl
     "Return the policy, the scorer of training and those that are held out. What fails on one node fails on all."
     with together(accelerator):  # weights may be missing on one node
         scorer, held_out = make_scorers(s, reward, accelerator.device)
-        return open_policy(s, accelerator.device, policy), scorer, held_out
+        policy = open_policy(s, accelerator.device, policy)
+    for one in (scorer, *held_out.values()):
+        tell_frame_rate(one.reward, policy)
+    return policy, scorer, held_out
 
 # %% ../../nbs/training/14_trainer.ipynb #06648e81
 class Trainer:
