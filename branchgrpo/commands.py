@@ -316,8 +316,10 @@ class BenchOptions:
 def check_bench(o: BenchOptions) -> None:
     "Raise `ValueError` naming the first option that is wrong."
     from branchgrpo import recipes
+    from branchgrpo.backbones.loading import folder_of
     from branchgrpo.files import check_file
 
+    folder_of(o.backbone)
     for setting in ("factors", "recipes"):
         twice = [value for value, times in Counter(getattr(o, setting)).items() if times > 1]
         if twice:

@@ -63,7 +63,8 @@ def _become(words, environment, folder, out, err):
     os.environ.update(environment)
     os.chdir(folder)
     sys.modules["numpy"].random.seed()
-    sys.modules["torch"].set_num_threads(int(environment.get("OMP_NUM_THREADS", 1)))
+    threads = environment.get("OMP_NUM_THREADS", "1")
+    sys.modules["torch"].set_num_threads(int(threads) if threads.isdigit() else 1)
     multiprocessing.current_process()._config["daemon"] = False  # a command may have processes of its own
     try:
         _run(words)

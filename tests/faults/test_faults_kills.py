@@ -54,7 +54,7 @@ PLACES = {  # of one iteration after the first checkpoint, and of the end
     "check before a checkpoint": at(f"{TRAINING}.checkpoints:check_weights", 1, "after", saving(2)),
     "check before the first checkpoint": at(f"{TRAINING}.checkpoints:check_weights", 1, "after", saving(1)),
     "first evaluation": at(f"{TRAINING}.held_out:draw_block", 1, "after", evaluation(1)),
-    "evaluation": at(f"{TRAINING}.held_out:draw_block", 1, "after", evaluation(2)),
+    "evaluation": at(f"{TRAINING}.held_out:sample_held_out", 1, "after", evaluation(2)),
     "evaluation, before it is recorded": at(f"{TRAINING}.held_out:score_held_out", 1, "after", evaluation(2)),
     "end, before the model is written": at(f"{TRAINING}.export:write_result", 1, "before"),
     "end, before the model is renamed": at(f"{TRAINING}.export:write_result", 1, "after"),
