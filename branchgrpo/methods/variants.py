@@ -31,8 +31,8 @@ TREEGRPO = FLOW_GRPO.variant(
     equation="A(ℓ) = (r_ℓ − mean r) / std r;  A(n) = Σ_c softmax(log p_c)·A(c) over the children c of n",
     roots=(1, "TreeGRPO: one tree per prompt"),
     splits=("window", "TreeGRPO: every step of the window branches"),
-    branch_factor=(2, "TreeGRPO: k = 2"),
-    window_size=(4, "TreeGRPO: w = 4, 16 leaves"),
+    branch_factor=(2, "TreeGRPO: k = 2; README: tree.k=2"),
+    window_size=(4, "TreeGRPO: w = 4, 16 leaves; README: tree.w=4"),
     window=(
         "geometric",
         "TreeGRPO: truncated geometric place (its ratio is not published where we looked; 0.7 here)",
@@ -44,6 +44,7 @@ TREEGRPO = FLOW_GRPO.variant(
     beta=(1.0, "TreeGRPO: softmax of log-densities, as they are"),
     std=("own", "TreeGRPO: per tree"),
     kl=(0.0, "TreeGRPO: no KL term"),
+    prompts_per_iteration=(16, "TreeGRPO: README, 8 processes, sample.num_prompts=2"),
     step_unit=("prompts", "ours: whole trees, since siblings share calls"),
 )
 
@@ -235,13 +236,16 @@ GARDO = FLOW_GRPO.variant(
     equation="U = w(r) − mean of w(judges);  loss −min(ρA, clip(ρ, 1 ± ε)A) + β_KL·KL where U is among the highest k",
     kl=(0.04, "GARDO Table 1: β = 0.04"),
     kl_share=(0.1, "GARDO A.1: 'the initial KL percentage k = 0.1' (there it drifts)"),
-    std=("none", "GARDO Sec. 4.3: 'removing standard deviation (Std) from advantage normalization'"),
+    std=(
+        "none",
+        "GARDO Sec. 4.3: 'removing standard deviation (Std) from advantage normalization' (config/gardo.py: global_std)",
+    ),
     roots=(24, "GARDO A.1: G = 24"),
     same_root=(True, "GARDO A.1: 'the initial noises are set to be the same' (config/base.py l. 63: False)"),
     steps=(10, "GARDO A.1: T = 10"),
     evaluation_steps=(40, "GARDO A.1"),
     prompts_per_iteration=(48, "GARDO: config/gardo.py l. 132: 48 / (GPUs · batch / group) batches (A.1 does not say)"),
-    clip_range=(1e-4, "GARDO A.1"),
+    clip_range=(1e-4, "GARDO A.1 (config/gardo.py, of OCR: 1e-5)"),
     learning_rate=(3e-4, "GARDO A.1"),
     lora_rank=(32, "GARDO Sec. 5; train_sd3_grpo_gardo.py l. 452 (A.1: r = 64, α = 32)"),
     lora_alpha=(64, "GARDO Sec. 5; train_sd3_grpo_gardo.py l. 453"),

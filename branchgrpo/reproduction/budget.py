@@ -10,6 +10,7 @@ __all__ = ['cost_of', 'gpu_hours', 'changes', 'needed', 'Total', 'memory_text', 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from huggingface_hub import constants
@@ -135,7 +136,7 @@ def weight_lines(needs: set[tuple[str, str, str]]) -> list[str]:
 @contextmanager
 def without_hub() -> Iterator[None]:
     "Let no library ask the hub inside the block: a file that is not on this machine is known to be missing at once."
-    places = [constants]
+    places: list[Any] = [constants]
     with suppress(ImportError):
         import datasets.config
 
