@@ -262,13 +262,13 @@ class SelectionSettings:
 class ObjectiveSettings:
     "The objective"
 
-    ratio: str = from_recipe()  # ppo or guard
+    ratio: str = from_recipe()  # ppo, guard, unscaled, unscaled-kl
     loss: str = from_recipe()  # bound of an update: clip (of ratios), or kl-mask (drops edges beyond kl_limit)
     clip_range: float = from_recipe(above=0)  # ε of Eq. 5
     kl_limit: float = from_recipe(0, inf)  # of kl-mask: KL to the rollout's policy, mean over elements; inf: none
     kl: float = from_recipe(0)  # weight of the KL to the model before training; 0: no reference
     kl_share: float = from_recipe(above=0, most=1)  # share of leaves with the KL, those most above rewards of weight 0
-    step_weights: str = from_recipe()  # of the trained steps in the loss: equal, std, or inverse-gradient
+    step_weights: str = from_recipe()  # of the trained steps in the loss: equal, std, inverse-gradient, inverse-step
     loss_mean: str = from_recipe()  # of a step's edges: step (their mean), or step*tree (divided by a tree's edges too)
 
 # %% ../nbs/basics/02_settings.ipynb #0be0ca5e

@@ -213,10 +213,8 @@ TP_GRPO = FLOW_GRPO.variant(
     steps=(10, "TP-GRPO: my_grpo.py l. 297-361"),
     evaluation_steps=(40, "TP-GRPO: my_grpo.py l. 297-361"),
     kl=(1e-4, f"TP-GRPO: {TP_SH}, 'BETA=\"${{BETA:-0.0001}}\"'"),
-    clip_range=(
-        1e-4,
-        "ours: the code has 1e-5 for a log-density without 1/(2 std²); Flow-GRPO's for the density itself",
-    ),
+    ratio=("unscaled", "TP-GRPO: sd3_sde_with_logprob.py l. 85, without 1/(2 std²); its KL term has it"),
+    clip_range=(1e-5, "TP-GRPO: my_grpo.py l. 320"),
     learning_rate=(3e-4, "TP-GRPO: my_grpo.py l. 297-361"),
     prompts_per_iteration=(48, "TP-GRPO: my_grpo.py l. 297-361, 48 prompts and two optimiser steps"),
     roots=(24, "TP-GRPO: my_grpo.py l. 297-361, G = 24, own initial noises (same_latent = False)"),

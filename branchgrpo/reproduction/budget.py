@@ -4,12 +4,16 @@
 
 # %% auto #0
 __all__ = ['cost_of', 'gpu_hours', 'changes', 'needed', 'Total', 'memory_text', 'time_text', 'gpus_of', 'run_line', 'file_line',
-           'weight_lines', 'budget']
+           'weight_lines', 'without_hub', 'budget']
 
 # %% ../../nbs/reproduction/07_budget.ipynb #844fb768
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from huggingface_hub import constants
 
 from .. import recipes
 from ..machine.doctor import findings
@@ -104,7 +108,8 @@ def gpus_of(job: Job, given: int | None) -> int:
 
 def run_line(config: TrainConfig, job: Job, total: Total, gpus: int, tflops: float) -> str:
     "Return the line of a run below its page, and add it to `total`."
-    key, cost = cache_key(resolve(config).to_dict()), cost_of(config, max(gpus, 1), tflops)
+    s, cost = resolve(config), cost_of(config, max(gpus, 1), tflops)
+    key, steps = cache_key(s.to_dict()), config.iterations * s.passes * s.steps_per_pass
     hours = gpus * cost.hours if cost else None
     owner = total.add(key, job.name, hours)
     if owner:
@@ -113,7 +118,7 @@ def run_line(config: TrainConfig, job: Job, total: Total, gpus: int, tflops: flo
         text = "cost unknown: the backbone's configuration is not here"
     else:
         text = f"{memory_text(config, gpus, cost)}  {time_text(hours or 0.0, gpus)}"
-    return f"      {key:60} {changes(config):44} {config.iterations:4} iterations  {text}"
+    return f"      {key:60} {changes(config):44} {config.iterations:4} iterations, {steps:5} AdamW steps  {text}"
 
 # %% ../../nbs/reproduction/07_budget.ipynb #ea7af73b
 def file_line(needs: set[tuple[str, str, str]]) -> list[str]:
@@ -127,7 +132,26 @@ def weight_lines(needs: set[tuple[str, str, str]]) -> list[str]:
     lines = dict.fromkeys(line for need in sorted(needs) for line in findings(*need))
     return [f"  {'ok     ' if state == 'ok' else 'MISSING'}  {what:48} {note}" for state, what, note in lines]
 
+# %% ../../nbs/reproduction/07_budget.ipynb #3e6c9a15
+@contextmanager
+def without_hub() -> Iterator[None]:
+    "Let no library ask the hub inside the block: a file that is not on this machine is known to be missing at once."
+    places: list[Any] = [constants]
+    with suppress(ImportError):
+        import datasets.config
+
+        places.append(datasets.config)
+    before = [place.HF_HUB_OFFLINE for place in places]
+    for place in places:
+        place.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        for place, offline in zip(places, before):
+            place.HF_HUB_OFFLINE = offline
+
 # %% ../../nbs/reproduction/07_budget.ipynb #30d6c370
+@without_hub()
 def budget(todo: list[Job], tflops: float = 400.0, gpus: int | None = None) -> list[str]:
     "Return the lines of the budget: the runs of each page and what it needs, the sums, and every file."
     lines, needs, total = [], set(), Total()

@@ -32,7 +32,7 @@ from matplotlib.figure import Figure
 
 import branchgrpo
 from ..files import write_text
-from .exploration import FALLS, harm_of_pair, is_trained, saving_line
+from .exploration import FALLS, harm_of_pair, is_trained, per_update_line
 from .figures import colour_of
 from .pages import earlier, jobs, templates
 from .records import read_record
@@ -497,7 +497,7 @@ def written_report(root: Path = ROOT) -> str:
     template = (root / "reproduce/REPORT.md.jinja").read_text(encoding="utf-8")
     rows = claim_lines(registered, record)
     said = {"how_many": how_many(record["answers"]), "to_come": to_come(registered, record)}
-    said |= {"by_endpoint": by_endpoint(registered, record["answers"]), "saving": saving_line(record["savings"])}
+    said |= {"by_endpoint": by_endpoint(registered, record["answers"]), "per_update": per_update_line(record["axes"])}
     said["last_level"] = f"{levels(registered)[registered.looks[-1]]:.2g}"
     said["levels"] = ", ".join(f"{level:.2g} at {look} seeds" for look, level in levels(registered).items())
     return fill(template, record=record, registered=registered, rows=rows, percent=percent, **said, **facts)

@@ -56,7 +56,7 @@ REGISTERED = Path(branchgrpo.__file__).parents[1] / "reproduce/registered.yaml"
 
 # %% ../../nbs/reproduction/12_study.ipynb #ff067ed0
 EndpointName = Literal["mean at equal cost", "mean at equal iterations", "value at the end"]
-Axis = Literal["cost", "seconds", "iteration", "denoiser_calls"]
+Axis = Literal["cost", "unshared", "seconds", "iteration", "denoiser_calls"]
 
 
 @dataclass(frozen=True)

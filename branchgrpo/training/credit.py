@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['STEP_WEIGHTS', 'STEP_UNITS', 'LOSS_MEANS', 'TrainingBatch', 'counted_leaves', 'fusion_beta', 'fused_values',
-           'advantages_of', 'equal', 'std', 'inverse_gradient', 'raw_weight', 'mean_weight', 'weights_of',
-           'weighted_advantages', 'check_step_weights', 'trained_edges', 'kl_edges', 'deal', 'of_prompts', 'of_edges',
-           'of_trajectories', 'edge_parts', 'part_mask', 'assign_credit']
+           'advantages_of', 'equal', 'std', 'inverse_gradient', 'inverse_step', 'raw_weight', 'mean_weight',
+           'weights_of', 'weighted_advantages', 'check_step_weights', 'trained_edges', 'kl_edges', 'deal', 'of_prompts',
+           'of_edges', 'of_trajectories', 'edge_parts', 'part_mask', 'assign_credit']
 
 # %% ../../nbs/training/07_credit.ipynb #54e7f9cc
 import math
@@ -114,6 +114,12 @@ def inverse_gradient(process: Transition, step: int) -> float:
     dist = process.step(step, zero, one)
     slope = (dist.mean - process.step(step, zero, zero).mean).abs()
     return float(dist.std / slope)
+
+# %% ../../nbs/training/07_credit.ipynb #6d1f0a37
+@STEP_WEIGHTS.register("inverse-step")
+def inverse_step(process: Transition, step: int) -> float:
+    "Return 1 / h, with h the fall of a flow's σ. Source: GRPO-Guard, train_sd3_GRPO_Guard.py l. 932."
+    return 1 / float(process.levels[step] - process.levels[step + 1])
 
 # %% ../../nbs/training/07_credit.ipynb #f53a86d5
 def raw_weight(rule: str, process: Transition, step: int) -> float:

@@ -143,17 +143,19 @@ def edge_terms(learner: Learner, rolled: TrainingBatch, batch: MicroBatch) -> Ed
     old_log_probs, old_means = batch.first_pass(log_probs, dist.mean if needs_means(s.ratio, s.loss) else None)
     # log ρ = log π_θ − log π_old
     log_ratio = log_probs - old_log_probs
-    guarded = RATIOS.get(s.ratio).function(log_ratio, dist, old_means)
+    ratio = RATIOS.get(s.ratio)
+    guarded = ratio.function(log_ratio, dist, old_means)
     advantages, rule = of_batch(rolled.advantages, batch), LOSSES.get(s.loss)
     options = LossOptions(dist, old_means, s.clip_range, s.kl_limit)
     loss = rule.function(guarded, advantages, options)
     kl = torch.zeros_like(loss[:, :1])
     if reference is not None:
-        kl = gaussian_kl(dist.mean, reference, rolled.process.noise_scale(batch.step, dist))[:, None]
+        scale = 0.5**0.5 if ratio.plain_kl else rolled.process.noise_scale(batch.step, dist)
+        kl = gaussian_kl(dist.mean, reference, scale)[:, None]
         if rolled.kl_mask is not None:
             kl = kl * of_batch(rolled.kl_mask, batch)
     mismatch = log_probs.detach() - of_batch(rolled.tree.log_probs, batch)
-    outside = rule.outside(log_ratio.detach(), advantages, options)
+    outside = rule.outside(guarded.detach(), advantages, options)  # as the loss sees it (Flow-GRPO: clipfrac)
     return EdgeTerms(loss + s.kl * kl, log_ratio.detach(), mismatch, kl.detach(), outside)
 
 # %% ../../nbs/training/08_update.ipynb #78ca1b5e
