@@ -70,6 +70,8 @@ class FluxPolicy(PackedPolicy):
 
     guidance = 3.5
     lora_targets = JOINT_ATTENTION
+    parts = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+    unused = ("image_encoder", "feature_extractor")
     published = ("FluxTransformer2DModel", FLUX_DEV)
 
     encode = encode_flux

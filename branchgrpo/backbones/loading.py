@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FAMILIES', 'TINY', 'BACKBONES', 'PIPELINE_ERRORS', 'ENCODER_PLACES', 'declared', 'Backbone', 'adapt_recipe',
            'is_hub_model', 'folder_of', 'pipeline_error', 'read_index', 'pipeline_class', 'family', 'default_sizes',
-           'encoder_names', 'read_pipeline', 'move_parts', 'empty_model', 'empty_denoiser', 'machine_ranks',
+           'encoder_names', 'left_out', 'read_pipeline', 'move_parts', 'empty_model', 'empty_denoiser', 'machine_ranks',
            'is_reader', 'machine_group', 'send_weights', 'read_once', 'load_pipeline', 'policy_around', 'load_backbone',
            'save_memory', 'encoders_of', 'awake', 'largest_rank']
 
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import nn
 
-from .pipeline import ENCODERS, FamilyDefaults
+from .pipeline import ENCODERS, FamilyDefaults, unsupported_error
 from .published import PUBLISHED
 from ..files import is_there
 from ..policy import Policy
@@ -137,12 +137,16 @@ def pipeline_class(name: str) -> str | None:
 def family(name: str) -> type:
     """Return the policy class of a backbone's name.
 
-    Raises `ValueError` if its pipeline belongs to no known family or cannot be found."""
+    Raises `ValueError` if its pipeline belongs to no known family, cannot be found, or has parts that none uses."""
     kind = PUBLISHED[name].family if name in PUBLISHED else pipeline_class(name)
     if kind not in FAMILIES.names():
         what = f"is a {kind}" if kind else "does not say in its model_index.json what it is"
         raise ValueError(f"backbone: {name!r} {what}; known are {', '.join(FAMILIES.names())}")
-    return FAMILIES.get(kind)
+    found = FAMILIES.get(kind)
+    error = None if name in PUBLISHED else unsupported_error(found, read_index(folder_of(name)), repr(name))
+    if error:
+        raise ValueError(error)
+    return found
 
 # %% ../../nbs/backbones/01_loading.ipynb #99831e36
 def default_sizes(name: str) -> dict[str, int]:
@@ -157,11 +161,18 @@ ENCODER_PLACES = ("device", "cpu", "none")
 
 def encoder_names(folder: str) -> list[str]:
     "Return the names of the encoders of a pipeline's folder or hub name."
-    config = read_index(folder)
-    return [name for name, kind in config.items() if name.startswith(ENCODERS) and kind[0] is not None]
+    unused = declared(family(folder), "unused")
+    present = [name for name, kind in read_index(folder).items() if name.startswith(ENCODERS) and kind[0] is not None]
+    return [name for name in present if name not in unused]
+
+
+def left_out(folder: str, unused: Iterable[str]) -> dict[str, None]:
+    "Return None for each part that a pipeline lacks or that is `unused`, as `from_pretrained` takes it."
+    index = read_index(folder)
+    return {name: None for name, kind in index.items() if isinstance(kind, list) and (not any(kind) or name in unused)}
 
 # %% ../../nbs/backbones/01_loading.ipynb #e6cc5974
-def read_pipeline(folder: str, dtype: torch.dtype, **parts: nn.Module | None) -> Any:
+def read_pipeline(folder: str, dtype: torch.dtype, **parts: Any) -> Any:
     "Return a pipeline on the CPU, frozen; `parts` take the place of its own, and None leaves a part out."
     import diffusers.utils.logging
     import transformers.utils.logging
@@ -265,7 +276,9 @@ def load_pipeline(
         raise unknown_name_error("encoders", encoders, ENCODER_PLACES)
     folder, part = folder_of(name), declared(family(name), "component")
     waiting = [] if encoders == "device" else encoder_names(folder)
-    parts: dict[str, Any] = dict.fromkeys(waiting) if encoders == "none" else {}
+    parts: dict[str, Any] = left_out(folder, declared(family(name), "unused"))
+    parts |= {"requires_safety_checker": False} if "safety_checker" in parts else {}
+    parts |= dict.fromkeys(waiting) if encoders == "none" else {}
     parts |= {} if denoiser is None else {part: denoiser}
     try:
         if together and denoiser is None:

@@ -88,6 +88,8 @@ class QwenImagePolicy(PackedPolicy):
     guidance = 4.0
     text_length = 256
     lora_targets = JOINT_ATTENTION
+    parts = ("text_encoder", "tokenizer")
+    flags = ("guidance_embeds", "use_additional_t_cond")
     published = ("QwenImageTransformer2DModel", QWEN_IMAGE)
 
     encode = encode_qwen_image

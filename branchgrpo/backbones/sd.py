@@ -58,6 +58,9 @@ class SDPolicy(ImagePolicy):
     default_size = 512
     patch = 1
     guidance = 5.0
+    parts = ("text_encoder", "tokenizer")
+    unused = ("image_encoder", "feature_extractor", "safety_checker")
+    flags = ("time_cond_proj_dim",)  # guidance as an input, in models distilled for few steps (LCM)
     published = ("UNet2DConditionModel", SD15)
 
     alphas_cumprod = property(attrgetter("pipeline.scheduler.alphas_cumprod"))  # ᾱ_t of the training steps, (1000,)

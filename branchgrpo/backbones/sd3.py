@@ -69,6 +69,9 @@ class SD3Policy(ImagePolicy):
     guidance = 4.5
     most_tokens = "pos_embed_max_size"
     lora_targets = JOINT_ATTENTION
+    parts = tuple(f"{kind}{number}" for kind in ("text_encoder", "tokenizer") for number in ("", "_2", "_3"))
+    optional = ("text_encoder_3", "tokenizer_3")  # without T5 its tokens are zeros, as in the pipeline
+    unused = ("image_encoder", "feature_extractor")
     published = ("SD3Transformer2DModel", SD35_MEDIUM)
 
     encode = encode_sd3
