@@ -17,13 +17,13 @@ from .pipeline import PipelinePolicy, channel_statistics, decode_images, guided
 # %% ../../nbs/backbones/06_wan.ipynb #1b830448
 @torch.no_grad()
 def encode_wan(policy, prompts: list[str]) -> dict[str, Tensor]:
-    "Return the pipeline's own embeddings `(P, L, D)` of P prompts and of the empty prompt."
+    "Return the pipeline's own embeddings `(P, L, D)` of P prompts and of the negative prompt."
     pipeline = policy.pipeline
     conditional, unconditional = pipeline.encode_prompt(
         list(prompts),
-        negative_prompt="",
+        negative_prompt=policy.negative_prompt,
         do_classifier_free_guidance=True,
-        max_sequence_length=min(512, pipeline.tokenizer.model_max_length),
+        max_sequence_length=policy.text_length,
         device=pipeline.text_encoder.device,
     )
     return policy.on_device(prompt_embeds=conditional, negative_embeds=unconditional)
@@ -88,6 +88,8 @@ class WanPolicy(PipelinePolicy):
     default_size = 480
     guidance = 5.0
     most_tokens = "rope_max_seq_len"
+    text_lengths = (512, 512)
+    negative_prompt = ""
     parts = ("text_encoder", "tokenizer")
     published = ("WanTransformer3DModel", WAN_13B)
     factors = {"vae_scale_factor_spatial": 8, "vae_scale_factor_temporal": 4}
