@@ -128,7 +128,7 @@ class PipelinePolicy(FamilyDefaults):
 
     @property
     def text_length(self) -> int:
-        "The tokens of a prompt: those that were set, or the pipeline's default; the tokenizer's limit at most. 0: fixed."
+        "The tokens of a prompt: those that were set, or the pipeline's default; at most the tokenizer's. 0: fixed."
         if self.text_lengths is None:
             return 0
         tokenizer = getattr(self.pipeline, self.long_tokenizer, None)
