@@ -63,7 +63,7 @@ class SDPolicy(ImagePolicy):
     negative_prompt = ""
     parts = ("text_encoder", "tokenizer")
     unused = ("image_encoder", "feature_extractor", "safety_checker")
-    flags = ("time_cond_proj_dim",)  # guidance as an input, in models distilled for few steps (LCM)
+    flags = ("time_cond_proj_dim", "encoder_hid_dim_type", "addition_embed_type", "class_embed_type")  # further inputs
     published = ("UNet2DConditionModel", SD15)
 
     alphas_cumprod = property(attrgetter("pipeline.scheduler.alphas_cumprod"))  # ᾱ_t of the training steps, (1000,)

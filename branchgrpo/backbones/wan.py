@@ -138,6 +138,8 @@ def encode_wan_i2v(policy, prompts: list[str]) -> dict[str, Tensor]:
     out = encode_wan(policy, prompts) | made
     if policy.denoiser.config.image_dim is None:
         return out
+    if policy.pipeline.image_encoder is None:
+        raise ValueError("backbone: the pipeline has no image_encoder, whose features its denoiser takes (image_dim)")
     return out | policy.on_device(image_embeds=first_frame_features(policy, images))
 
 # %% ../../nbs/backbones/06_wan.ipynb #1b9aaacd
