@@ -376,6 +376,7 @@ NEUTRAL = MethodSettings(
     ema_ramp=False,
     ema_used=False,
     evaluation_steps=None,
+    text_length=None,
     lora_rank=0,
     lora_alpha=64,
 )

@@ -15,6 +15,7 @@ import json
 import logging
 import re
 import socket
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -460,7 +461,7 @@ def load_lora(policy: Any, where: str, encoders: bool = True) -> None:
             keys = list(opened.keys())
         if odd := [key for key in keys if "dora_scale" in key or "lora_magnitude" in key]:
             raise ValueError(f"{odd[0]} is of a DoRA, whose magnitudes diffusers leaves out")
-        with without_remarks("diffusers", logging.CRITICAL):
+        with without_remarks("diffusers", logging.CRITICAL), warnings.catch_warnings(action="ignore"):
             state = add_lora(policy, file)
     except (SafetensorError, RuntimeError, KeyError, TypeError, AttributeError, *PIPELINE_ERRORS) as error:
         reason = " ".join(str(error).split())[:160]

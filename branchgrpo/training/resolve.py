@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from .. import recipes
-from ..backbones.loading import adapt_recipe, family, lora_file
+from ..backbones.loading import adapt_recipe, family, is_hub_model, lora_file
 from ..backbones.pipeline import check_text
 from ..credit import ADVANTAGES, REWARD_SUMS, STDS
 from ..fusion import DENSITY_SCALES
@@ -374,7 +374,7 @@ def resolve(config: TrainConfig, policy=None, reward=None, prompts=None) -> Sett
     check_choices(s)
     check_together(s)
     check_text(type_of(s.backbone, policy), s.text_length, s.negative_prompt, s.guidance_scale)
-    if s.lora is not None:
+    if s.lora is not None and not is_hub_model(s.lora):
         lora_file(s.lora)
     check_rewards(s, reward)
     check_process(s, kind)
