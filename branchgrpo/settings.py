@@ -301,6 +301,7 @@ class SizeSettings:
     height: int = from_recipe(1, 16_384)  # pixels
     width: int = from_recipe(1, 16_384)  # pixels
     frames: int | None = from_recipe(1)  # frames of a clip, for video models
+    text_length: int | None = from_recipe(1)  # tokens of a prompt for the longest text encoder; none: the pipeline's
     lora_rank: int = from_recipe(0)  # rank of the adapter; 0: full fine-tuning
     lora_alpha: int = from_recipe(1)  # the adapter's scale is lora_alpha / lora_rank
 
@@ -375,6 +376,7 @@ NEUTRAL = MethodSettings(
     ema_ramp=False,
     ema_used=False,
     evaluation_steps=None,
+    text_length=None,
     lora_rank=0,
     lora_alpha=64,
 )

@@ -20,7 +20,7 @@ def encode_flux(policy, prompts: list[str]) -> dict[str, Tensor]:
         list(prompts),
         None,
         device=pipeline.text_encoder.device,
-        max_sequence_length=min(512, pipeline.tokenizer_2.model_max_length),
+        max_sequence_length=policy.text_length,
     )
     return policy.on_device(prompt_embeds=embeds, pooled=pooled)
 
@@ -70,6 +70,10 @@ class FluxPolicy(PackedPolicy):
 
     guidance = 3.5
     lora_targets = JOINT_ATTENTION
+    text_lengths = (512, 512)
+    long_tokenizer = "tokenizer_2"
+    parts = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+    unused = ("image_encoder", "feature_extractor")
     published = ("FluxTransformer2DModel", FLUX_DEV)
 
     encode = encode_flux

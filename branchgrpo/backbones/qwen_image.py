@@ -28,9 +28,9 @@ def padded(policy, texts: list[str]) -> tuple[Tensor, Tensor]:
 # %% ../../nbs/backbones/05_qwen_image.ipynb #303b1966
 @torch.no_grad()
 def encode_qwen_image(policy, prompts: list[str]) -> dict[str, Tensor]:
-    "Return embeddings and masks of P prompts and of an empty prompt."
+    "Return embeddings and masks of P prompts and of the negative prompt."
     embeds, mask = padded(policy, list(prompts))
-    negative_embeds, negative_mask = padded(policy, [" "] * len(prompts))
+    negative_embeds, negative_mask = padded(policy, [policy.negative_prompt] * len(prompts))
     negative = {"negative_embeds": negative_embeds, "negative_mask": negative_mask}
     return {"prompt_embeds": embeds, "mask": mask} | negative
 
@@ -86,8 +86,11 @@ class QwenImagePolicy(PackedPolicy):
     "Hold a `QwenImagePipeline` as a policy; packed latents `(N, C)`. `guidance_scale` is its `true_cfg_scale`."
 
     guidance = 4.0
-    text_length = 256
+    text_lengths = (512, 1024)
+    negative_prompt = " "
     lora_targets = JOINT_ATTENTION
+    parts = ("text_encoder", "tokenizer")
+    flags = ("guidance_embeds", "use_additional_t_cond")
     published = ("QwenImageTransformer2DModel", QWEN_IMAGE)
 
     encode = encode_qwen_image

@@ -16,9 +16,11 @@ from .pipeline import ImagePolicy, guided
 # %% ../../nbs/backbones/04_sd.ipynb #bcfc02f2
 @torch.no_grad()
 def encode_sd(policy, prompts: list[str]) -> dict[str, Tensor]:
-    "Return the pipeline's own embeddings `(P, L, D)` of P prompts and of the empty prompt."
+    "Return the pipeline's own embeddings `(P, L, D)` of P prompts and of the negative prompt."
     pipeline = policy.pipeline
-    conditional, unconditional = pipeline.encode_prompt(list(prompts), pipeline.text_encoder.device, 1, True)
+    negative = [policy.negative_prompt] * len(prompts)
+    device = pipeline.text_encoder.device
+    conditional, unconditional = pipeline.encode_prompt(list(prompts), device, 1, True, negative)
     return policy.on_device(prompt_embeds=conditional, negative_embeds=unconditional)
 
 # %% ../../nbs/backbones/04_sd.ipynb #f509debf
@@ -58,6 +60,10 @@ class SDPolicy(ImagePolicy):
     default_size = 512
     patch = 1
     guidance = 5.0
+    negative_prompt = ""
+    parts = ("text_encoder", "tokenizer")
+    unused = ("image_encoder", "feature_extractor", "safety_checker")
+    flags = ("time_cond_proj_dim", "encoder_hid_dim_type", "addition_embed_type", "class_embed_type")  # further inputs
     published = ("UNet2DConditionModel", SD15)
 
     alphas_cumprod = property(attrgetter("pipeline.scheduler.alphas_cumprod"))  # ᾱ_t of the training steps, (1000,)

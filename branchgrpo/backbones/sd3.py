@@ -14,15 +14,16 @@ from .pipeline import ImagePolicy, JOINT_ATTENTION, guided
 # %% ../../nbs/backbones/03_sd3.ipynb #19ac947b
 @torch.no_grad()
 def encode_sd3(policy, prompts: list[str]) -> dict[str, Tensor]:
-    "Return the pipeline's own embeddings of P prompts and of the empty prompt: `(P, L, D)` and pooled `(P, E)`."
+    "Return the pipeline's own embeddings of P prompts and of the negative prompt: `(P, L, D)` and pooled `(P, E)`."
     pipeline = policy.pipeline
     made = pipeline.encode_prompt(
         list(prompts),
         None,
         None,
         device=pipeline.text_encoder.device,
-        max_sequence_length=min(256, getattr(pipeline.tokenizer_3, "model_max_length", 256)),
+        max_sequence_length=policy.text_length,
         do_classifier_free_guidance=True,
+        negative_prompt=[policy.negative_prompt] * len(prompts),
     )
     return policy.on_device(**dict(zip(("prompt_embeds", "negative_embeds", "pooled", "negative_pooled"), made)))
 
@@ -69,6 +70,13 @@ class SD3Policy(ImagePolicy):
     guidance = 4.5
     most_tokens = "pos_embed_max_size"
     lora_targets = JOINT_ATTENTION
+    text_lengths = (256, 512)  # of T5; CLIP reads 77
+    long_tokenizer = "tokenizer_3"
+    text_from_recipe = True
+    negative_prompt = ""
+    parts = tuple(f"{kind}{number}" for kind in ("text_encoder", "tokenizer") for number in ("", "_2", "_3"))
+    optional = ("text_encoder_3", "tokenizer_3")  # without T5 its tokens are zeros, as in the pipeline
+    unused = ("image_encoder", "feature_extractor")
     published = ("SD3Transformer2DModel", SD35_MEDIUM)
 
     encode = encode_sd3

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['WAN_13B', 'WAN_I2V_14B', 'encode_wan', 'predict_wan', 'decode_wan', 'latent_frames', 'WanPolicy',
-           'first_frame_condition', 'first_frame_features', 'encode_wan_i2v', 'check_supported', 'blank_wan_i2v',
-           'WanImagePolicy']
+           'first_frame_condition', 'first_frame_features', 'encode_wan_i2v', 'blank_wan_i2v', 'WanImagePolicy']
 
 # %% ../../nbs/backbones/06_wan.ipynb #b1a37846
 import hashlib
@@ -18,13 +17,13 @@ from .pipeline import PipelinePolicy, channel_statistics, decode_images, guided
 # %% ../../nbs/backbones/06_wan.ipynb #1b830448
 @torch.no_grad()
 def encode_wan(policy, prompts: list[str]) -> dict[str, Tensor]:
-    "Return the pipeline's own embeddings `(P, L, D)` of P prompts and of the empty prompt."
+    "Return the pipeline's own embeddings `(P, L, D)` of P prompts and of the negative prompt."
     pipeline = policy.pipeline
     conditional, unconditional = pipeline.encode_prompt(
         list(prompts),
-        negative_prompt="",
+        negative_prompt=policy.negative_prompt,
         do_classifier_free_guidance=True,
-        max_sequence_length=min(512, pipeline.tokenizer.model_max_length),
+        max_sequence_length=policy.text_length,
         device=pipeline.text_encoder.device,
     )
     return policy.on_device(prompt_embeds=conditional, negative_embeds=unconditional)
@@ -89,6 +88,9 @@ class WanPolicy(PipelinePolicy):
     default_size = 480
     guidance = 5.0
     most_tokens = "rope_max_seq_len"
+    text_lengths = (512, 512)
+    negative_prompt = ""
+    parts = ("text_encoder", "tokenizer")
     published = ("WanTransformer3DModel", WAN_13B)
     factors = {"vae_scale_factor_spatial": 8, "vae_scale_factor_temporal": 4}
     takes = ("frames",)
@@ -137,13 +139,9 @@ def encode_wan_i2v(policy, prompts: list[str]) -> dict[str, Tensor]:
     out = encode_wan(policy, prompts) | made
     if policy.denoiser.config.image_dim is None:
         return out
+    if policy.pipeline.image_encoder is None:
+        raise ValueError("backbone: the pipeline has no image_encoder, whose features its denoiser takes (image_dim)")
     return out | policy.on_device(image_embeds=first_frame_features(policy, images))
-
-# %% ../../nbs/backbones/06_wan.ipynb #cdde9c06
-def check_supported(pipeline) -> None:
-    "Raise `ValueError` for a pipeline with a separate timestep per frame (Wan2.2 5B)."
-    if pipeline.config.get("expand_timesteps"):
-        raise ValueError("backbone: a pipeline with expand_timesteps (Wan2.2 5B) is not supported")
 
 # %% ../../nbs/backbones/06_wan.ipynb #1b9aaacd
 def blank_wan_i2v(policy, batch: int = 1) -> dict[str, Tensor]:
@@ -170,12 +168,11 @@ WAN_I2V_14B = WAN_13B | dict(
 class WanImagePolicy(WanPolicy):
     """Hold a `WanImageToVideoPipeline` as a policy; latents as `WanPolicy`, with a first frame per prompt.
 
-    Raises `ValueError` for Wan2.2's 5B, and if the prompts have no first frames. Source: BranchGRPO Table 4."""
+    Raises `ValueError` if the prompts have no first frames. Source: BranchGRPO Table 4."""
 
-    def __init__(self, pipeline, *args, **options):
-        super().__init__(pipeline, *args, **options)
-        check_supported(pipeline)
-
+    parts = ("text_encoder", "tokenizer", "image_encoder", "image_processor")
+    optional = ("image_encoder", "image_processor")
+    flags = ("pos_embed_seq_len",)  # a first and a last frame
     published = ("WanTransformer3DModel", WAN_I2V_14B)
 
     encode = encode_wan_i2v

@@ -31,10 +31,13 @@ class Drawing:
     backbone: str = "tiny-flux"  # a name, a pipeline's folder, a hub name, or a run's folder
     weights: str = "trained"  # of a run: trained, ema or base
     _: KW_ONLY
+    lora: str | None = None  # an adapter on a model: a .safetensors file, a folder, or a hub name
     height: int | None = as_in_training("height")  # pixels; none: those of the run or of the model's family
     width: int | None = as_in_training("width")  # pixels, likewise
     frames: int | None = as_in_training("frames")  # of a clip, likewise
     guidance_scale: float | None = as_in_training("guidance_scale")  # classifier-free guidance, likewise; 1: none
+    text_length: int | None = as_in_training("text_length")  # tokens of a prompt for the longest text encoder, likewise
+    negative_prompt: str | None = None  # what guidance leads away from; none: the run's or the family's
     shift: float | None = as_in_training("shift")  # time shift of a flow model's noise levels; none: the run's, or 3
     seed: int = as_in_training("seed", 0)  # of the initial noises
 
@@ -42,8 +45,8 @@ class Drawing:
         "Return the policy that draws. Raise `ValueError` as `load_policy` does."
         from branchgrpo.evaluation.sampling import load_policy
 
-        sizes = {"height": self.height, "width": self.width, "frames": self.frames}
-        return load_policy(self.backbone, self.weights, device, self.shift, guidance_scale=self.guidance_scale, **sizes)
+        names = ("height", "width", "frames", "guidance_scale", "text_length", "negative_prompt", "lora")
+        return load_policy(self.backbone, self.weights, device, self.shift, **{n: getattr(self, n) for n in names})
 
 
 @dataclass(frozen=True)

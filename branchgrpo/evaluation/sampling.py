@@ -4,12 +4,9 @@
 
 # %% auto #0
 __all__ = ['RUN_WEIGHTS', 'drawing_process', 'sample_block', 'as_image', 'image_place', 'save_images', 'is_run', 'load_average',
-           'without_remarks', 'load_run_policy', 'check_drawing', 'load_policy']
+           'load_run_policy', 'check_drawing', 'load_policy']
 
 # %% ../../nbs/evaluation/00_sampling.ipynb #794292bf
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ..backbones.loading import declared, load_backbone
+from ..backbones.loading import declared, load_backbone, load_lora, without_remarks
 from ..files import write_atomic
 from ..noise import Noise
 from ..plan import RolloutPlan
@@ -99,35 +96,30 @@ def load_average(policy: Policy, run: Run) -> None:
         for name, average in averages.items():
             parameters[name].copy_(average)
 
-# %% ../../nbs/evaluation/00_sampling.ipynb #719dacd5
-@contextmanager
-def without_remarks(module: str) -> Iterator[None]:
-    "Let only errors of a module's logger through."
-    logger = logging.getLogger(module)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
 # %% ../../nbs/evaluation/00_sampling.ipynb #859c8946
 def load_run_policy(run: Run, weights: str, device: str | torch.device, options: dict[str, Any]) -> Policy:
     "Return the policy of a finished run; `options` that are not None take the place of its sizes and guidance."
-    settings = SimpleNamespace(**run.info["settings"])
-    trained_with = {name: getattr(settings, name) for name in ("height", "width", "guidance_scale", "frames")}
+    settings: Any = SimpleNamespace(**run.info["settings"])
+    from branchgrpo.training.learner import make_trainable  # not above: it imports accelerate
+
+    kept = ("height", "width", "guidance_scale", "frames", "text_length", "negative_prompt")
+    trained_with: dict[str, Any] = {name: getattr(settings, name, None) for name in kept}
+    settings.lora = getattr(settings, "lora", None)
     options = trained_with | {name: value for name, value in options.items() if value is not None}
     model = run.path / "model"
     whole = weights != "base" and model.is_dir()
     policy: Any = load_backbone(str(model) if whole else settings.backbone, device=device, **options)
     policy.shift = getattr(settings, "shift", 3.0)  # images are drawn at the noise levels of the training
-    if weights != "base" and settings.lora_rank:
-        # the checkpoint names the averaged adapter "default"
-        named = {"adapter_name": "default"} if weights == "ema" else {}
+    if weights == "trained" and settings.lora_rank:
         with without_remarks("diffusers.loaders.lora_base"):  # that there is none for a text encoder
-            policy.pipeline.load_lora_weights(run.path / "lora", **named)
+            policy.pipeline.load_lora_weights(run.path / "lora")
+    if weights == "base" and settings.lora is not None:
+        load_lora(policy, settings.lora)
     if weights == "ema":
+        if settings.lora_rank:
+            make_trainable(policy, settings)  # the adapter that the averages belong to
         load_average(policy, run)
+        policy.denoiser.requires_grad_(False).eval()
     return policy
 
 # %% ../../nbs/evaluation/00_sampling.ipynb #d238d2ea
@@ -144,6 +136,7 @@ def load_policy(
     weights: str = "trained",  # of a run: trained, ema or base
     device: str | torch.device = "cpu",
     shift: float | None = None,  # of a flow model's noise levels; none: that of the run, or 3
+    lora: str | None = None,  # an adapter to put on a backbone: a file, a folder or a hub name
     **options: Any,  # as of `load_backbone`: sizes, guidance_scale, dtype, …
 ) -> Policy:
     """Return the policy of a backbone, or of a finished run at the sizes and guidance it was trained with.
@@ -153,11 +146,15 @@ def load_policy(
     if weights not in RUN_WEIGHTS:
         raise ValueError(f"weights: {weights!r} is not one of {', '.join(RUN_WEIGHTS)}")
     if is_run(name):
+        if lora is not None:
+            raise ValueError(f"lora: {shown(lora)} is for a model, and {name!r} is a run with weights of its own")
         if recorded_run(name, "backbone")["state"] != "finished":
             raise ValueError(f"backbone: the run {name!r} is not finished; the command that began it continues it")
         policy = load_run_policy(Run(Path(name)), weights, device, options)
     elif weights == "trained":
         policy = load_backbone(name, device=device, **options)
+        if lora is not None:
+            load_lora(policy, lora)
     else:
         raise ValueError(f"weights: {weights!r} are those of a run, and {shown(name)} is no run's folder")
     check_drawing(policy, name, options.get("frames"), shift)

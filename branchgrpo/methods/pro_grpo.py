@@ -25,6 +25,7 @@ FLOW_GRPO = neutral().variant(
     guidance_scale=(4.5, "Pro-GRPO Table 7; Flow-GRPO: config/grpo.py l. 115"),
     height=(512, "Pro-GRPO Table 7"),
     width=(512, "Pro-GRPO Table 7"),
+    text_length=(128, "Flow-GRPO: train_sd3.py l. 238 and 625, tokens of T5"),
     prompts_per_iteration=(96, "Pro-GRPO Table 7 (Flow-GRPO: config/grpo.py l. 120 has 48)"),
     s=(float("inf"), "derived: chains alone; every step draws its own noise"),
     beta=(0.0, "derived: a chain has one leaf, so there is nothing to fuse"),

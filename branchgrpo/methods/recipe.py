@@ -55,7 +55,7 @@ def adapted(recipe: Recipe, changes: dict[str, Sourced]) -> Recipe:
     return changed_recipe(recipe, recipe.name, recipe.summary, changes)
 
 # %% ../../nbs/methods/00_recipe.ipynb #60b1341b
-STATED_NONE = ("window_stop", "evaluation_steps")  # for these, no value is a statement
+STATED_NONE = ("window_stop", "evaluation_steps", "text_length")  # for these, no value is a statement
 
 
 def neutral() -> Recipe:

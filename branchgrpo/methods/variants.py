@@ -238,7 +238,7 @@ GARDO = FLOW_GRPO.variant(
     kl_share=(0.1, "GARDO A.1: 'the initial KL percentage k = 0.1' (there it drifts)"),
     std=(
         "none",
-        "GARDO Sec. 4.3: 'removing standard deviation (Std) from advantage normalization' (config/gardo.py: global_std)",
+        "GARDO Sec. 4.3: 'removing standard deviation (Std) from advantage normalization' (config/gardo.py)",
     ),
     roots=(24, "GARDO A.1: G = 24"),
     same_root=(True, "GARDO A.1: 'the initial noises are set to be the same' (config/base.py l. 63: False)"),

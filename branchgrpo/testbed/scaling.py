@@ -52,6 +52,7 @@ SIZES: dict[str, Sourced] = {
 
 # %% ../../nbs/testbed/05_scaling.ipynb #5d9ce958
 SIZES_OF_BACKBONE: dict[str, dict[str, Sourced]] = {
+    "tiny-sd3": {"text_length": (None, "testbed: the 12 tokens of its tokenizers")},
     "tiny-sd": {
         "guidance_scale": (
             5.0,
@@ -61,7 +62,7 @@ SIZES_OF_BACKBONE: dict[str, dict[str, Sourced]] = {
             5e-5,
             "testbed: 2e-4 lowered the reward (0.845 to 0.803 in 20 iterations of pro-grpo-sd, one seed)",
         ),
-    }
+    },
 }
 ITERATIONS = 5  # the papers' iterations per one of the testbed: 300 / 60
 ETA_OF_TRANSITION: dict[str, Sourced] = {  # the other transitions keep their own noise

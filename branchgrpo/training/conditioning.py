@@ -99,23 +99,36 @@ def write_entry(path: Path, tensors: dict[str, Tensor]) -> None:
 # %% ../../nbs/training/04_conditioning.ipynb #7a59d999
 @dataclass
 class EmbeddingCache:
-    "Embeddings of prompts on disk, named by content: `ahead(prompts)` writes what is missing, `get(prompts)` reads."
+    """Embeddings of prompts on disk, named by content: `ahead(prompts)` writes what is missing, `get(prompts)` reads.
+
+    Tensors whose names begin with `negative` are the same for all prompts, and stored once."""
 
     folder: str | Path
     model: str  # the text encoders' fingerprint
     encode: Callable  # P prompts -> dict of tensors with P rows
     batch: int = 32  # prompts per call of `encode`
     content: Callable = str  # prompt -> what its entry depends on besides the model (its first frame, say)
+    negative: str | None = None  # what guidance leads away from
     made: int = 0  # entries that this object has written
+
+    def named(self, text: str) -> Path:
+        "Return the file of what belongs to a text."
+        name = checksum(f"{self.model}\n{text}".encode())
+        return Path(self.folder) / name[:2] / f"{name}.safetensors"
 
     def path(self, prompt: str) -> Path:
         "Return the file of a prompt's embeddings."
-        name = checksum(f"{self.model}\n{self.content(prompt)}".encode())
-        return Path(self.folder) / name[:2] / f"{name}.safetensors"
+        return self.named(self.content(prompt))
+
+    @property
+    def common(self) -> Path:
+        "The file of the tensors that all prompts share."
+        return self.named(f"\0negative\n{self.negative}")
 
     def missing(self, prompts: list[str]) -> list[str]:
-        "Return the prompts without a readable entry, each once."
-        return [p for p in dict.fromkeys(prompts) if read_entry(self.path(p)) is None]
+        "Return the prompts without a readable entry, each once; one prompt if only what they share is missing."
+        found = [p for p in dict.fromkeys(prompts) if read_entry(self.path(p)) is None]
+        return found if found or read_entry(self.common) is not None else prompts[:1]
 
     def ahead(self, prompts: list[str]) -> int:
         "Encode the prompts without a readable entry; return how many there were."
@@ -123,15 +136,19 @@ class EmbeddingCache:
         for start in range(0, len(missing), self.batch):
             part = missing[start : start + self.batch]
             made = self.encode(part)
+            shared = {key: rows[0] for key, rows in made.items() if key.startswith("negative")}
+            if read_entry(self.common) is None:
+                write_entry(self.common, shared)
             for n, prompt in enumerate(part):
-                write_entry(self.path(prompt), {key: rows[n] for key, rows in made.items()})
+                write_entry(self.path(prompt), {key: rows[n] for key, rows in made.items() if key not in shared})
         self.made += len(missing)
         return len(missing)
 
     def get(self, prompts: list[str], device: str | torch.device = "cpu") -> dict[str, Tensor]:
         "Return the embeddings of P prompts: a dict of tensors with P rows."
         self.ahead(prompts)
-        entries = [written_entry(self.path(p)) for p in prompts]
+        shared = written_entry(self.common)
+        entries = [written_entry(self.path(p)) | shared for p in prompts]
         return {key: torch.stack([entry[key] for entry in entries]).to(device) for key in entries[0]}
 
 # %% ../../nbs/training/04_conditioning.ipynb #f074e4fd
@@ -143,6 +160,7 @@ class Conditioner:
         self.device = device
         self.store = store
         self.known: dict[str, dict[str, Tensor]] = {}  # on the CPU
+        self.shared: dict[str, Tensor] = {}  # what is the same for all prompts
 
     def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
         "Return the conditioning of P prompts: a dict of tensors with P rows."
@@ -150,7 +168,9 @@ class Conditioner:
             return self.store.get(prompts, self.device)
         for prompt in prompts:  # one at a time: beside others, its last bits would depend on them
             if prompt not in self.known:
-                self.known[prompt] = {name: rows[0].cpu() for name, rows in self.policy.encode([prompt]).items()}
+                made = {name: rows[0].cpu() for name, rows in self.policy.encode([prompt]).items()}
+                self.shared = {k: row for k, row in made.items() if k.startswith("negative")} | self.shared
+                self.known[prompt] = made | self.shared
         keys = self.known[prompts[0]]
         return {k: torch.stack([self.known[p][k] for p in prompts]).to(self.device) for k in keys}
 
@@ -180,7 +200,9 @@ def make_conditioner(s: Settings, policy: Any, device) -> Conditioner:
     if not s.embeddings:
         return Conditioner(policy, device)
     encode = encoder(policy, device, s.embeddings, is_reader())
-    store = EmbeddingCache(s.embeddings, shared_fingerprint(policy.pipeline), encode, content=policy.content)
+    model = f"{shared_fingerprint(policy.pipeline)} {getattr(policy, 'text_length', None)}"
+    negative = getattr(policy, "negative_prompt", None)
+    store = EmbeddingCache(s.embeddings, model, encode, content=policy.content, negative=negative)
     return Conditioner(policy, device, store)
 
 # %% ../../nbs/training/04_conditioning.ipynb #9827f0cf

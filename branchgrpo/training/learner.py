@@ -30,6 +30,7 @@ from branchgrpo.backbones.loading import (
     is_reader,
     largest_rank,
     load_backbone,
+    load_lora,
     save_memory,
 )
 from ..rewards.scorer import do_nothing
@@ -76,12 +77,20 @@ def open_policy(s: Settings, device, policy: Any = None) -> Any:
         dtype = getattr(torch, s.base_dtype)
         encoders = "device" if not s.embeddings else "cpu" if is_reader() else "none"
         denoiser = sharded_start(s.backbone, dtype) if s.sharding != "none" else None
-        options = {"frames": s.frames, "encoders": encoders, "together": True, "denoiser": denoiser}
+        texts = {"text_length": s.text_length, "negative_prompt": s.negative_prompt}
+        options: dict[str, Any] = texts | {
+            "frames": s.frames,
+            "encoders": encoders,
+            "together": True,
+            "denoiser": denoiser,
+        }
         policy = load_backbone(
             s.backbone, s.height, s.width, s.guidance_scale, dtype, device, s.guidance_grad, **options
         )
         if hasattr(policy, "pipeline"):  # a family of your own may have none
             save_memory(policy.pipeline, s.vae_slicing, s.vae_tiling, s.offload, device)
+    elif s.text_length is not None or s.negative_prompt is not None:
+        policy.set_text(s.text_length, s.negative_prompt)
     if s.decode_batch:
         policy.decode_batch = s.decode_batch
     check_rank(policy, s.lora_rank)
@@ -100,9 +109,20 @@ def check_rank(policy: Any, rank: int) -> None:
 
 # %% ../../nbs/training/03_learner.ipynb #ee3ef8f9
 def make_trainable(policy: Any, s: Settings) -> None:
-    "Make the parameters trainable, all of them or those of a new adapter."
+    """Make the parameters trainable: all of them, those of a new adapter, or those of the adapter `s.lora`.
+
+    Raises `ValueError` if that adapter does not fit, or if its rank is not `lora_rank`; with 0 it becomes part of the
+    weights."""
     denoiser = policy.denoiser
     torch.manual_seed(s.seed)
+    if s.lora is not None:
+        load_lora(policy, s.lora, encoders=False)
+        rank = denoiser.peft_config["default"].r
+        if s.lora_rank not in (0, rank):
+            raise ValueError(f"lora_rank: {s.lora_rank} is not {rank}, the rank of {s.lora!r}; 0 trains all weights")
+    if s.lora is not None and not s.lora_rank:
+        denoiser.fuse_lora()
+        denoiser.unload_lora()
     if s.lora_rank:
         from diffusers.training_utils import cast_training_params  # not above: it imports most of diffusers
         from peft import LoraConfig
@@ -113,7 +133,10 @@ def make_trainable(policy: Any, s: Settings) -> None:
             init_lora_weights="gaussian",
             target_modules=list(policy.lora_targets),
         )
-        denoiser.add_adapter(config)
+        if s.lora is None:
+            denoiser.add_adapter(config)
+        for name, parameter in denoiser.named_parameters():
+            parameter.requires_grad_("lora_" in name)
         cast_training_params(denoiser, torch.float32)
     else:
         denoiser.requires_grad_(True)
@@ -244,7 +267,8 @@ def make_learner(policy: Any, s: Settings, accelerator: Accelerator) -> Learner:
         raise ValueError(f"policy: {type(policy).__name__} has no attribute `call`, so it trains in one process only")
     make_trainable(policy, s)
     speed_up(policy, s)
-    before = frozen_copy(policy) if s.kl and not s.lora_rank else None
+    started = s.lora is not None  # from an adapter: without it the model is not the one before training
+    before = frozen_copy(policy) if s.kl and (started or not s.lora_rank) else None
     if before is not None and s.compile:
         compile_blocks(before.call)  # a copy is not compiled
     if s.sharding != "none":

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['OPEN_CHOICES', 'CLOSED_CHOICES', 'MOST_NODES', 'MOST_COMPARED', 'UP_TO_ONE', 'LOST', 'LARGEST_LATENT', 'CODED',
-           'fitted', 'object_names', 'fill_in', 'check_filled', 'check_choices', 'check_previews', 'check_trained',
-           'check_size', 'latest_split', 'check_adaptive', 'check_depth_window', 'leaves_of', 'check_plans',
-           'check_compared', 'check_together', 'check_rewards', 'drawn_steps', 'noise_setting',
+           'type_of', 'fitted', 'object_names', 'fill_in', 'check_filled', 'check_choices', 'check_previews',
+           'check_trained', 'check_size', 'latest_split', 'check_adaptive', 'check_depth_window', 'leaves_of',
+           'check_plans', 'check_compared', 'check_together', 'check_rewards', 'drawn_steps', 'noise_setting',
            'too_little_noise_error', 'check_noise_settings', 'check_steps', 'check_noise', 'own_code', 'digests',
            'resolve']
 
@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from .. import recipes
-from ..backbones.loading import adapt_recipe, family
+from ..backbones.loading import adapt_recipe, family, is_hub_model, lora_file
+from ..backbones.pipeline import check_text
 from ..credit import ADVANTAGES, REWARD_SUMS, STDS
 from ..fusion import DENSITY_SCALES
 from ..methods.recipe import Recipe
@@ -43,10 +44,15 @@ from ..transition import TRANSITIONS, Transition
 from ..windows import WINDOWS, depth_window
 
 # %% ../../nbs/training/01_resolve.ipynb #93a199c3
+def type_of(backbone: str, policy: Any = None) -> type:
+    "Return the class of a policy, or of a backbone's policy."
+    return family(backbone) if policy is None else type(policy)
+
+
 def fitted(name: str, backbone: str, policy: Any = None) -> tuple[Recipe, str]:
     "Return the recipe `name` fitted to a model, and the model's kind: flow or diffusion."
     recipe = recipes.get(name)
-    kind = family(backbone).kind if policy is None else getattr(policy, "kind", "flow")
+    kind = type_of(backbone, policy).kind if policy is None else getattr(policy, "kind", "flow")
     recipe = adapt_recipe(recipe, backbone) if policy is None else recipe
     return recipes.at_kind(recipe, kind), kind
 
@@ -70,6 +76,8 @@ def fill_in(config: TrainConfig, policy=None, reward=None, prompts=None) -> tupl
     table = read_settings(TrainConfig, {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainConfig)})
     recipe, kind = fitted(table["recipe"], table["backbone"], policy)
     table |= {k: v for k, v in dataclasses.asdict(recipe.values).items() if table[k] is None}
+    if config.text_length is None and not getattr(type_of(table["backbone"], policy), "text_from_recipe", False):
+        table["text_length"] = None  # a recipe's is that of another family
     table |= object_names(policy, reward, prompts) | {"recipe": recipe.name}
     return Settings(**table), kind
 
@@ -365,6 +373,9 @@ def resolve(config: TrainConfig, policy=None, reward=None, prompts=None) -> Sett
     check_filled(s)
     check_choices(s)
     check_together(s)
+    check_text(type_of(s.backbone, policy), s.text_length, s.negative_prompt, s.guidance_scale)
+    if s.lora is not None and not is_hub_model(s.lora):
+        lora_file(s.lora)
     check_rewards(s, reward)
     check_process(s, kind)
     check_noise(s, kind, policy, s.mixed_precision)
