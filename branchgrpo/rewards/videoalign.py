@@ -295,13 +295,17 @@ def open_parts(where: str) -> Parts:
     return Parts(model, tokenizer, head, config.get("inference_config") or {}, Sampling(*looks))
 
 # %% ../../nbs/rewards/08_videoalign.ipynb #02d800b9
-def token_inputs(tokenizer: Any, prompts: list[str], pads: int, video_token: int, device: Any) -> dict[str, Tensor]:
-    "Return the token inputs of prompts, each after a clip of `pads` video tokens."
+def token_inputs(tokenizer: Any, prompts: list[str], pads: int, device: Any) -> dict[str, Tensor]:
+    """Return the token inputs of prompts, each after a clip of `pads` video tokens.
+
+    Positions count the tokens, those of the clip too: the published forward (trainer.py) passes none, and before
+    version 4.47 transformers made none of three axes there. The weights were trained so.
+    """
     video = "<|video_pad|>" * pads
     texts = [CHAT.format(video=video, question=VIDEO_QUESTION.format(text_prompt=prompt)) for prompt in prompts]
     tokens = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").to(device)
-    kinds = 2 * (tokens.input_ids == video_token).int()
-    return dict(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask, mm_token_type_ids=kinds)
+    count = torch.arange(tokens.input_ids.shape[1], device=device).expand(3, *tokens.input_ids.shape)
+    return dict(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask, position_ids=count)
 
 # %% ../../nbs/rewards/08_videoalign.ipynb #c8e283f7
 def last_hidden(parts: Parts, clips: Tensor, prompts: list[str]) -> tuple[Tensor, Tensor]:
@@ -310,7 +314,7 @@ def last_hidden(parts: Parts, clips: Tensor, prompts: list[str]) -> tuple[Tensor
     units = (vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size)
     patches, grid = video_patches(clips, *units, parts.sampling)
     pads = grid[0].prod().item() // vision.spatial_merge_size**2
-    inputs = token_inputs(parts.tokenizer, prompts, pads, model.config.video_token_id, clips.device)
+    inputs = token_inputs(parts.tokenizer, prompts, pads, clips.device)
     out = model(pixel_values_videos=patches.to(model.dtype), video_grid_thw=grid, **inputs)
     return out.last_hidden_state, inputs["input_ids"]
 
