@@ -259,15 +259,20 @@ def open_checkpoint(folder: Path, config: dict) -> tuple:
     tokenizer.add_special_tokens({"additional_special_tokens": list(ASPECT_TOKENS)})
     model = Qwen2VLModel.from_pretrained(base, dtype=torch.bfloat16)
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    head = nn.Linear(*reversed(state["rm_head.weight"].shape), bias=False)
-    head.load_state_dict({"weight": state.pop("rm_head.weight")})
+    weight = state.pop("rm_head.weight", None)
+    if weight is None:
+        raise ValueError(f"reward: the checkpoint {str(folder)!r} has no weight 'rm_head.weight'")
+    head = nn.Linear(*reversed(weight.shape), bias=False)
+    head.load_state_dict({"weight": weight})
     layers = [key.removesuffix(".lora_A.default.weight") for key in state if key.endswith(".lora_A.default.weight")]
     if layers:
         inject_adapter_in_model(LoraConfig(target_modules=layers, **adapter_numbers(folder, config)), model)
     left = model.load_state_dict(state, strict=False)
     wrong = [*left.unexpected_keys, *(key for key in left.missing_keys if "lora_" in key)]
     if wrong:
-        raise ValueError(f"videoalign: {str(folder)!r} and its base model {base!r} differ in {wrong[0]!r}")
+        raise ValueError(
+            f"reward: the checkpoint {str(folder)!r} and its base {base!r} differ in the weight {wrong[0]!r}"
+        )
     return model, tokenizer, head
 
 
@@ -326,13 +331,19 @@ class VideoAlign:
     """
 
     def __init__(
-        self, folder: str, device: Any = "cpu", fps: float = 16.0, max_batch: int = 4, parts: Parts | None = None
+        self,
+        folder: str,
+        device: Any = "cpu",
+        fps: float = 16.0,
+        max_batch: int = 4,
+        parts: Parts | tuple | None = None,
     ):
         self.folder = folder
         self.device = device
         self.fps = fps
         self.max_batch = max_batch
-        self.parts = parts or open_parts(folder)
+        found = parts or open_parts(folder)
+        self.parts = found if isinstance(found, Parts) else Parts(*found)
         self.parts.model.to(device).eval().requires_grad_(False)
         self.parts.head.to(device).requires_grad_(False)
         self.special = self.parts.tokenizer.convert_tokens_to_ids(list(ASPECT_TOKENS))
