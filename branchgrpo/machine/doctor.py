@@ -148,7 +148,7 @@ def reward_finding(name: str) -> Finding:
     if name.partition(":")[0] == "videoalign":
         return video_finding(what, place)
     file = WEIGHT_FILES.get(name.partition(":")[0], "config.json")
-    if is_downloaded(place, file):
+    if is_downloaded(place, file) or (not is_hub_model(place) and is_downloaded(place, "config.json")):
         companion = missing_companion(name, place)
         return Finding("missing", what, f"hf download {companion}") if companion else Finding("ok", what, place)
     if is_hub_model(place):

@@ -64,7 +64,7 @@ REWARDS = Registry(
             "branchgrpo.rewards.videoalign:VideoAlignReward",
             "KwaiVGI/VideoReward",
             "VideoAlign: motion quality, a z-score",
-            4.42,
+            4.57,
         ),
         "motion": Entry("branchgrpo.testbed.clips:MotionReward", None, "exact motion check of testbed clips: 0 to 1"),
         "tiny-clip": Entry("branchgrpo.rewards.clip:ClipReward", f"{TESTBED}/tiny-clip", "CLIP score, testbed: cosine"),

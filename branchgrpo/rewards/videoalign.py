@@ -259,15 +259,20 @@ def open_checkpoint(folder: Path, config: dict) -> tuple:
     tokenizer.add_special_tokens({"additional_special_tokens": list(ASPECT_TOKENS)})
     model = Qwen2VLModel.from_pretrained(base, dtype=torch.bfloat16)
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    head = nn.Linear(*reversed(state["rm_head.weight"].shape), bias=False)
-    head.load_state_dict({"weight": state.pop("rm_head.weight")})
+    weight = state.pop("rm_head.weight", None)
+    if weight is None:
+        raise ValueError(f"reward: the checkpoint {str(folder)!r} has no weight 'rm_head.weight'")
+    head = nn.Linear(*reversed(weight.shape), bias=False)
+    head.load_state_dict({"weight": weight})
     layers = [key.removesuffix(".lora_A.default.weight") for key in state if key.endswith(".lora_A.default.weight")]
     if layers:
         inject_adapter_in_model(LoraConfig(target_modules=layers, **adapter_numbers(folder, config)), model)
     left = model.load_state_dict(state, strict=False)
     wrong = [*left.unexpected_keys, *(key for key in left.missing_keys if "lora_" in key)]
     if wrong:
-        raise ValueError(f"videoalign: {str(folder)!r} and its base model {base!r} differ in {wrong[0]!r}")
+        raise ValueError(
+            f"reward: the checkpoint {str(folder)!r} and its base {base!r} differ in the weight {wrong[0]!r}"
+        )
     return model, tokenizer, head
 
 
@@ -295,13 +300,17 @@ def open_parts(where: str) -> Parts:
     return Parts(model, tokenizer, head, config.get("inference_config") or {}, Sampling(*looks))
 
 # %% ../../nbs/rewards/08_videoalign.ipynb #02d800b9
-def token_inputs(tokenizer: Any, prompts: list[str], pads: int, video_token: int, device: Any) -> dict[str, Tensor]:
-    "Return the token inputs of prompts, each after a clip of `pads` video tokens."
+def token_inputs(tokenizer: Any, prompts: list[str], pads: int, device: Any) -> dict[str, Tensor]:
+    """Return the token inputs of prompts, each after a clip of `pads` video tokens.
+
+    Positions count the tokens, those of the clip too: the published forward (trainer.py) passes none, and before
+    version 4.47 transformers made none of three axes there. The weights were trained so.
+    """
     video = "<|video_pad|>" * pads
     texts = [CHAT.format(video=video, question=VIDEO_QUESTION.format(text_prompt=prompt)) for prompt in prompts]
     tokens = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").to(device)
-    kinds = 2 * (tokens.input_ids == video_token).int()
-    return dict(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask, mm_token_type_ids=kinds)
+    count = torch.arange(tokens.input_ids.shape[1], device=device).expand(3, *tokens.input_ids.shape)
+    return dict(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask, position_ids=count)
 
 # %% ../../nbs/rewards/08_videoalign.ipynb #c8e283f7
 def last_hidden(parts: Parts, clips: Tensor, prompts: list[str]) -> tuple[Tensor, Tensor]:
@@ -310,7 +319,7 @@ def last_hidden(parts: Parts, clips: Tensor, prompts: list[str]) -> tuple[Tensor
     units = (vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size)
     patches, grid = video_patches(clips, *units, parts.sampling)
     pads = grid[0].prod().item() // vision.spatial_merge_size**2
-    inputs = token_inputs(parts.tokenizer, prompts, pads, model.config.video_token_id, clips.device)
+    inputs = token_inputs(parts.tokenizer, prompts, pads, clips.device)
     out = model(pixel_values_videos=patches.to(model.dtype), video_grid_thw=grid, **inputs)
     return out.last_hidden_state, inputs["input_ids"]
 
@@ -322,13 +331,19 @@ class VideoAlign:
     """
 
     def __init__(
-        self, folder: str, device: Any = "cpu", fps: float = 16.0, max_batch: int = 4, parts: Parts | None = None
+        self,
+        folder: str,
+        device: Any = "cpu",
+        fps: float = 16.0,
+        max_batch: int = 4,
+        parts: Parts | tuple | None = None,
     ):
         self.folder = folder
         self.device = device
         self.fps = fps
         self.max_batch = max_batch
-        self.parts = parts or open_parts(folder)
+        found = parts or open_parts(folder)
+        self.parts = found if isinstance(found, Parts) else Parts(*found)
         self.parts.model.to(device).eval().requires_grad_(False)
         self.parts.head.to(device).requires_grad_(False)
         self.special = self.parts.tokenizer.convert_tokens_to_ids(list(ASPECT_TOKENS))
