@@ -6,6 +6,8 @@
 __all__ = ['FLUX_DEV', 'encode_flux', 'image_ids', 'predict_flux', 'FluxPolicy']
 
 # %% ../../nbs/backbones/02_flux.ipynb #56df4be7
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -74,6 +76,12 @@ class FluxPolicy(PackedPolicy):
 
     encode = encode_flux
     predict = predict_flux
+
+    def scheduler_arguments(self, steps: int) -> dict[str, Any]:
+        "Return what the pipeline hands to its scheduler: no sigmas if it has flow sigmas of its own."
+        given = super().scheduler_arguments(steps)
+        own = self.pipeline.scheduler.config.get("use_flow_sigmas")
+        return {"num_inference_steps": steps, "mu": given["mu"]} if own else given
 
     def blank(self, batch: int = 1) -> dict[str, Tensor]:
         "Return conditioning of the right shapes and no content, on the denoiser's device."

@@ -35,7 +35,7 @@ class Drawing:
     width: int | None = as_in_training("width")  # pixels, likewise
     frames: int | None = as_in_training("frames")  # of a clip, likewise
     guidance_scale: float | None = as_in_training("guidance_scale")  # classifier-free guidance, likewise; 1: none
-    shift: float | None = as_in_training("shift")  # time shift of a flow model's noise levels; none: the run's, or 3
+    shift: float | str | None = as_in_training("shift")  # of a flow's levels; none: the run's, or its own scheduler
     seed: int = as_in_training("seed", 0)  # of the initial noises
 
     def policy(self, device: str = "cpu") -> Any:

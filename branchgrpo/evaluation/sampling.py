@@ -32,10 +32,13 @@ from ..transition import Transition
 
 # %% ../../nbs/evaluation/00_sampling.ipynb #2e627f1c
 def drawing_process(policy: Policy, steps: int) -> Transition:
-    "Return the process without noise that draws a policy's images. Raise `ValueError` if its levels do not differ."
-    shift = getattr(policy, "shift", 3.0)
+    """Return the process without noise that draws a policy's images.
+
+    A policy of a run has its `shift`; another is drawn by the scheduler in its files.
+    Raises `ValueError` if its levels do not differ."""
+    shift = getattr(policy, "shift", None)
     process = sampling_process(policy, steps, shift)
-    if not (process.levels.diff() < 0).all() and not (process.levels.diff() > 0).all():
+    if process.tail is None and not (process.levels.diff() < 0).all() and not (process.levels.diff() > 0).all():
         raise ValueError(f"shift: {shift} makes noise levels of {steps} steps equal")
     return process
 
@@ -49,8 +52,8 @@ def sample_block(
     seed: int,
 ) -> Tensor:  # (B, 3, H, W), or clips (B, 3, F, H, W), float32 in [0, 1] on the CPU
     "Draw one image per prompt, without noise on the way."
-    plan = RolloutPlan.chains(steps, 1, stochastic=())
     process = drawing_process(policy, steps)
+    plan = RolloutPlan.chains(process.steps, 1, stochastic=())  # PNDM takes a step more
     tree = rollout(plan, Predictor(policy, policy.encode(prompts)), process, Noise(seed, 0, tuple(numbers)))
     return policy.decode(tree.latents[-1][:, 0]).float().cpu()
 
@@ -120,7 +123,7 @@ def load_run_policy(run: Run, weights: str, device: str | torch.device, options:
     model = run.path / "model"
     whole = weights != "base" and model.is_dir()
     policy: Any = load_backbone(str(model) if whole else settings.backbone, device=device, **options)
-    policy.shift = getattr(settings, "shift", 3.0)  # images are drawn at the noise levels of the training
+    policy.shift = getattr(settings, "shift", 3.0)  # a run's images, its base's too, are drawn at its noise levels
     if weights != "base" and settings.lora_rank:
         # the checkpoint names the averaged adapter "default"
         named = {"adapter_name": "default"} if weights == "ema" else {}
@@ -131,7 +134,7 @@ def load_run_policy(run: Run, weights: str, device: str | torch.device, options:
     return policy
 
 # %% ../../nbs/evaluation/00_sampling.ipynb #d238d2ea
-def check_drawing(policy: Any, name: str, frames: int | None, shift: float | None) -> None:
+def check_drawing(policy: Any, name: str, frames: int | None, shift: float | str | None) -> None:
     "Raise `ValueError` if frames are given for a model of images, or a shift for a diffusion model."
     if frames is not None and "frames" not in declared(type(policy), "takes"):
         raise ValueError(f"frames: {frames} is for a model of clips, and {shown(name)} draws images")
@@ -143,7 +146,7 @@ def load_policy(
     name: str,  # a backbone's name, folder or hub name, or a run's folder
     weights: str = "trained",  # of a run: trained, ema or base
     device: str | torch.device = "cpu",
-    shift: float | None = None,  # of a flow model's noise levels; none: that of the run, or 3
+    shift: float | str | None = None,  # of a flow model's noise levels; none: the run's, or its files draw
     **options: Any,  # as of `load_backbone`: sizes, guidance_scale, dtype, …
 ) -> Policy:
     """Return the policy of a backbone, or of a finished run at the sizes and guidance it was trained with.

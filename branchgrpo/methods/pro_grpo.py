@@ -15,7 +15,15 @@ FLOW_GRPO = neutral().variant(
     "24 chains from their own noises, KL to the reference",
     paper="Flow-GRPO, arXiv 2505.05470",
     equation="A = (r − mean r) / std;  loss −min(ρA, clip(ρ, 1 ± ε)A) + β_KL·KL(π_θ ‖ π_ref)",
-    shift=(3.0, "derived: that of SD3.5-M's own scheduler"),
+    shift=(
+        "scheduler",
+        "Flow-GRPO: sd3_pipeline_with_logprob.py, retrieve_timesteps of its own scheduler",
+    ),
+    noisy_last=(
+        False,
+        "ours: Flow-GRPO draws noise at the last step too (sd3_pipeline_with_logprob.py) and does not train it "
+        "(timestep_fraction 0.99); on SD3.5-M's levels that noise has a std of 0.006",
+    ),
     splits=((), "Flow-GRPO: train_sd3.py l. 639-651: each chain from its own noise"),
     roots=(24, "Pro-GRPO Sec. 6.1: G = 24; Flow-GRPO: config/grpo.py l. 119"),
     steps=(10, "Pro-GRPO Table 7: T = 10; Flow-GRPO: config/grpo.py l. 113"),
