@@ -68,7 +68,8 @@ FLUX_DEV = dict(
 class FluxPolicy(PackedPolicy):
     """Hold a `FluxPipeline` as a policy; latents `(N, C)` are packed tokens.
 
-    `guidance_scale` (FLUX.1-dev: 3.5) is an input of the model. Raises `ValueError` if a size does not fit."""
+    `guidance_scale` (FLUX.1-dev: 3.5) is an input of the model; FLUX.1-schnell has none.
+    Raises `ValueError` if a size does not fit, or on a guidance scale that the model would ignore."""
 
     guidance = 3.5
     lora_targets = JOINT_ATTENTION
@@ -76,6 +77,17 @@ class FluxPolicy(PackedPolicy):
 
     encode = encode_flux
     predict = predict_flux
+
+    def __init__(self, pipeline, *args, **options):
+        super().__init__(pipeline, *args, **options)
+        if self.guidance_scale != self.guidance_for(self.denoiser.config) == 1 and self.guidance_scale > 0:
+            what = "this model takes no guidance (guidance_embeds: false in its files)"
+            raise ValueError(f"guidance_scale: {self.guidance_scale} is not 1; {what}")
+
+    @classmethod
+    def guidance_for(cls, config) -> float:
+        "Return the family's guidance scale; 1 of a model without that input."
+        return cls.guidance if config.get("guidance_embeds", True) else 1.0
 
     def scheduler_arguments(self, steps: int) -> dict[str, Any]:
         "Return what the pipeline hands to its scheduler: no sigmas if it has flow sigmas of its own."

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['FAMILIES', 'TINY', 'BACKBONES', 'PIPELINE_ERRORS', 'ENCODER_PLACES', 'declared', 'Backbone', 'adapt_recipe',
-           'is_hub_model', 'folder_of', 'pipeline_error', 'read_index', 'pipeline_class', 'family', 'default_sizes',
-           'encoder_names', 'read_pipeline', 'move_parts', 'empty_model', 'empty_denoiser', 'machine_ranks',
-           'is_reader', 'machine_group', 'send_weights', 'read_once', 'load_pipeline', 'policy_around', 'load_backbone',
-           'save_memory', 'encoders_of', 'awake', 'largest_rank']
+           'is_hub_model', 'folder_of', 'pipeline_error', 'read_index', 'pipeline_class', 'family', 'denoiser_config',
+           'default_sizes', 'default_guidance', 'with_family_sizes', 'encoder_names', 'read_pipeline', 'move_parts',
+           'empty_model', 'empty_denoiser', 'machine_ranks', 'is_reader', 'machine_group', 'send_weights', 'read_once',
+           'load_pipeline', 'policy_around', 'load_backbone', 'save_memory', 'encoders_of', 'awake', 'largest_rank']
 
 # %% ../../nbs/backbones/01_loading.ipynb #f35a8196
 import json
@@ -29,6 +29,7 @@ from torch import nn
 from .pipeline import ENCODERS, FamilyDefaults
 from .published import PUBLISHED
 from ..files import is_there
+from ..methods.recipe import adapted
 from ..policy import Policy
 from ..registry import Registry, loaded, shown, unknown_name_error
 
@@ -145,11 +146,44 @@ def family(name: str) -> type:
     return FAMILIES.get(kind)
 
 # %% ../../nbs/backbones/01_loading.ipynb #99831e36
+def denoiser_config(name: str) -> dict[str, Any]:
+    "Return the configuration of a backbone's denoiser; nothing if its file is not on this machine."
+    folder, file = folder_of(name), f"{declared(family(name), 'component')}/config.json"
+    place = Path(folder, file)
+    if not place.is_file() and is_hub_model(folder):
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(folder, file)
+        place = Path(found) if isinstance(found, str) else place
+    return json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
+
+
 def default_sizes(name: str) -> dict[str, int]:
-    "Return the default height and width of a backbone, and its frames if it declares them."
-    pixels = declared(family(name), "default_size")
-    entry = BACKBONES.get(name).sizes if name in BACKBONES.names() else {}
-    return {"height": pixels, "width": pixels} | entry
+    "Return the default height and width of a backbone, and its frames if it makes clips."
+    policy_class, entry = family(name), BACKBONES.get(name).sizes if name in BACKBONES.names() else {}
+    pixels, frames = declared(policy_class, "default_size"), declared(policy_class, "default_frames")
+    height, width = pixels if isinstance(pixels, tuple) else (pixels, pixels)
+    return {"height": height, "width": width} | ({"frames": frames} if frames else {}) | entry
+
+
+def default_guidance(name: str) -> float:
+    "Return the guidance scale of a backbone if none is given: its family's, or 1 if its files say that it takes none."
+    found = getattr(family(name), "guidance_for", None)  # a family of your own may have none
+    return found(denoiser_config(name)) if found else declared(family(name), "guidance")
+
+
+def with_family_sizes(recipe: Any, name: str) -> Any:
+    """Return a recipe with a backbone's own sizes and guidance in place of those that it states for another family.
+
+    FLUX's 720 pixels and embedded guidance of 3.5 say nothing about Wan. What you set yourself stays."""
+    own = default_sizes(name) | {"guidance_scale": default_guidance(name)}
+    changes = {}
+    for setting, pipeline in recipe.sizes_for.items():
+        if not issubclass(family(name), FAMILIES.get(pipeline)) or (setting, own[setting]) == ("guidance_scale", 1.0):
+            changes[setting] = (own[setting], f"of {name}; {recipe.name} states it for a {pipeline}")
+    if "frames" in own and recipe.values.frames is None:
+        changes["frames"] = (own["frames"], f"of {name}")
+    return adapted(recipe, changes) if changes else recipe
 
 # %% ../../nbs/backbones/01_loading.ipynb #3ba7b50d
 ENCODER_PLACES = ("device", "cpu", "none")
@@ -283,7 +317,7 @@ def policy_around(pipeline: Any, name: str, given: dict[str, Any], guidance_scal
     policy_class = family(name)
     sizes = default_sizes(name) | {key: value for key, value in given.items() if value is not None}
     further = {key: sizes[key] for key in declared(policy_class, "takes") if key in sizes}
-    guidance_scale = declared(policy_class, "guidance") if guidance_scale is None else guidance_scale
+    guidance_scale = default_guidance(name) if guidance_scale is None else guidance_scale
     return policy_class(pipeline, sizes["height"], sizes["width"], guidance_scale, *more, **further)
 
 # %% ../../nbs/backbones/01_loading.ipynb #aeb225d8

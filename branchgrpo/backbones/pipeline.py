@@ -37,16 +37,22 @@ class FamilyDefaults:
 
     kind = "flow"  # time is σ, the output a velocity; "diffusion": time is a step 0…999, the output the noise
     component = "transformer"  # the part of the pipeline that is trained
-    default_size = 1024  # height and width in pixels if none are given
+    default_size: int | tuple[int, int] = 1024  # height and width in pixels if none are given
     guidance = 1.0  # guidance scale if none is given
     lora_targets = ATTENTION  # layers that an adapter changes
     patch = 2  # latent pixels per side of a token
     most_tokens = None  # what the denoiser's configuration calls the most tokens per side; none: there is no limit
+    default_frames = None  # frames of a clip if none are given
     takes = ()  # further options of the class: ("frames",) for video
     first_frames = None  # function: P prompts -> first frames (P, 3, H, W) in [0, 1], for image-to-video
     decode_batch = None  # images per call of the VAE; none: as many as `DECODE_BYTES` hold
     published = ("", {})  # the published denoiser: its class in diffusers, and its configuration
     factors = {"vae_scale_factor": 8}  # pixels per latent pixel, named as in the published pipeline
+
+    @classmethod
+    def guidance_for(cls, config) -> float:
+        "Return the guidance scale of a model, by its denoiser's configuration, if none is given."
+        return cls.guidance
 
     def content(self, prompt: str) -> str:
         "Return what `encode` depends on for a prompt, besides the model."

@@ -7,12 +7,15 @@ __all__ = ['FLOW_GRPO', 'UNIFORM_SUBSAMPLE', 'OVF', 'PRO_GRPO', 'PRO_GRPO_FLASH'
            'PRO_GRPO_METHODS', 'funnel']
 
 # %% ../../nbs/methods/02_pro_grpo.ipynb #578b0241
-from .recipe import Sourced, neutral
+from typing import Any
+
+from .recipe import neutral
 
 # %% ../../nbs/methods/02_pro_grpo.ipynb #5eaac4f3
 FLOW_GRPO = neutral().variant(
     "flow-grpo",
     "24 chains from their own noises, KL to the reference",
+    family="StableDiffusion3Pipeline",
     paper="Flow-GRPO, arXiv 2505.05470",
     equation="A = (r − mean r) / std;  loss −min(ρA, clip(ρ, 1 ± ε)A) + β_KL·KL(π_θ ‖ π_ref)",
     shift=(
@@ -80,8 +83,8 @@ OVF = FLOW_GRPO.variant(
 )
 
 # %% ../../nbs/methods/02_pro_grpo.ipynb #d914da72
-def funnel(group_sizes: tuple[int, ...], prune_at: tuple[int, ...], source: str) -> dict[str, Sourced]:
-    "Return the settings of a group that starts with `group_sizes[0]` chains and shrinks at the steps `prune_at`."
+def funnel(group_sizes: tuple[int, ...], prune_at: tuple[int, ...], source: str) -> dict[str, Any]:
+    "Return the sourced settings of a group that starts with `group_sizes[0]` chains and shrinks at the steps `prune_at`."
     return {
         "roots": (group_sizes[0], source),
         "prune_at": (dict(zip(prune_at, group_sizes[1:], strict=True)), source),
@@ -108,6 +111,7 @@ PRO_GRPO_FLASH = FLOW_GRPO.variant(
 SD = neutral().variant(
     "sd",
     "shared by DanceGRPO's SD script and Pro-GRPO on SD-v1.4",
+    family="StableDiffusionPipeline",
     splits=((), "DanceGRPO: train_grpo_sd.py l. 423, every trajectory alone"),
     same_root=(
         True,

@@ -7,8 +7,8 @@ __all__ = ['OPEN_CHOICES', 'CLOSED_CHOICES', 'MOST_NODES', 'MOST_COMPARED', 'UP_
            'fitted', 'object_names', 'fill_in', 'check_filled', 'check_choices', 'check_previews', 'check_trained',
            'check_size', 'latest_split', 'check_adaptive', 'check_depth_window', 'leaves_of', 'check_plans',
            'check_compared', 'check_together', 'check_rewards', 'drawn_steps', 'noise_setting',
-           'too_little_noise_error', 'check_noise_settings', 'check_steps', 'check_noise', 'own_code', 'digests',
-           'resolve']
+           'too_little_noise_error', 'check_noise_settings', 'check_steps', 'check_noise', 'check_model', 'own_code',
+           'digests', 'resolve']
 
 # %% ../../nbs/training/01_resolve.ipynb #fe1253f8
 import dataclasses
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from .. import recipes
-from ..backbones.loading import adapt_recipe, family
+from ..backbones.loading import adapt_recipe, family, with_family_sizes
 from ..credit import ADVANTAGES, REWARD_SUMS, STDS
 from ..fusion import DENSITY_SCALES
 from ..methods.recipe import Recipe
@@ -47,7 +47,7 @@ def fitted(name: str, backbone: str, policy: Any = None) -> tuple[Recipe, str]:
     "Return the recipe `name` fitted to a model, and the model's kind: flow or diffusion."
     recipe = recipes.get(name)
     kind = family(backbone).kind if policy is None else getattr(policy, "kind", "flow")
-    recipe = adapt_recipe(recipe, backbone) if policy is None else recipe
+    recipe = with_family_sizes(adapt_recipe(recipe, backbone), backbone) if policy is None else recipe
     return recipes.at_kind(recipe, kind), kind
 
 # %% ../../nbs/training/01_resolve.ipynb #9b7d18af
@@ -330,6 +330,13 @@ def check_noise(s: MethodSettings, kind: str, policy=None, precision: str = "no"
             check_steps(at, own, drawn, LOST[precision])
     if together:
         check_steps(s, dataclasses.replace(process, tail=None), together, LOST[precision])
+
+
+def check_model(s: Settings, policy: Any) -> None:
+    "Raise `ValueError` if the noise levels in the files of a model, once it is loaded, do not suit its training."
+    if s.shift == "scheduler" or policy.kind == "diffusion":
+        check_noise(s, policy.kind, policy, s.mixed_precision)
+        check_step_weights(s, policy.kind, policy)
 
 # %% ../../nbs/training/01_resolve.ipynb #86d78947
 CODED = OPEN_CHOICES | {"group_selection": SELECTIONS, "transition": TRANSITIONS, "window": WINDOWS}

@@ -38,7 +38,7 @@ from .held_out import HeldOutEvaluator, record_evaluation
 from .kept_trees import KeptTree, keep_tree, tree_is_due, write_tree
 from .learner import make_accelerator, make_learner, open_policy
 from .processes import any_process, check_stop, from_main, together, watch
-from .resolve import resolve
+from .resolve import check_model, resolve
 from .runs import Preempted, Run, RunLock, StopSignal, check_folder, open_run, rewind
 from .scoring import make_scorers
 from .speed import gathered, use_one_thread
@@ -217,7 +217,9 @@ def open_models(s: Settings, accelerator: Any, policy: Any, reward: Any) -> tupl
     "Return the policy, the scorer of training and those that are held out. What fails on one node fails on all."
     with together(accelerator):  # weights may be missing on one node
         scorer, held_out = make_scorers(s, reward, accelerator.device)
-        return open_policy(s, accelerator.device, policy), scorer, held_out
+        opened = open_policy(s, accelerator.device, policy)
+        check_model(s, opened)
+        return opened, scorer, held_out
 
 # %% ../../nbs/training/14_trainer.ipynb #06648e81
 class Trainer:
