@@ -69,7 +69,7 @@ class FluxPolicy(PackedPolicy):
     """Hold a `FluxPipeline` as a policy; latents `(N, C)` are packed tokens.
 
     `guidance_scale` (FLUX.1-dev: 3.5) is an input of the model; FLUX.1-schnell has none.
-    Raises `ValueError` if a size does not fit, or on a guidance scale that the model would ignore."""
+    Raises `ValueError` if a size does not fit."""
 
     guidance = 3.5
     lora_targets = JOINT_ATTENTION
@@ -77,12 +77,6 @@ class FluxPolicy(PackedPolicy):
 
     encode = encode_flux
     predict = predict_flux
-
-    def __init__(self, pipeline, *args, **options):
-        super().__init__(pipeline, *args, **options)
-        if self.guidance_scale != self.guidance_for(self.denoiser.config) == 1 and self.guidance_scale > 0:
-            what = "this model takes no guidance (guidance_embeds: false in its files)"
-            raise ValueError(f"guidance_scale: {self.guidance_scale} is not 1; {what}")
 
     @classmethod
     def guidance_for(cls, config) -> float:

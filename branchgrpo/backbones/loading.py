@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['FAMILIES', 'TINY', 'BACKBONES', 'PIPELINE_ERRORS', 'ENCODER_PLACES', 'declared', 'Backbone', 'adapt_recipe',
-           'is_hub_model', 'folder_of', 'pipeline_error', 'read_index', 'pipeline_class', 'family', 'denoiser_config',
-           'default_sizes', 'default_guidance', 'with_family_sizes', 'encoder_names', 'read_pipeline', 'move_parts',
-           'empty_model', 'empty_denoiser', 'machine_ranks', 'is_reader', 'machine_group', 'send_weights', 'read_once',
-           'load_pipeline', 'policy_around', 'load_backbone', 'save_memory', 'encoders_of', 'awake', 'largest_rank']
+           'is_hub_model', 'folder_of', 'pipeline_error', 'read_index', 'pipeline_class', 'family', 'part_config',
+           'denoiser_config', 'default_sizes', 'default_guidance', 'check_guidance', 'with_family_sizes',
+           'encoder_names', 'read_pipeline', 'move_parts', 'empty_model', 'empty_denoiser', 'machine_ranks',
+           'is_reader', 'machine_group', 'send_weights', 'read_once', 'load_pipeline', 'policy_around', 'load_backbone',
+           'save_memory', 'encoders_of', 'awake', 'largest_rank']
 
 # %% ../../nbs/backbones/01_loading.ipynb #f35a8196
 import json
@@ -146,9 +147,9 @@ def family(name: str) -> type:
     return FAMILIES.get(kind)
 
 # %% ../../nbs/backbones/01_loading.ipynb #99831e36
-def denoiser_config(name: str) -> dict[str, Any]:
-    "Return the configuration of a backbone's denoiser; nothing if its file is not on this machine."
-    folder, file = folder_of(name), f"{declared(family(name), 'component')}/config.json"
+def part_config(name: str, part: str) -> dict[str, Any]:
+    "Return the configuration of a part of a backbone; nothing if its file is not on this machine."
+    folder, file = folder_of(name), f"{part}/config.json"
     place = Path(folder, file)
     if not place.is_file() and is_hub_model(folder):
         from huggingface_hub import try_to_load_from_cache
@@ -158,10 +159,19 @@ def denoiser_config(name: str) -> dict[str, Any]:
     return json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
 
 
+def denoiser_config(name: str) -> dict[str, Any]:
+    "Return the configuration of a backbone's denoiser; nothing if its file is not on this machine."
+    return part_config(name, declared(family(name), "component"))
+
+
 def default_sizes(name: str) -> dict[str, int]:
     "Return the default height and width of a backbone, and its frames if it makes clips."
     policy_class, entry = family(name), BACKBONES.get(name).sizes if name in BACKBONES.names() else {}
     pixels, frames = declared(policy_class, "default_size"), declared(policy_class, "default_frames")
+    if declared(policy_class, "sized_by_files"):  # diffusers: sample_size · vae_scale_factor, 768 of SD-2.1
+        blocks = part_config(name, "vae").get("block_out_channels", range(4))
+        fold = 2 ** (len(blocks) - 1)
+        pixels = denoiser_config(name).get("sample_size", pixels // fold) * fold
     height, width = pixels if isinstance(pixels, tuple) else (pixels, pixels)
     return {"height": height, "width": width} | ({"frames": frames} if frames else {}) | entry
 
@@ -170,6 +180,12 @@ def default_guidance(name: str) -> float:
     "Return the guidance scale of a backbone if none is given: its family's, or 1 if its files say that it takes none."
     found = getattr(family(name), "guidance_for", None)  # a family of your own may have none
     return found(denoiser_config(name)) if found else declared(family(name), "guidance")
+
+
+def check_guidance(name: str, scale: float | None) -> None:
+    "Raise `ValueError` if a guidance scale is given to a model that would ignore it."
+    if scale is not None and scale > 1 and default_guidance(name) == 1 != declared(family(name), "guidance"):
+        raise ValueError(f"guidance_scale: {scale} is not 1; the files of {shown(name)} say that it takes no guidance")
 
 
 def with_family_sizes(recipe: Any, name: str) -> Any:
@@ -315,6 +331,7 @@ def load_pipeline(
 def policy_around(pipeline: Any, name: str, given: dict[str, Any], guidance_scale: float | None, *more: Any) -> Any:
     "Return a backbone's policy with a pipeline; what is None in `given` takes the backbone's or the family's default."
     policy_class = family(name)
+    check_guidance(name, guidance_scale)
     sizes = default_sizes(name) | {key: value for key, value in given.items() if value is not None}
     further = {key: sizes[key] for key in declared(policy_class, "takes") if key in sizes}
     guidance_scale = default_guidance(name) if guidance_scale is None else guidance_scale
@@ -336,6 +353,7 @@ def load_backbone(
 
     Raises `ValueError` as `family` and `load_pipeline` do, and if a size does not fit."""
     takes = declared(family(name), "takes")
+    check_guidance(name, guidance_scale)
     given = {"height": height, "width": width, "frames": frames}
     given |= {key: options.pop(key) for key in takes if key in options}
     pipeline = load_pipeline(name, dtype, device, **options)

@@ -42,6 +42,7 @@ class FamilyDefaults:
     lora_targets = ATTENTION  # layers that an adapter changes
     patch = 2  # latent pixels per side of a token
     most_tokens = None  # what the denoiser's configuration calls the most tokens per side; none: there is no limit
+    sized_by_files = False  # whether the default is the size that the files call sample_size
     default_frames = None  # frames of a clip if none are given
     takes = ()  # further options of the class: ("frames",) for video
     first_frames = None  # function: P prompts -> first frames (P, 3, H, W) in [0, 1], for image-to-video

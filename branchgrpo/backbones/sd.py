@@ -84,6 +84,7 @@ class SDPolicy(ImagePolicy):
     kind = "diffusion"
     component = "unet"
     default_size = 512
+    sized_by_files = True
     patch = 1
     guidance = 5.0
     published = ("UNet2DConditionModel", SD15)
@@ -94,6 +95,11 @@ class SDPolicy(ImagePolicy):
     encode = encode_sd
     predict = predict_sd
     own_levels = ddim_levels_of
+
+    def __init__(self, pipeline, *args, **options):
+        super().__init__(pipeline, *args, **options)
+        if self.denoiser.config.time_cond_proj_dim:
+            raise ValueError("backbone: a U-Net with guidance as an input (time_cond_proj_dim, LCM) is not supported")
 
     def blank(self, batch: int = 1) -> dict[str, Tensor]:
         "Return conditioning of the right shapes and no content, on the denoiser's device."

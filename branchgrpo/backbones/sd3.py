@@ -69,6 +69,7 @@ class SD3Policy(ImagePolicy):
     `guidance_scale` above 1 (SD3.5-M: 4.5) costs two forward passes per call. Source: Pro-GRPO Table 7."""
 
     guidance = 4.5
+    sized_by_files = True
     most_tokens = "pos_embed_max_size"
     lora_targets = JOINT_ATTENTION
     published = ("SD3Transformer2DModel", SD35_MEDIUM)

@@ -84,7 +84,7 @@ OVF = FLOW_GRPO.variant(
 
 # %% ../../nbs/methods/02_pro_grpo.ipynb #d914da72
 def funnel(group_sizes: tuple[int, ...], prune_at: tuple[int, ...], source: str) -> dict[str, Any]:
-    "Return the sourced settings of a group that starts with `group_sizes[0]` chains and shrinks at the steps `prune_at`."
+    "Return the sourced settings of a group of `group_sizes[0]` chains that shrinks at the steps `prune_at`."
     return {
         "roots": (group_sizes[0], source),
         "prune_at": (dict(zip(prune_at, group_sizes[1:], strict=True)), source),

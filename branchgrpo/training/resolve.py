@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from .. import recipes
-from ..backbones.loading import adapt_recipe, family, with_family_sizes
+from ..backbones.loading import adapt_recipe, check_guidance, family, with_family_sizes
 from ..credit import ADVANTAGES, REWARD_SUMS, STDS
 from ..fusion import DENSITY_SCALES
 from ..methods.recipe import Recipe
@@ -373,6 +373,8 @@ def resolve(config: TrainConfig, policy=None, reward=None, prompts=None) -> Sett
     check_choices(s)
     check_together(s)
     check_rewards(s, reward)
+    if policy is None:
+        check_guidance(s.backbone, s.guidance_scale)
     check_process(s, kind)
     check_noise(s, kind, policy, s.mixed_precision)
     check_step_weights(s, kind, policy)
