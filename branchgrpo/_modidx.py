@@ -79,6 +79,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'branchgrpo/backbones/loading.py'),
                                               'branchgrpo.backbones.loading.send_weights': ( 'backbones/loading.html#send_weights',
                                                                                              'branchgrpo/backbones/loading.py'),
+                                              'branchgrpo.backbones.loading.takes_guidance': ( 'backbones/loading.html#takes_guidance',
+                                                                                               'branchgrpo/backbones/loading.py'),
                                               'branchgrpo.backbones.loading.with_family_sizes': ( 'backbones/loading.html#with_family_sizes',
                                                                                                   'branchgrpo/backbones/loading.py')},
             'branchgrpo.backbones.pipeline': { 'branchgrpo.backbones.pipeline.FamilyDefaults': ( 'backbones/pipeline.html#familydefaults',

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['FAMILIES', 'TINY', 'BACKBONES', 'PIPELINE_ERRORS', 'ENCODER_PLACES', 'declared', 'Backbone', 'adapt_recipe',
            'is_hub_model', 'folder_of', 'pipeline_error', 'read_index', 'pipeline_class', 'family', 'part_config',
-           'denoiser_config', 'default_sizes', 'default_guidance', 'check_guidance', 'with_family_sizes',
-           'encoder_names', 'read_pipeline', 'move_parts', 'empty_model', 'empty_denoiser', 'machine_ranks',
-           'is_reader', 'machine_group', 'send_weights', 'read_once', 'load_pipeline', 'policy_around', 'load_backbone',
-           'save_memory', 'encoders_of', 'awake', 'largest_rank']
+           'denoiser_config', 'default_sizes', 'default_guidance', 'takes_guidance', 'check_guidance',
+           'with_family_sizes', 'encoder_names', 'read_pipeline', 'move_parts', 'empty_model', 'empty_denoiser',
+           'machine_ranks', 'is_reader', 'machine_group', 'send_weights', 'read_once', 'load_pipeline', 'policy_around',
+           'load_backbone', 'save_memory', 'encoders_of', 'awake', 'largest_rank']
 
 # %% ../../nbs/backbones/01_loading.ipynb #f35a8196
 import json
@@ -182,9 +182,14 @@ def default_guidance(name: str) -> float:
     return found(denoiser_config(name)) if found else declared(family(name), "guidance")
 
 
+def takes_guidance(name: str) -> bool:
+    "Return whether a backbone takes guidance; one of its family may have no input for it."
+    return default_guidance(name) != 1 or declared(family(name), "guidance") == 1
+
+
 def check_guidance(name: str, scale: float | None) -> None:
     "Raise `ValueError` if a guidance scale is given to a model that would ignore it."
-    if scale is not None and scale > 1 and default_guidance(name) == 1 != declared(family(name), "guidance"):
+    if scale is not None and scale > 1 and not takes_guidance(name):
         raise ValueError(f"guidance_scale: {scale} is not 1; the files of {shown(name)} say that it takes no guidance")
 
 
@@ -195,7 +200,8 @@ def with_family_sizes(recipe: Any, name: str) -> Any:
     own = default_sizes(name) | {"guidance_scale": default_guidance(name)}
     changes = {}
     for setting, pipeline in recipe.sizes_for.items():
-        if not issubclass(family(name), FAMILIES.get(pipeline)) or (setting, own[setting]) == ("guidance_scale", 1.0):
+        ignored = setting == "guidance_scale" and not takes_guidance(name)
+        if ignored or not issubclass(family(name), FAMILIES.get(pipeline)):
             changes[setting] = (own[setting], f"of {name}; {recipe.name} states it for a {pipeline}")
     if "frames" in own and recipe.values.frames is None:
         changes["frames"] = (own["frames"], f"of {name}")

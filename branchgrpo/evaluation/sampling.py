@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ..backbones.loading import declared, load_backbone
+from ..backbones.loading import declared, load_backbone, takes_guidance
 from ..files import write_atomic
 from ..noise import Noise
 from ..plan import RolloutPlan
@@ -129,6 +129,8 @@ def load_run_policy(run: Run, weights: str, device: str | torch.device, options:
     "Return the policy of a finished run; `options` that are not None take the place of its sizes and guidance."
     settings = SimpleNamespace(**run.info["settings"])
     trained_with = {name: getattr(settings, name) for name in ("height", "width", "guidance_scale", "frames")}
+    if not takes_guidance(settings.backbone):
+        trained_with["guidance_scale"] = None  # an early run recorded one that the model ignored
     options = trained_with | {name: value for name, value in options.items() if value is not None}
     model = run.path / "model"
     whole = weights != "base" and model.is_dir()
