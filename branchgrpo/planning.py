@@ -116,7 +116,7 @@ def flow_levels(s: MethodSettings, policy: Any = None) -> tuple[Tensor, Tensor]:
 
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
     scheduler.set_timesteps(s.steps)
-    return scheduler.timesteps / 1000, scheduler.sigmas
+    return scheduler.sigmas[:-1], scheduler.sigmas
 
 
 def noise_grid(s: MethodSettings, iteration: int = 0, policy: Any = None) -> tuple[Tensor, Tensor]:
