@@ -121,6 +121,7 @@ def evaluate(given: dict[str, Any]) -> int:
     "Sample a prompt set with fixed seeds and score it; started again, it goes on where it stopped."
     import torch
     from branchgrpo.evaluation.evaluate import Evaluation, Evaluator
+    from branchgrpo.evaluation.sampling import levels_text
 
     where = options(EvaluateOptions, given, required=("output",))
     check_benchmark(where)
@@ -133,7 +134,7 @@ def evaluate(given: dict[str, Any]) -> int:
         print(f"process {rank} of {processes} is done; the last one writes the summary")
         return 0
     print_summary(summary)
-    print(f"evaluation: {where.output}")
+    print(f"evaluation: {where.output}, images drawn {levels_text(evaluator.policy)}")
     if where.benchmark:
         from branchgrpo.evaluation.benchmarks import run_benchmark
 
@@ -167,15 +168,16 @@ def sample(given: dict[str, Any]) -> int:
     import numpy as np
     from PIL import Image
     from branchgrpo.evaluation.evaluate import Drawing
-    from branchgrpo.evaluation.sampling import as_image, sample_block
+    from branchgrpo.evaluation.sampling import as_image, levels_text, sample_block
     from branchgrpo.files import write_atomic
 
     o, drawing = options(SampleOptions, given, required=("prompt",)), options(Drawing, given)
     check_sample(o)
-    images = sample_block(drawing.policy(), list(o.prompt), list(range(len(o.prompt))), o.steps, drawing.seed)
+    policy = drawing.policy()
+    images = sample_block(policy, list(o.prompt), list(range(len(o.prompt))), o.steps, drawing.seed)
     row = Image.fromarray(np.concatenate([np.asarray(as_image(image)) for image in images], 1))
     write_atomic(o.output, lambda temporary: row.save(temporary, format="png"))
-    print(f"{len(images)} images: {o.output}")
+    print(f"{len(images)} images, drawn {levels_text(policy)}: {o.output}")
     return 0
 
 

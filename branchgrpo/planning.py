@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['MOST_COMPLETIONS', 'PROCESSES', 'taken_steps', 'make_window', 'window_steps', 'at_places', 'split_steps',
-           'noise_grid', 'side_steps', 'completions_of', 'steps_of', 'preview_depths', 'with_previews', 'plan_of',
-           'split_scales', 'sibling_s', 'noise_factors', 'flow_process', 'ddim_process', 'process_of',
-           'sampling_process', 'check_process']
+           'tail_start', 'with_tail', 'rollout_steps', 'flow_levels', 'noise_grid', 'side_steps', 'completions_of',
+           'steps_of', 'preview_depths', 'with_previews', 'plan_of', 'split_scales', 'sibling_s', 'noise_factors',
+           'flow_process', 'ddim_levels', 'ddim_process', 'process_of', 'sampling_process', 'check_process']
 
 # %% ../nbs/basics/03_planning.ipynb #7912d02e
 import re
@@ -15,13 +15,22 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .plan import RolloutPlan
 from .registry import shown, unknown_name_error
-from .samplers import ddim_timesteps, flow_sigmas, merged_levels
+from .samplers import alpha_bars, ddim_timesteps, flow_sigmas, merged_levels
 from .settings import NEUTRAL, MethodSettings
-from .transition import SolverTail, Transition, compress_tail, ddim_transition, flow_transition, with_factors
+from branchgrpo.transition import (
+    SolverTail,
+    Transition,
+    compress_tail,
+    ddim_transition,
+    dpm_solver,
+    flow_transition,
+    with_factors,
+)
 from .windows import Window, window_places
 
 # %% ../nbs/basics/03_planning.ipynb #86eba52a
@@ -77,13 +86,45 @@ def split_steps(s: MethodSettings, iteration: int = 0) -> tuple[int, ...]:
     return _one_of("splits", s.splits, {"window": inside, "window-start": inside[:1]})
 
 # %% ../nbs/basics/03_planning.ipynb #42aab218
-def noise_grid(s: MethodSettings, iteration: int = 0) -> tuple[Tensor, int | None]:
-    "Return the noise levels of an iteration, and the first step of a solver's tail (None: no tail)."
-    sigmas = flow_sigmas(s.steps, s.shift)[merged_levels(s.steps, s.merged)]
+def tail_start(s: MethodSettings, iteration: int = 0) -> int | None:
+    "Return the first step that a solver takes at `iteration`; None: there is no solver."
     inside = window_steps(s, iteration)
-    if not s.tail_ratio or not inside or inside[-1] + 1 >= taken_steps(s):
-        return sigmas, None
-    return compress_tail(sigmas, inside[-1] + 1, s.tail_ratio), inside[-1] + 1
+    return inside[-1] + 1 if s.tail_ratio and inside and inside[-1] + 1 < taken_steps(s) else None
+
+
+def with_tail(s: MethodSettings, iteration: int, levels: Tensor) -> Tensor:
+    "Return the levels of an iteration, of which a solver's tail leaves a part."
+    start = tail_start(s, iteration)
+    return levels if start is None else compress_tail(levels, start, s.tail_ratio)
+
+
+def rollout_steps(s: MethodSettings, iteration: int = 0) -> int:
+    "Return the steps of a rollout, a solver's among them."
+    return len(with_tail(s, iteration, torch.arange(taken_steps(s) + 1.0))) - 1
+
+
+def flow_levels(s: MethodSettings, policy: Any = None) -> tuple[Tensor, Tensor]:
+    """Return the times `(T,)` that a flow model is told and its noise levels σ `(T + 1,)`.
+
+    With `shift` scheduler they are those of the policy's files; a model without files takes those of SD3.5's."""
+    if not isinstance(s.shift, str):
+        sigmas = flow_sigmas(s.steps, s.shift)
+        return sigmas[:-1], sigmas
+    if hasattr(policy, "own_levels"):
+        return policy.own_levels(s.steps)[:2]
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler.set_timesteps(s.steps)
+    return scheduler.sigmas[:-1], scheduler.sigmas
+
+
+def noise_grid(s: MethodSettings, iteration: int = 0, policy: Any = None) -> tuple[Tensor, Tensor]:
+    "Return the times `(T,)` and the levels `(T + 1,)` of an iteration, steps merged and a solver's tail thinned."
+    times, sigmas = flow_levels(s, policy)
+    left = merged_levels(s.steps, s.merged)
+    grids = [with_tail(s, iteration, grid[left]) for grid in (torch.cat([times, sigmas[-1:]]), sigmas)]
+    return grids[0][:-1], grids[1]
 
 # %% ../nbs/basics/03_planning.ipynb #44aba9a2
 def side_steps(s: MethodSettings, iteration: int = 0) -> tuple[int, ...]:
@@ -92,7 +133,7 @@ def side_steps(s: MethodSettings, iteration: int = 0) -> tuple[int, ...]:
         return tuple(s.side)
     if (s.side, s.window) == ("window", "none"):
         raise ValueError("side: 'window' needs a window, and there is none")
-    every = range(len(noise_grid(s, iteration)[0]) - 2)  # without the last step
+    every = range(rollout_steps(s, iteration) - 1)  # without the last step
     return tuple(_one_of("side", s.side, {"all": every, "window": window_steps(s, iteration)}))
 
 # %% ../nbs/basics/03_planning.ipynb #89f4c14c
@@ -151,7 +192,7 @@ def plan_of(s: MethodSettings, iteration: int = 0) -> RolloutPlan:
     inside = window_steps(s, iteration)
     noisy = {"all": None, "window": inside, "splits+window": {*splits, *inside}}
     plan = RolloutPlan(
-        steps=len(noise_grid(s, iteration)[0]) - 1,
+        steps=rollout_steps(s, iteration),
         roots=s.roots,
         splits=dict.fromkeys(splits, s.branch_factor),
         prune_at=s.prune_at,
@@ -195,19 +236,27 @@ def noise_factors(s: MethodSettings, iteration: int = 0) -> dict[int, float]:
 # %% ../nbs/basics/03_planning.ipynb #78080e6d
 def flow_process(s: MethodSettings, policy=None, iteration: int = 0) -> Transition:
     "Return the reverse process of a flow model at `iteration`."
-    sigmas, start = noise_grid(s, iteration)
-    tail = None if start is None else SolverTail(sigmas, start)
-    process = flow_transition(s.transition, sigmas, s.eta, tail=tail, **split_scales(s, iteration))
+    (times, sigmas), start = noise_grid(s, iteration, policy), tail_start(s, iteration)
+    tail = None if start is None else SolverTail(dpm_solver(sigmas[start:]), start)
+    process = flow_transition(s.transition, sigmas, s.eta, times, tail=tail, **split_scales(s, iteration))
     return with_factors(process, noise_factors(s, iteration))
 
 # %% ../nbs/basics/03_planning.ipynb #7b0b4c8c
+def ddim_levels(policy: Any, steps: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    "Return a diffusion policy's timesteps `(T,)`, its ᾱ `(T + 1,)`, and what ᾱ is after each step where that differs."
+    if hasattr(policy, "own_levels"):
+        return policy.own_levels(steps)
+    timesteps = ddim_timesteps(steps, len(policy.alphas_cumprod))
+    return timesteps, alpha_bars(timesteps, policy.alphas_cumprod), None
+
+
 def ddim_process(s: MethodSettings, policy, iteration: int = 0) -> Transition:
     "Return the reverse process of a diffusion model, with the policy's own noise schedule."
-    timesteps = ddim_timesteps(s.steps, len(policy.alphas_cumprod))
-    process = ddim_transition(timesteps, policy.alphas_cumprod, s.eta, policy.prediction_type)
+    times, levels, ends = ddim_levels(policy, s.steps)
     *starts, end = merged_levels(s.steps, s.merged)
-    left = {"times": process.times[starts], "levels": process.levels[[*starts, end]], "noise": process.noise[starts]}
-    process = replace(process, **left, **split_scales(s, iteration))
+    ends = None if len(starts) < s.steps else ends  # a merged step ends where the next one begins
+    grid, scales = (times[starts], levels[[*starts, end]]), split_scales(s, iteration)
+    process = ddim_transition(*grid, s.eta, policy.prediction_type, ends=ends, **scales)
     return with_factors(process, noise_factors(s, iteration))
 
 # %% ../nbs/basics/03_planning.ipynb #0bc4e641
@@ -219,9 +268,14 @@ def process_of(s: MethodSettings, policy, iteration: int = 0) -> Transition:
     return PROCESSES[policy.kind](s, policy, iteration)
 
 # %% ../nbs/basics/03_planning.ipynb #e1f08d82
-def sampling_process(policy, steps: int, shift: float = 3.0) -> Transition:
-    "Return the process without noise that draws images for an evaluation, in `steps` steps."
+def sampling_process(policy, steps: int, shift: float | str | None = None) -> Transition:
+    """Return the process without noise that draws images, in `steps` steps.
+
+    `shift` None: by the scheduler in the model's files, as its pipeline draws; a model without files takes 3."""
+    if shift is None and hasattr(policy, "own_process"):
+        return policy.own_process(steps)
     kinds = {"flow": "dance", "diffusion": "ddim"}
+    shift = 3.0 if shift is None else shift
     s = replace(NEUTRAL, steps=steps, shift=shift, transition=kinds[policy.kind], eta=0.0, splits=())
     return process_of(s, policy)
 

@@ -97,8 +97,8 @@ def flow_grpo_noise(sigmas: Tensor, a: float) -> Tensor:
     Source: Flow-GRPO (a = 0.7); Pro-GRPO on SD3.5-M.
     """
     sigma = sigmas[:-1].float()
-    # g = a·√(σ / (1 − σ)); where σ = 1 the denominator takes the next level
-    return a * torch.sqrt(sigma / (1 - torch.where(sigma == 1, sigmas[1].float(), sigma)))
+    # g = a·√(σ / (1 − σ)); where σ = 1 (or UniPC's 1 − 10⁻⁶) the denominator takes the next level
+    return a * torch.sqrt(sigma / (1 - torch.where(sigma > 1 - 1e-5, sigmas[1].float(), sigma)))
 
 # %% ../nbs/01_samplers.ipynb #e3b0019e
 def linear_noise(sigmas: Tensor, a: float) -> Tensor:

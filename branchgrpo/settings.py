@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['NUMBER', 'STEPS', 'READERS', 'NEUTRAL', 'RETIRED', 'Bounds', 'bounded', 'from_recipe', 'not_allowed', 'whole',
-           'number', 'distinct', 'steps', 'pairs', 'truth', 'plain_text', 'several', 'without_none', 'read_value',
-           'PlanSettings', 'WindowSettings', 'ProcessSettings', 'CreditSettings', 'SelectionSettings',
+           'number', 'distinct', 'steps', 'pairs', 'truth', 'levels', 'plain_text', 'several', 'without_none',
+           'read_value', 'PlanSettings', 'WindowSettings', 'ProcessSettings', 'CreditSettings', 'SelectionSettings',
            'ObjectiveSettings', 'OptimiserSettings', 'SizeSettings', 'MethodSettings', 'field_types', 'read_settings',
            'options', 'as_in_training', 'variable', 'without_retired']
 
@@ -132,6 +132,16 @@ def truth(value: Any) -> bool:
     return known[str(value).lower()]
 
 
+def levels(value: Any) -> float | str:
+    "Return a shift of noise levels: a number, or the word scheduler."
+    if value == "scheduler":
+        return value
+    try:
+        return number(value)
+    except ValueError as error:
+        raise ValueError(f"{error}, nor the word scheduler") from None
+
+
 def plain_text(value: Any) -> str:
     "Return a text; a number or a list is none."
     if not isinstance(value, str):
@@ -152,6 +162,7 @@ READERS: dict[Any, tuple[Callable[[Any], Any], str]] = {  # type: how a value is
     bool: (truth, "{true,false}"),
     str: (plain_text, "TEXT"),
     tuple[int, ...] | str: (steps, "STEPS"),
+    float | str: (levels, "NUMBER|scheduler"),
     dict[int, int]: (lambda value: pairs(value, whole, "5:24,7:12"), "STEP:COUNT"),
     dict[int, float]: (lambda value: pairs(value, number, "0:1,3:1.5"), "STEP:NUMBER"),
     tuple[str, ...]: (lambda value: several(value, plain_text, "a list of texts"), "TEXT"),
@@ -177,7 +188,7 @@ def read_value(name: str, value: Any, hint: Any, bounds: Bounds | None = None) -
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     for one in found if isinstance(found, tuple) else (found,):
-        if bounds is not None and not bounds.holds(one):
+        if bounds is not None and not isinstance(one, str) and not bounds.holds(one):
             kind = "whole number" if hint in (int, tuple[int, ...]) else "number"
             raise ValueError(f"{name}: {shown(one)} is not a {kind} {bounds}")
     return found
@@ -225,7 +236,7 @@ class ProcessSettings:
     eta: float = from_recipe(0)  # noise level η of the transition (a of Flow-GRPO)
     noise_factors: dict[int, float] = from_recipe()  # of η at steps, e.g. 0:1,1:1.5; counted from the window, if any
     merged: dict[int, int] = from_recipe()  # first and number of steps taken as one, e.g. 5:2,7:3; the rest count anew
-    shift: float = from_recipe(above=0)  # time shift of the noise schedule; above 1: more steps at high noise
+    shift: float | str = from_recipe(above=0)  # time shift of even noise levels; scheduler: those of the model's files
     s: float = from_recipe(0, inf)  # private per shared noise of siblings (Eq. 2); inf: independent
     split_noise: str = from_recipe()  # correlated (Eq. 2), or scaled: noise of split steps times s
     split_density: Literal["drawn", "plain"] = from_recipe()  # density at scaled splits: of the noise drawn, or no s

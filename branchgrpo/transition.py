@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['TRANSITIONS', 'Transition', 'Sampler', 'flow_transition', 'ddim_transition', 'with_factors', 'scaled_noise',
-           'compress_tail', 'SolverTail']
+           'compress_tail', 'SolverTail', 'dpm_solver']
 
 # %% ../nbs/02_transition.ipynb #302d1ac7
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,7 +18,6 @@ from torch import Tensor
 from .registry import Registry
 from branchgrpo.samplers import (
     Gaussian,
-    alpha_bars,
     cps_step,
     dance_noise,
     ddim_step,
@@ -40,6 +40,7 @@ class Transition:
     amplitude: dict[int, float] = field(default_factory=dict)  # {step: factor of its std}
     draw_scale: dict[int, float] = field(default_factory=dict)  # {step: factor of its noise, not of its density}
     tail: "SolverTail | None" = None  # takes the steps from `tail.start` on
+    ends: Tensor | None = None  # (T,) level after each step, where it is not the one of the next
 
     @property
     def steps(self) -> int:
@@ -50,7 +51,8 @@ class Transition:
         if self.tail is not None and i >= self.tail.start:
             return self.tail.step(i, x, output)
         noise = float(self.noise[i]) if stochastic else 0.0
-        dist = self.step_dist(x, output, self.levels[i], self.levels[i + 1], noise)
+        end = self.levels[i + 1] if self.ends is None else self.ends[i]
+        dist = self.step_dist(x, output, self.levels[i], end, noise)
         return replace(dist, std=dist.std * self.amplitude[i]) if i in self.amplitude else dist
 
     def x0_hat(self, i: int, x: Tensor, output: Tensor) -> Tensor:
@@ -84,29 +86,30 @@ TRANSITIONS = Registry(
 )
 
 # %% ../nbs/02_transition.ipynb #9c4cd0a1
-def flow_transition(kind: str, sigmas: Tensor, noise_level: float, **options) -> Transition:
-    """Return a flow model's reverse process on `sigmas (T + 1,)`; `options` are `amplitude`, `draw_scale` and `tail`.
+def flow_transition(kind: str, sigmas: Tensor, noise_level: float, times: Tensor | None = None, **more) -> Transition:
+    """Return a flow model's reverse process on `sigmas (T + 1,)`; `more` are the other fields of a `Transition`.
 
     `kind` names an entry of `TRANSITIONS`; `noise_level` is η for `dance`, `cps`, `ddim`, and a for `flow`, `linear`.
+    `times (T,)` are what the model is told; None: the sigmas.
     Raises `ValueError` on an unknown kind, and on a noise level that is negative or NaN.
     """
     sampler = TRANSITIONS.get(kind)
     if not noise_level >= 0:
         raise ValueError(f"eta: {noise_level} is not 0 or above")
     noise = sampler.noise(sigmas, noise_level)
-    return Transition(sampler.step, sigmas[:-1], sigmas, noise, sampler.per_root_h, **options)
+    return Transition(sampler.step, sigmas[:-1] if times is None else times, sigmas, noise, sampler.per_root_h, **more)
 
 # %% ../nbs/02_transition.ipynb #b2d21088
 def ddim_transition(
     timesteps: Tensor,  # (T,) int64, falling
-    alphas_cumprod: Tensor,  # (train_steps,) the model's own ᾱ
+    levels: Tensor,  # (T + 1,) ᾱ
     eta: float,  # 0: deterministic; 1: ancestral
     prediction_type: str = "epsilon",  # or v_prediction, sample
+    **more,  # other fields of a `Transition`
 ) -> Transition:
     "Return a variance-preserving model's reverse process: DDIM on `timesteps`."
     step_dist = partial(ddim_step, prediction_type=prediction_type)
-    noise = torch.full((len(timesteps),), float(eta))
-    return Transition(step_dist, timesteps, alpha_bars(timesteps, alphas_cumprod), noise)
+    return Transition(step_dist, timesteps, levels, torch.full((len(timesteps),), float(eta)), **more)
 
 # %% ../nbs/02_transition.ipynb #1669863f
 def with_factors(process: Transition, factors: Mapping[int, float]) -> Transition:
@@ -138,28 +141,29 @@ def compress_tail(sigmas: Tensor, start: int, ratio: float) -> Tensor:
 
 # %% ../nbs/02_transition.ipynb #b509aa59
 class SolverTail:
-    "Deterministic second-order steps from step `start` of `sigmas (T + 1,)` to the end, to be taken in order."
+    "Deterministic steps of a diffusers scheduler, set to its steps, from step `start` on; to be taken in order."
 
-    def __init__(self, sigmas: Tensor, start: int):
-        self.sigmas = sigmas.float().cpu()
+    def __init__(self, scheduler, start: int = 0):
+        self.scheduler = scheduler
         self.start = start
 
     def step(self, i: int, x: Tensor, output: Tensor) -> Gaussian:
-        "Return step `i` as a Gaussian of std 0. The solver starts anew at step `start`."
+        "Return step `i` as a Gaussian of std 0, whose x̂₀ is not computed. The scheduler starts anew at step `start`."
         if i == self.start:
-            self.solver = self.begin()
+            self.solver = copy.deepcopy(self.scheduler)
         mean = self.solver.step(output.float(), self.solver.timesteps[i - self.start], x.float()).prev_sample
-        return Gaussian(mean, torch.zeros(()), x.float() - self.sigmas[i] * output.float())
+        return Gaussian(mean, torch.zeros(()), mean)
 
-    def begin(self):
-        "Return diffusers' DPM-Solver++ (2M) for a flow on the tail's grid, at its first step."
-        from diffusers import DPMSolverMultistepScheduler
 
-        solver = DPMSolverMultistepScheduler(
-            prediction_type="flow_prediction", use_flow_sigmas=True, solver_order=2, final_sigmas_type="zero"
-        )
-        left = self.sigmas[self.start :]
-        solver.set_timesteps(len(left) - 1)
-        solver.sigmas, solver.timesteps = left, left[:-1] * 1000
-        solver.set_begin_index(0)
-        return solver
+def dpm_solver(sigmas: Tensor):
+    "Return diffusers' DPM-Solver++ (2M) for a flow on `sigmas (T + 1,)`."
+    from diffusers import DPMSolverMultistepScheduler
+
+    solver = DPMSolverMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, solver_order=2, final_sigmas_type="zero"
+    )
+    left = sigmas.float().cpu()
+    solver.set_timesteps(len(left) - 1)
+    solver.sigmas, solver.timesteps = left, left[:-1] * 1000
+    solver.set_begin_index(0)
+    return solver

@@ -118,7 +118,7 @@ IMPOSSIBLE = {
     "--backbone {f}/tiny-wan --height 32 --width 264": "width: 264 is not a multiple of 8 from 8 to 256",
     "--backbone {f}/tiny-wan --height 32 --width 32 --frames 8": "frames: 8 is not one more than a multiple of 4",
     "--backbone tiny-wan --frames 129": "frames: 129 is not one more than a multiple of 4 from 1 to 125",
-    "--backbone {f}/tiny-sd3": "height: 1024 is not a multiple of 8 from 8 to 64",
+    "--backbone {f}/tiny-sd3 --height 1024": "height: 1024 is not a multiple of 8 from 8 to 64",
     "--backbone tiny-flux --height 33": "height: 33 is not a multiple of 8",
     "--backbone tiny-flux --frames 9": "frames: 9 is for a model of clips, and 'tiny-flux' draws images",
     "--backbone tiny-sd --shift 2": "shift: 2.0 is for a flow model, and 'tiny-sd' is a diffusion model",

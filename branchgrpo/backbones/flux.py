@@ -6,6 +6,8 @@
 __all__ = ['FLUX_DEV', 'encode_flux', 'image_ids', 'predict_flux', 'FluxPolicy']
 
 # %% ../../nbs/backbones/02_flux.ipynb #56df4be7
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -66,7 +68,8 @@ FLUX_DEV = dict(
 class FluxPolicy(PackedPolicy):
     """Hold a `FluxPipeline` as a policy; latents `(N, C)` are packed tokens.
 
-    `guidance_scale` (FLUX.1-dev: 3.5) is an input of the model. Raises `ValueError` if a size does not fit."""
+    `guidance_scale` (FLUX.1-dev: 3.5) is an input of the model; FLUX.1-schnell has none.
+    Raises `ValueError` if a size does not fit."""
 
     guidance = 3.5
     lora_targets = JOINT_ATTENTION
@@ -78,6 +81,17 @@ class FluxPolicy(PackedPolicy):
 
     encode = encode_flux
     predict = predict_flux
+
+    @classmethod
+    def guidance_for(cls, config) -> float:
+        "Return the family's guidance scale; 1 of a model without that input."
+        return cls.guidance if config.get("guidance_embeds", True) else 1.0
+
+    def scheduler_arguments(self, steps: int) -> dict[str, Any]:
+        "Return what the pipeline hands to its scheduler: no sigmas if it has flow sigmas of its own."
+        given = super().scheduler_arguments(steps)
+        own = self.pipeline.scheduler.config.get("use_flow_sigmas")
+        return {"num_inference_steps": steps, "mu": given["mu"]} if own else given
 
     def blank(self, batch: int = 1) -> dict[str, Tensor]:
         "Return conditioning of the right shapes and no content, on the denoiser's device."

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['FAMILIES', 'TINY', 'BACKBONES', 'PIPELINE_ERRORS', 'ENCODER_PLACES', 'LORA_FILES', 'declared', 'Backbone',
            'adapt_recipe', 'is_hub_model', 'folder_of', 'pipeline_error', 'read_index', 'pipeline_class', 'family',
-           'default_sizes', 'encoder_names', 'left_out', 'read_pipeline', 'without_remarks', 'move_parts',
+           'part_config', 'denoiser_config', 'default_sizes', 'default_guidance', 'takes_guidance', 'check_guidance',
+           'with_family_sizes', 'encoder_names', 'left_out', 'read_pipeline', 'without_remarks', 'move_parts',
            'empty_model', 'empty_denoiser', 'machine_ranks', 'is_reader', 'machine_group', 'send_weights', 'read_once',
            'load_pipeline', 'policy_around', 'load_backbone', 'save_memory', 'encoders_of', 'awake', 'largest_rank',
            'lora_file', 'with_alpha', 'add_lora', 'load_lora']
@@ -32,6 +33,7 @@ from torch import nn
 from .pipeline import ENCODERS, FamilyDefaults, check_text, unsupported_error
 from .published import PUBLISHED
 from ..files import is_there
+from ..methods.recipe import adapted
 from ..policy import Policy
 from ..registry import Registry, loaded, shown, unknown_name_error
 
@@ -152,11 +154,65 @@ def family(name: str) -> type:
     return found
 
 # %% ../../nbs/backbones/01_loading.ipynb #99831e36
+def part_config(name: str, part: str) -> dict[str, Any]:
+    "Return the configuration of a part of a backbone; nothing if its file is not on this machine."
+    folder, file = folder_of(name), f"{part}/config.json"
+    place = Path(folder, file)
+    if not place.is_file() and is_hub_model(folder):
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(folder, file)
+        place = Path(found) if isinstance(found, str) else place
+    return json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
+
+
+def denoiser_config(name: str) -> dict[str, Any]:
+    "Return the configuration of a backbone's denoiser; nothing if its file is not on this machine."
+    return part_config(name, declared(family(name), "component"))
+
+
 def default_sizes(name: str) -> dict[str, int]:
-    "Return the default height and width of a backbone, and its frames if it declares them."
-    pixels = declared(family(name), "default_size")
-    entry = BACKBONES.get(name).sizes if name in BACKBONES.names() else {}
-    return {"height": pixels, "width": pixels} | entry
+    "Return the default height and width of a backbone, and its frames if it makes clips."
+    policy_class, entry = family(name), BACKBONES.get(name).sizes if name in BACKBONES.names() else {}
+    pixels, frames = declared(policy_class, "default_size"), declared(policy_class, "default_frames")
+    if declared(policy_class, "sized_by_files"):  # diffusers: sample_size · vae_scale_factor, 768 of SD-2.1
+        blocks = part_config(name, "vae").get("block_out_channels", range(4))
+        fold = 2 ** (len(blocks) - 1)
+        pixels = denoiser_config(name).get("sample_size", pixels // fold) * fold
+    height, width = pixels if isinstance(pixels, tuple) else (pixels, pixels)
+    return {"height": height, "width": width} | ({"frames": frames} if frames else {}) | entry
+
+
+def default_guidance(name: str) -> float:
+    "Return the guidance scale of a backbone if none is given: its family's, or 1 if its files say that it takes none."
+    found = getattr(family(name), "guidance_for", None)  # a family of your own may have none
+    return found(denoiser_config(name)) if found else declared(family(name), "guidance")
+
+
+def takes_guidance(name: str) -> bool:
+    "Return whether a backbone takes guidance; one of its family may have no input for it."
+    return default_guidance(name) != 1 or declared(family(name), "guidance") == 1
+
+
+def check_guidance(name: str, scale: float | None) -> None:
+    "Raise `ValueError` if a guidance scale is given to a model that would ignore it."
+    if scale is not None and scale > 1 and not takes_guidance(name):
+        raise ValueError(f"guidance_scale: {scale} is not 1; the files of {shown(name)} say that it takes no guidance")
+
+
+def with_family_sizes(recipe: Any, name: str) -> Any:
+    """Return a recipe with a backbone's own sizes and guidance in place of those that it states for another family.
+
+    FLUX's 720 pixels and embedded guidance of 3.5 say nothing about Wan. What you set yourself stays."""
+    own = default_sizes(name) | {"guidance_scale": default_guidance(name)}
+    changes = {}
+    for setting, pipeline in recipe.sizes_for.items():
+        ignored = setting == "guidance_scale" and not takes_guidance(name)
+        if ignored or not issubclass(family(name), FAMILIES.get(pipeline)):
+            changes[setting] = (own[setting], f"of {name}; {recipe.name} states it for a {pipeline}")
+    if "frames" in own and recipe.values.frames is None:
+        changes["frames"] = (own["frames"], f"of {name}")
+    return adapted(recipe, changes) if changes else recipe
 
 # %% ../../nbs/backbones/01_loading.ipynb #3ba7b50d
 ENCODER_PLACES = ("device", "cpu", "none")
@@ -309,9 +365,10 @@ def load_pipeline(
 def policy_around(pipeline: Any, name: str, given: dict[str, Any], guidance_scale: float | None, *more: Any) -> Any:
     "Return a backbone's policy with a pipeline; what is None in `given` takes the backbone's or the family's default."
     policy_class = family(name)
+    check_guidance(name, guidance_scale)
     sizes = default_sizes(name) | {key: value for key, value in given.items() if value is not None}
     further = {key: sizes[key] for key in declared(policy_class, "takes") if key in sizes}
-    guidance_scale = declared(policy_class, "guidance") if guidance_scale is None else guidance_scale
+    guidance_scale = default_guidance(name) if guidance_scale is None else guidance_scale
     policy = policy_class(pipeline, sizes["height"], sizes["width"], guidance_scale, *more, **further)
     texts = (given.get("text_length"), given.get("negative_prompt"))
     check_text(policy_class, *texts, guidance_scale)
@@ -335,6 +392,7 @@ def load_backbone(
 
     Raises `ValueError` as `family` and `load_pipeline` do, and if a size does not fit."""
     takes = declared(family(name), "takes")
+    check_guidance(name, guidance_scale)
     given = {"height": height, "width": width, "frames": frames}
     given |= {key: options.pop(key) for key in (*takes, "text_length", "negative_prompt") if key in options}
     pipeline = load_pipeline(name, dtype, device, **options)

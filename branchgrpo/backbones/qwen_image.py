@@ -97,6 +97,11 @@ class QwenImagePolicy(PackedPolicy):
     predict = predict_qwen_image
     decode = decode_qwen_image
 
+    def __init__(self, pipeline, *args, **options):
+        super().__init__(pipeline, *args, **options)
+        if self.denoiser.config.guidance_embeds:
+            raise ValueError("backbone: a Qwen-Image with guidance as an input (guidance_embeds) is not supported")
+
     def blank(self, batch: int = 1) -> dict[str, Tensor]:
         "Return conditioning of the right shapes and no content, on the denoiser's device."
         text = self.zeros(batch, self.text_length, self.denoiser.config.joint_attention_dim)

@@ -6,10 +6,12 @@
 __all__ = ['SD35_MEDIUM', 'encode_sd3', 'predict_sd3', 'SD3Policy']
 
 # %% ../../nbs/backbones/03_sd3.ipynb #2ba673ce
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from .pipeline import ImagePolicy, JOINT_ATTENTION, guided
+from .pipeline import ImagePolicy, JOINT_ATTENTION, guided, size_shift
 
 # %% ../../nbs/backbones/03_sd3.ipynb #19ac947b
 @torch.no_grad()
@@ -68,6 +70,7 @@ class SD3Policy(ImagePolicy):
     `guidance_scale` above 1 (SD3.5-M: 4.5) costs two forward passes per call. Source: Pro-GRPO Table 7."""
 
     guidance = 4.5
+    sized_by_files = True
     most_tokens = "pos_embed_max_size"
     lora_targets = JOINT_ATTENTION
     text_lengths = (256, 512)  # of T5; CLIP reads 77
@@ -81,6 +84,13 @@ class SD3Policy(ImagePolicy):
 
     encode = encode_sd3
     predict = predict_sd3
+
+    def scheduler_arguments(self, steps: int) -> dict[str, Any]:
+        "Return the steps, and `mu` if the scheduler shifts by size. Source: diffusers, its pipeline l. 1016-1040."
+        config, patch = self.pipeline.scheduler.config, self.denoiser.config.patch_size
+        tokens = (self.latent_shape[1] // patch) * (self.latent_shape[2] // patch)
+        mu = {"mu": size_shift(config, tokens)} if config.get("use_dynamic_shifting") else {}
+        return super().scheduler_arguments(steps) | mu
 
     def blank(self, batch: int = 1) -> dict[str, Tensor]:
         "Return zeros in place of CLIP's 77 and T5's 256 tokens, for the prompts and for the empty prompt."

@@ -85,7 +85,8 @@ class WanPolicy(PipelinePolicy):
 
     `guidance_scale` above 1 (Wan2.1: 5) costs two forward passes per call. Source: BranchGRPO Sec. 4.6."""
 
-    default_size = 480
+    default_size = (480, 832)
+    default_frames = 33
     guidance = 5.0
     most_tokens = "rope_max_seq_len"
     text_lengths = (512, 512)

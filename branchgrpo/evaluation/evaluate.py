@@ -38,7 +38,7 @@ class Drawing:
     guidance_scale: float | None = as_in_training("guidance_scale")  # classifier-free guidance, likewise; 1: none
     text_length: int | None = as_in_training("text_length")  # tokens of a prompt for the longest text encoder, likewise
     negative_prompt: str | None = None  # what guidance leads away from; none: the run's or the family's
-    shift: float | None = as_in_training("shift")  # time shift of a flow model's noise levels; none: the run's, or 3
+    shift: float | str | None = as_in_training("shift")  # of a flow's levels; none: the run's, or its own scheduler
     seed: int = as_in_training("seed", 0)  # of the initial noises
 
     def policy(self, device: str = "cpu") -> Any:

@@ -6,7 +6,7 @@
 __all__ = ['REQUIRED', 'OPTIONAL', 'WEIGHT_FILES', 'CLIP_H', 'CLIP_L', 'COMPANIONS', 'OVERHEAD', 'NOT_COUNTED', 'Finding',
            'package_finding', 'gpu_finding', 'package_findings', 'is_packaged', 'is_downloaded', 'backbone_finding',
            'server_finding', 'missing_companion', 'video_finding', 'reward_finding', 'prompts_finding', 'findings',
-           'verify_commands', 'hours_text', 'work_lines', 'cost_lines', 'report', 'cost_facts', 'facts']
+           'verify_commands', 'hours_text', 'levels_of', 'work_lines', 'cost_lines', 'report', 'cost_facts', 'facts']
 
 # %% ../../nbs/machine/02_doctor.ipynb #fb12e300
 import platform
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 import branchgrpo
-from ..backbones.loading import folder_of, is_hub_model
+from ..backbones.loading import family, folder_of, is_hub_model
 from .estimate import Estimate, GPU_GB, advice, estimate, gb_by_phase, memory_table, memory_verdict
 from ..prompts import load_prompts
 from ..rewards.clip import AestheticReward, WEIGHTS
@@ -200,12 +200,20 @@ def hours_text(e: Estimate, s: Settings, gpus: int, tflops: float) -> str:
     return f"{e.hours:,.3g} hours on {gpus} GPUs at {tflops:g} TFLOP/s each{of_these}"
 
 # %% ../../nbs/machine/02_doctor.ipynb #5a71f002
+def levels_of(s: Settings) -> str:
+    "Say which noise levels a run trains at."
+    if getattr(family(s.backbone), "kind", "flow") == "diffusion":
+        return "those of its files, by DDIM"
+    return "those of its files' scheduler" if isinstance(s.shift, str) else f"even, shift {s.shift:g}"
+
+
 def work_lines(s: Settings, e: Estimate, gpus: int, tflops: float) -> list[str]:
     "Return what is computed, and how long it takes, one fact per line."
     c = e.counted
     again = " (activations computed again)" if s.gradient_checkpointing else ""
     return [
         f"recipe        {s.recipe} on {s.backbone}, {s.height}×{s.width} pixels",
+        f"noise levels  {levels_of(s)}; guidance {s.guidance_scale:g}",
         f"run           {s.iterations} iterations of {s.prompts_per_iteration} prompts",
         f"denoiser      {c.parameters / 1e9:.3f} B parameters, {c.trained / 1e9:.3g} B trained",
         f"forward       {c.forward / 1e12:.3g} TFLOP per call",

@@ -15,6 +15,7 @@ from .recipe import neutral
 TABLE2 = neutral().variant(
     "shared",
     "BranchGRPO's Table 2, shared by all methods of the paper",
+    family="FluxPipeline",
     steps=(20, "BranchGRPO Sec. 4.2: depth d = 20 (Table 2's 16 belongs to DanceGRPO's own script)"),
     transition=("dance", "BranchGRPO Eq. 1, with constant noise as the released script"),
     eta=(0.3, "BranchGRPO Table 2"),
@@ -192,6 +193,7 @@ BRANCH_PY = "train_branchgrpo_flux.py"
 BRANCHGRPO_RELEASED = neutral().variant(
     "branchgrpo-released",
     "what the public script of BranchGRPO computes",
+    family="FluxPipeline",
     paper="BranchGRPO's public script",
     equation="r̄(n) = mean of the leaves below;  noise of split steps × s, with the density of noise × 1",
     steps=(20, f"{BRANCH_SH} l. 82"),
@@ -239,6 +241,7 @@ DANCE_PY = "train_grpo_flux.py"
 DANCEGRPO_RELEASED = neutral().variant(
     "dancegrpo-released",
     "what the public script of DanceGRPO computes",
+    family="FluxPipeline",
     paper="DanceGRPO's public script",
     equation="A = (r − mean r) / std r;  60 % of the steps, drawn for each trajectory",
     roots=(1, f"{DANCE_SH} l. 58, {DANCE_PY} l. 333-338: one noise"),

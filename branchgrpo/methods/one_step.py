@@ -15,6 +15,7 @@ from .recipe import neutral
 TEMPFLOW = FLOW_GRPO.variant(
     "tempflow-grpo",
     "six branches with one noisy step at every step of four chains without noise, weighted by the step's noise",
+    family="StableDiffusion3Pipeline",
     paper="TempFlow-GRPO, arXiv 2508.04324",
     equation="A = (r − mean r) / std r within the branches of a node;  loss weight ∝ g_i·√h_i, mean 1",
     roots=(4, "TempFlow-GRPO: dgx.py, num_image_per_prompt = 4; Readme: 'branch=4, per branch exploration=6'"),
@@ -45,6 +46,7 @@ G2RPO_PY = "G²RPO: train_g2rpo_hps_clip.py"
 G2RPO_ONE = neutral().variant(
     "g2rpo-one",
     "twelve branches with one noisy step at each of the first eight steps of one chain without noise",
+    family="FluxPipeline",
     paper="G²RPO (Granular-GRPO), arXiv 2510.01982",
     equation="A_k = (R(x_0←k) − mean) / std within the branches of step k;  Λ = {1}",
     roots=(1, f"{G2RPO_PY}, run_anchor_sample_step; {G2RPO_SH}, --init_same_noise"),
@@ -102,6 +104,7 @@ FLASH_STEP = "Flash-GRPO: wan2_1_pipeline_with_logprob2.py"
 FLASH = FLOW_GRPO.variant(
     "flash-grpo",
     "eight chains that draw noise at one step, drawn anew each time and weighted against its gradient's scale",
+    family="WanPipeline",
     paper="Flash-GRPO, arXiv 2605.15980",
     equation="i ~ U{0…9};  A = (r − mean r) / std;  loss weight ∝ 1 / λ_i, λ_i = √h/g + g√h(1 − σ)/(2σ)",
     steps=(20, f"{FLASH_CONFIG}, 20 sampling steps"),
@@ -142,6 +145,7 @@ DENSE = "DenseGRPO"
 DENSE_GRPO = FLOW_GRPO.variant(
     "dense-grpo",
     "24 chains; every latent is completed by ODE, and a step is worth the gain of its preview",
+    family="StableDiffusion3Pipeline",
     paper="DenseGRPO, arXiv 2601.20218",
     equation="ΔR(n) = R(ODE(n)) − R(ODE(parent));  A_d(n) = (ΔR(n) − mean_d) / std_d",
     steps=(10, f"{DENSE} Sec. 5.1: 'sampling timestep T = 10'"),
@@ -177,6 +181,7 @@ STEPWISE = "Stepwise-Flow-GRPO"
 STEPWISE_FLOW_GRPO = FLOW_GRPO.variant(
     "stepwise-flow-grpo",
     "16 chains from one noise; a step is worth the gain of a short preview, in one group for all steps",
+    family="StableDiffusion3Pipeline",
     paper="Stepwise-Flow-GRPO, arXiv 2603.28718",
     equation="g(n) = R(x̂₀(n)) − R(x̂₀(parent));  A(n) = (g(n) − mean) / std, over all edges of a prompt",
     steps=(10, f"{STEPWISE}, notes: '10 denoising steps, batch 16'"),

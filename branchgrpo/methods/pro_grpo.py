@@ -7,15 +7,26 @@ __all__ = ['FLOW_GRPO', 'UNIFORM_SUBSAMPLE', 'OVF', 'PRO_GRPO', 'PRO_GRPO_FLASH'
            'PRO_GRPO_METHODS', 'funnel']
 
 # %% ../../nbs/methods/02_pro_grpo.ipynb #578b0241
-from .recipe import Sourced, neutral
+from typing import Any
+
+from .recipe import neutral
 
 # %% ../../nbs/methods/02_pro_grpo.ipynb #5eaac4f3
 FLOW_GRPO = neutral().variant(
     "flow-grpo",
     "24 chains from their own noises, KL to the reference",
+    family="StableDiffusion3Pipeline",
     paper="Flow-GRPO, arXiv 2505.05470",
     equation="A = (r − mean r) / std;  loss −min(ρA, clip(ρ, 1 ± ε)A) + β_KL·KL(π_θ ‖ π_ref)",
-    shift=(3.0, "derived: that of SD3.5-M's own scheduler"),
+    shift=(
+        "scheduler",
+        "Flow-GRPO: sd3_pipeline_with_logprob.py, retrieve_timesteps of its own scheduler",
+    ),
+    noisy_last=(
+        False,
+        "ours: Flow-GRPO draws noise at the last step too (sd3_pipeline_with_logprob.py) and does not train it "
+        "(timestep_fraction 0.99); on SD3.5-M's levels that noise has a std of 0.006",
+    ),
     splits=((), "Flow-GRPO: train_sd3.py l. 639-651: each chain from its own noise"),
     roots=(24, "Pro-GRPO Sec. 6.1: G = 24; Flow-GRPO: config/grpo.py l. 119"),
     steps=(10, "Pro-GRPO Table 7: T = 10; Flow-GRPO: config/grpo.py l. 113"),
@@ -73,8 +84,8 @@ OVF = FLOW_GRPO.variant(
 )
 
 # %% ../../nbs/methods/02_pro_grpo.ipynb #d914da72
-def funnel(group_sizes: tuple[int, ...], prune_at: tuple[int, ...], source: str) -> dict[str, Sourced]:
-    "Return the settings of a group that starts with `group_sizes[0]` chains and shrinks at the steps `prune_at`."
+def funnel(group_sizes: tuple[int, ...], prune_at: tuple[int, ...], source: str) -> dict[str, Any]:
+    "Return the sourced settings of a group of `group_sizes[0]` chains that shrinks at the steps `prune_at`."
     return {
         "roots": (group_sizes[0], source),
         "prune_at": (dict(zip(prune_at, group_sizes[1:], strict=True)), source),
@@ -101,6 +112,7 @@ PRO_GRPO_FLASH = FLOW_GRPO.variant(
 SD = neutral().variant(
     "sd",
     "shared by DanceGRPO's SD script and Pro-GRPO on SD-v1.4",
+    family="StableDiffusionPipeline",
     splits=((), "DanceGRPO: train_grpo_sd.py l. 423, every trajectory alone"),
     same_root=(
         True,

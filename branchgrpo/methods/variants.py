@@ -77,6 +77,7 @@ E_PY = "E-GRPO: VisualGRPO ae619bf"
 E_GRPO = G2RPO_ONE.variant(
     "e-grpo",
     "twelve branches at each step of the first half of one chain without noise, late steps taken two at a time",
+    family="FluxPipeline",
     paper="E-GRPO, arXiv 2601.00423",
     equation="l_m = min l with 2πe·g²(σ_m − σ_m₊ₗ) ≥ τ;  A = (r − mean r) / std r within the branches of a step",
     steps=(16, "E-GRPO Sec. 4.1: T = 16"),
@@ -189,6 +190,7 @@ DPPO_PY = "Flow-DPPO: unirl/algorithms/flowdppo.py"
 FLOW_DPPO = FLOW_GRPO.variant(
     "flow-dppo",
     "Flow-GRPO with a KL trust region in place of the clip",
+    family="StableDiffusion3Pipeline",
     paper="Flow-DPPO, arXiv 2606.11025",
     equation="loss −ρA, 0 where KL ≥ τ and (ρ − 1)·A > 0",
     roots=(16, f"{DPPO_YAML} l. 142: samples_per_prompt; l. 144: init_same_noise false"),

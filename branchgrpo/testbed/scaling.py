@@ -36,6 +36,7 @@ def scale_splits(splits: Iterable[int], steps_from: int, steps_to: int) -> tuple
 # %% ../../nbs/testbed/05_scaling.ipynb #d42cec68
 SIZES: dict[str, Sourced] = {
     "steps": (12, "testbed: sized for two cores"),
+    "shift": (3.0, "testbed: even levels for all methods, as BranchGRPO's Table 2"),
     "learning_rate": (
         2e-4,
         "testbed: the best of 5e-5, 1e-4, 2e-4, 4e-4 in every world of the study, two seeds (reproduce/study/tuning)",

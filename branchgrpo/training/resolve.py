@@ -7,8 +7,8 @@ __all__ = ['OPEN_CHOICES', 'CLOSED_CHOICES', 'MOST_NODES', 'MOST_COMPARED', 'UP_
            'type_of', 'fitted', 'object_names', 'fill_in', 'check_filled', 'check_choices', 'check_previews',
            'check_trained', 'check_size', 'latest_split', 'check_adaptive', 'check_depth_window', 'leaves_of',
            'check_plans', 'check_compared', 'check_together', 'check_rewards', 'drawn_steps', 'noise_setting',
-           'too_little_noise_error', 'check_noise_settings', 'check_steps', 'check_noise', 'own_code', 'digests',
-           'resolve']
+           'too_little_noise_error', 'check_noise_settings', 'check_steps', 'check_noise', 'check_model', 'own_code',
+           'digests', 'resolve']
 
 # %% ../../nbs/training/01_resolve.ipynb #fe1253f8
 import dataclasses
@@ -21,7 +21,14 @@ from typing import Any
 import torch
 
 from .. import recipes
-from ..backbones.loading import adapt_recipe, family, is_hub_model, lora_file
+from branchgrpo.backbones.loading import (
+    adapt_recipe,
+    check_guidance,
+    family,
+    is_hub_model,
+    lora_file,
+    with_family_sizes,
+)
 from ..backbones.pipeline import check_text
 from ..credit import ADVANTAGES, REWARD_SUMS, STDS
 from ..fusion import DENSITY_SCALES
@@ -53,7 +60,7 @@ def fitted(name: str, backbone: str, policy: Any = None) -> tuple[Recipe, str]:
     "Return the recipe `name` fitted to a model, and the model's kind: flow or diffusion."
     recipe = recipes.get(name)
     kind = type_of(backbone, policy).kind if policy is None else getattr(policy, "kind", "flow")
-    recipe = adapt_recipe(recipe, backbone) if policy is None else recipe
+    recipe = with_family_sizes(adapt_recipe(recipe, backbone), backbone) if policy is None else recipe
     return recipes.at_kind(recipe, kind), kind
 
 # %% ../../nbs/training/01_resolve.ipynb #9b7d18af
@@ -339,6 +346,13 @@ def check_noise(s: MethodSettings, kind: str, policy=None, precision: str = "no"
     if together:
         check_steps(s, dataclasses.replace(process, tail=None), together, LOST[precision])
 
+
+def check_model(s: Settings, policy: Any) -> None:
+    "Raise `ValueError` if the noise levels in the files of a model, once it is loaded, do not suit its training."
+    if s.shift == "scheduler" or policy.kind == "diffusion":
+        check_noise(s, policy.kind, policy, s.mixed_precision)
+        check_step_weights(s, policy.kind, policy)
+
 # %% ../../nbs/training/01_resolve.ipynb #86d78947
 CODED = OPEN_CHOICES | {"group_selection": SELECTIONS, "transition": TRANSITIONS, "window": WINDOWS}
 
@@ -377,6 +391,8 @@ def resolve(config: TrainConfig, policy=None, reward=None, prompts=None) -> Sett
     if s.lora is not None and not is_hub_model(s.lora):
         lora_file(s.lora)
     check_rewards(s, reward)
+    if policy is None:
+        check_guidance(s.backbone, s.guidance_scale)
     check_process(s, kind)
     check_noise(s, kind, policy, s.mixed_precision)
     check_step_weights(s, kind, policy)

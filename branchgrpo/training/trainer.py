@@ -28,6 +28,7 @@ from ..files import in_words, refusal, refusals_in_words
 from ..fusion import effective_sample_size
 from ..planning import process_of
 from ..prompts import load_prompts
+from ..rewards.contract import tell_frame_rate
 from ..rewards.scorer import Scorer
 from .checkpoints import Progress, Saver, delete_old, load_checkpoint, newest, remove_leftovers
 from .collection import Collected, Collector, TooManyUnscored
@@ -39,9 +40,8 @@ from .held_out import HeldOutEvaluator, record_evaluation
 from .kept_trees import KeptTree, keep_tree, tree_is_due, write_tree
 from .learner import make_accelerator, make_learner, open_policy
 from .processes import any_process, check_stop, from_main, together, watch
-from .resolve import resolve
+from .resolve import check_model, resolve
 from .runs import Preempted, Run, RunLock, StopSignal, check_folder, open_run, rewind
-from ..rewards.contract import tell_frame_rate
 from .scoring import make_scorers
 from .speed import gathered, use_one_thread
 from .update import TooManySkipped, check_mismatch, update
@@ -230,6 +230,7 @@ def open_models(s: Settings, accelerator: Any, policy: Any, reward: Any) -> tupl
     with together(accelerator):  # weights may be missing on one node
         scorer, held_out = make_scorers(s, reward, accelerator.device)
         policy = open_policy(s, accelerator.device, policy)
+        check_model(s, policy)
     for one in (scorer, *held_out.values()):
         tell_frame_rate(one.reward, policy)
     return policy, scorer, held_out
