@@ -79,6 +79,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'branchgrpo/backbones/loading.py'),
                                               'branchgrpo.backbones.loading.read_index': ( 'backbones/loading.html#read_index',
                                                                                            'branchgrpo/backbones/loading.py'),
+                                              'branchgrpo.backbones.loading.read_model': ( 'backbones/loading.html#read_model',
+                                                                                           'branchgrpo/backbones/loading.py'),
                                               'branchgrpo.backbones.loading.read_once': ( 'backbones/loading.html#read_once',
                                                                                           'branchgrpo/backbones/loading.py'),
                                               'branchgrpo.backbones.loading.read_pipeline': ( 'backbones/loading.html#read_pipeline',

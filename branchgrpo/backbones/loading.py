@@ -6,10 +6,10 @@
 __all__ = ['FAMILIES', 'TINY', 'BACKBONES', 'PIPELINE_ERRORS', 'ENCODER_PLACES', 'LORA_FILES', 'declared', 'Backbone',
            'adapt_recipe', 'is_hub_model', 'folder_of', 'pipeline_error', 'read_index', 'pipeline_class', 'family',
            'part_config', 'denoiser_config', 'default_sizes', 'default_guidance', 'takes_guidance', 'check_guidance',
-           'with_family_sizes', 'encoder_names', 'left_out', 'read_pipeline', 'without_remarks', 'move_parts',
-           'empty_model', 'empty_denoiser', 'machine_ranks', 'is_reader', 'machine_group', 'send_weights', 'read_once',
-           'load_pipeline', 'policy_around', 'load_backbone', 'save_memory', 'encoders_of', 'awake', 'largest_rank',
-           'lora_file', 'with_alpha', 'add_lora', 'load_lora']
+           'with_family_sizes', 'encoder_names', 'left_out', 'read_model', 'read_pipeline', 'without_remarks',
+           'move_parts', 'empty_model', 'empty_denoiser', 'machine_ranks', 'is_reader', 'machine_group', 'send_weights',
+           'read_once', 'load_pipeline', 'policy_around', 'load_backbone', 'save_memory', 'encoders_of', 'awake',
+           'largest_rank', 'lora_file', 'with_alpha', 'add_lora', 'load_lora']
 
 # %% ../../nbs/backbones/01_loading.ipynb #f35a8196
 import json
@@ -103,7 +103,7 @@ def folder_of(name: str) -> str:
     )
 
 # %% ../../nbs/backbones/01_loading.ipynb #56cec890
-PIPELINE_ERRORS = (OSError, ValueError, UnpicklingError, SafetensorError)  # what diffusers raises on bad files
+PIPELINE_ERRORS = (OSError, ValueError, ImportError, UnpicklingError, SafetensorError)  # diffusers on bad files
 
 
 def pipeline_error(name: str, error: Exception) -> ValueError:
@@ -231,13 +231,36 @@ def left_out(folder: str, unused: Iterable[str]) -> dict[str, None]:
     return {name: None for name, kind in index.items() if isinstance(kind, list) and (not any(kind) or name in unused)}
 
 # %% ../../nbs/backbones/01_loading.ipynb #e6cc5974
+def read_model(folder: str, name: str, kind: type, dtype: torch.dtype) -> nn.Module:
+    """Return a model of a pipeline, of its files of 16 bits if it has no others.
+
+    Raises `ValueError` if its files lack a weight, which would be drawn at random, or if a model of diffusers has one
+    more than its configuration uses."""
+    files = [path.name for path in Path(folder, name).glob("*.safetensors")]
+    variant = "fp16" if files and all(".fp16." in file for file in files) else None
+    options: dict[str, Any] = {"subfolder": name, "variant": variant, "output_loading_info": True}
+    model, found = kind.from_pretrained(folder, dtype=dtype, **options)
+    more = () if kind.__module__.startswith("transformers") else found["unexpected_keys"]  # half of a larger model
+    for what, keys in (("lack", found["missing_keys"]), ("have, beyond its configuration,", more)):
+        if keys:
+            raise ValueError(f"the files of its {name} {what} the weight {min(keys)}")
+    return model
+
+
 def read_pipeline(folder: str, dtype: torch.dtype, **parts: Any) -> Any:
     "Return a pipeline on the CPU, frozen; `parts` take the place of its own, and None leaves a part out."
+    import diffusers
+    import transformers
     import diffusers.utils.logging
     import transformers.utils.logging
 
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
+    kinds = {name: kind for name, kind in read_index(folder).items() if isinstance(kind, list) and name not in parts}
+    for name, (library, kind) in kinds.items():
+        found = getattr({"diffusers": diffusers, "transformers": transformers}.get(library), kind or "", None)
+        if isinstance(found, type) and issubclass(found, nn.Module):
+            parts[name] = read_model(folder, name, found, dtype)
     pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, dtype=dtype, trust_remote_code=False, **parts)
     for part in pipeline.components.values():
         if isinstance(part, nn.Module):

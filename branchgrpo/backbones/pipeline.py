@@ -152,7 +152,9 @@ SOLVERS = (  # schedulers that draw no noise and leave latents at their scale
 
 def signal_levels(scheduler) -> Tensor:
     "Return ᾱ `(T + 1,)` at a diffusion model's timesteps, and at the end. Raise `ValueError` on a step it has not."
-    alphas = scheduler.alphas_cumprod
+    alphas = getattr(scheduler, "alphas_cumprod", None)
+    if alphas is None:
+        raise scheduler_error(scheduler, "has no beta_schedule, so it is not one of a diffusion model")
     if int(scheduler.timesteps.max()) >= len(alphas):
         what = f"asks for step {int(scheduler.timesteps.max())} of {len(alphas)} (steps_offset, timestep_spacing)"
         raise scheduler_error(scheduler, what)
@@ -363,7 +365,7 @@ class ImagePolicy(PipelinePolicy):
     def decode(self, latents: Tensor, max_batch: int | None = None) -> Tensor:
         "Return images `(B, 3, H, W)` float32 in [0, 1] from x̂₀ latents."
         vae = self.pipeline.vae
-        z = self.unpack(latents) / vae.config.scaling_factor + (vae.config.shift_factor or 0)
+        z = self.unpack(latents) / vae.config.scaling_factor + (vae.config.get("shift_factor") or 0)
         return decode_images(vae, z, max_batch or self.decode_batch)
 
 # %% ../../nbs/backbones/00_pipeline.ipynb #4da87897

@@ -104,8 +104,11 @@ class SDPolicy(ImagePolicy):
 
     def __init__(self, pipeline, *args, **options):
         super().__init__(pipeline, *args, **options)
-        if self.denoiser.config.time_cond_proj_dim:
-            raise ValueError("backbone: a U-Net with guidance as an input (time_cond_proj_dim, LCM) is not supported")
+        read, made = self.denoiser.config.in_channels, self.denoiser.config.out_channels
+        if read != made:
+            raise ValueError(
+                f"backbone: its unet reads {read} channels and makes {made}: it draws with a picture's mask"
+            )
 
     def blank(self, batch: int = 1) -> dict[str, Tensor]:
         "Return conditioning of the right shapes and no content, on the denoiser's device."

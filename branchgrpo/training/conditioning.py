@@ -50,13 +50,16 @@ def text_parts(pipeline) -> dict[str, Any]:
 
 # %% ../../nbs/training/04_conditioning.ipynb #e435e296
 def fingerprint(pipeline) -> str:
-    "Return a short name for how a pipeline encodes text, from its encoders' configurations and sampled weights."
+    "Return a short name for how a pipeline encodes text: encoders' configurations, sampled weights, and tokenizers."
     key = hashlib.blake2b(digest_size=12)
     for name, part in sorted(text_parts(pipeline).items()):
         key.update(json.dumps([name, part.config.to_dict()], sort_keys=True, default=str).encode())
         for weight in part.parameters():
             every = max(1, weight.numel() // 16)
             key.update(weight.detach().flatten()[::every].float().cpu().numpy().tobytes())
+    for name, part in sorted(pipeline.components.items()):
+        if name.startswith("tokenizer") and part is not None:
+            key.update(json.dumps([name, part.model_max_length, sorted(part.get_vocab().items())]).encode())
     return key.hexdigest()
 
 # %% ../../nbs/training/04_conditioning.ipynb #ae4c806c
