@@ -238,10 +238,7 @@ GARDO = FLOW_GRPO.variant(
     equation="U = w(r) − mean of w(judges);  loss −min(ρA, clip(ρ, 1 ± ε)A) + β_KL·KL where U is among the highest k",
     kl=(0.04, "GARDO Table 1: β = 0.04"),
     kl_share=(0.1, "GARDO A.1: 'the initial KL percentage k = 0.1' (there it drifts)"),
-    std=(
-        "none",
-        "GARDO Sec. 4.3: 'removing standard deviation (Std) from advantage normalization' (config/gardo.py)",
-    ),
+    std=("none", "GARDO Sec. 4.3: 'removing standard deviation (Std)' (config/gardo.py, of OCR: global_std True)"),
     roots=(24, "GARDO A.1: G = 24"),
     same_root=(True, "GARDO A.1: 'the initial noises are set to be the same' (config/base.py l. 63: False)"),
     steps=(10, "GARDO A.1: T = 10"),
