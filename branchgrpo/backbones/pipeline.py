@@ -41,6 +41,7 @@ class FamilyDefaults:
     long_tokenizer = "tokenizer"  # whose tokens these are
     text_from_recipe = False  # recipes that state a length are written for this family
     negative_prompt: str | None = None  # what guidance leads away from; none: the family has no such guidance
+    encoded_by: tuple[str, ...] = ()  # parts that `encode` asks, besides the text encoders
     first_frames = None  # function: P prompts -> first frames (P, 3, H, W) in [0, 1], for image-to-video
     decode_batch = None  # images per call of the VAE; none: as many as `DECODE_BYTES` hold
     published = ("", {})  # the published denoiser: its class in diffusers, and its configuration
