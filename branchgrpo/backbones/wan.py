@@ -172,6 +172,7 @@ class WanImagePolicy(WanPolicy):
     Raises `ValueError` if the prompts have no first frames. Source: BranchGRPO Table 4."""
 
     parts = ("text_encoder", "tokenizer", "image_encoder", "image_processor")
+    encoded_by = ("image_encoder", "vae")
     optional = ("image_encoder", "image_processor")
     flags = ("pos_embed_seq_len",)  # a first and a last frame
     published = ("WanTransformer3DModel", WAN_I2V_14B)

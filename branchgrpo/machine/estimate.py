@@ -94,7 +94,7 @@ def trained_parts(c: CallCost, s: Settings, share: GpuShare) -> list[MemoryPart]
         MemoryPart("adapter", 4 * each if s.lora_rank else 0),
         MemoryPart("averaged weights", 4 * each),
         MemoryPart("stored trained weights", 4 * each if s.ema_used else 0, ("evaluation",)),
-        MemoryPart("reference for KL", reference if s.kl and not s.lora_rank else 0),
+        MemoryPart("reference for KL", reference if s.kl and (s.lora is not None or not s.lora_rank) else 0),
         MemoryPart("optimiser", 8 * each, ("evaluation", "rollout", "update", "step")),
         MemoryPart("gradients", 4 * each, PHASES if in_buckets else ("update", "step")),
         MemoryPart("weights in bfloat16", autocast, ("evaluation", "rollout", "update")),
