@@ -49,6 +49,7 @@ class FamilyDefaults:
     long_tokenizer = "tokenizer"  # whose tokens these are
     text_from_recipe = False  # recipes that state a length are written for this family
     negative_prompt: str | None = None  # what guidance leads away from; none: the family has no such guidance
+    encoded_by: tuple[str, ...] = ()  # parts that `encode` asks, besides the text encoders
     fps = None  # frames per second of a clip; none: images
     first_frames = None  # function: P prompts -> P first frames (3, H, W) in [0, 1], for image-to-video
     decode_batch = None  # images per call of the VAE; none: as many as `DECODE_BYTES` hold

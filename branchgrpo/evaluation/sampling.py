@@ -47,7 +47,9 @@ def levels_text(policy: Any) -> str:
         return f"by the {type(policy.pipeline.scheduler).__name__} of its files"
     if policy.kind == "diffusion":
         return "by DDIM, as in training"
-    return "at its scheduler's levels" if isinstance(shift, str) else f"at even levels, shift {shift or 3:g}"
+    return (
+        "at the levels of its files' scheduler" if isinstance(shift, str) else f"at even levels, shift {shift or 3:g}"
+    )
 
 
 @torch.no_grad()

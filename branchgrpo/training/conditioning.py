@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from ..backbones.loading import awake, encoders_of, is_reader
+from ..backbones.loading import awake, declared, encoders_of, is_reader
 from ..files import naming
 from ..noise import Noise
 from ..prompts import PromptSet
@@ -49,11 +49,16 @@ def text_parts(pipeline) -> dict[str, Any]:
     return {name: part for name, part in parts if name.startswith("text_encoder") and part is not None}
 
 # %% ../../nbs/training/04_conditioning.ipynb #e435e296
-def fingerprint(pipeline) -> str:
-    "Return a short name for how a pipeline encodes text: encoders' configurations, sampled weights, and tokenizers."
+def fingerprint(pipeline, more: Iterable[str] = ()) -> str:
+    """Return a short name for how a pipeline encodes prompts: encoders' configurations, sampled weights, tokenizers.
+
+    `more` names the further parts that encode: those of first frames."""
     key = hashlib.blake2b(digest_size=12)
-    for name, part in sorted(text_parts(pipeline).items()):
-        key.update(json.dumps([name, part.config.to_dict()], sort_keys=True, default=str).encode())
+    further = {name: getattr(pipeline, name, None) for name in more}
+    parts = text_parts(pipeline) | {name: part for name, part in further.items() if part is not None}
+    for name, part in sorted(parts.items()):
+        config = part.config.to_dict() if hasattr(part.config, "to_dict") else dict(part.config)
+        key.update(json.dumps([name, config], sort_keys=True, default=str).encode())
         for weight in part.parameters():
             every = max(1, weight.numel() // 16)
             key.update(weight.detach().flatten()[::every].float().cpu().numpy().tobytes())
@@ -178,9 +183,9 @@ class Conditioner:
         return {k: torch.stack([self.known[p][k] for p in prompts]).to(self.device) for k in keys}
 
 # %% ../../nbs/training/04_conditioning.ipynb #fab332b0
-def shared_fingerprint(pipeline: Any) -> str:
+def shared_fingerprint(pipeline: Any, more: Iterable[str] = ()) -> str:
     "Return the fingerprint of the first process's encoders. All processes call it together."
-    name = [fingerprint(pipeline)]
+    name = [fingerprint(pipeline, more)]
     if dist.is_initialized():
         dist.broadcast_object_list(name, 0)
     return name[0]
@@ -203,7 +208,8 @@ def make_conditioner(s: Settings, policy: Any, device) -> Conditioner:
     if not s.embeddings:
         return Conditioner(policy, device)
     encode = encoder(policy, device, s.embeddings, is_reader())
-    model = f"{shared_fingerprint(policy.pipeline)} {getattr(policy, 'text_length', None)}"
+    name = shared_fingerprint(policy.pipeline, declared(type(policy), "encoded_by"))
+    model = f"{name} {getattr(policy, 'text_length', None)}"
     negative = getattr(policy, "negative_prompt", None)
     store = EmbeddingCache(s.embeddings, model, encode, content=policy.content, negative=negative)
     return Conditioner(policy, device, store)
