@@ -62,7 +62,7 @@ class SampleOptions:
 
     prompt: tuple[str, ...] = ()  # one or more prompts
     output: str = "sample.png"  # the image file
-    steps: int = as_in_training("steps", 20)  # denoising steps
+    steps: int | None = as_in_training("steps")  # denoising steps; none: of a run its evaluations', of a model 20
 
 # %% ../nbs/cli/01_commands.ipynb #dd3ca2c3
 @dataclass
@@ -168,13 +168,13 @@ def sample(given: dict[str, Any]) -> int:
     import numpy as np
     from PIL import Image
     from branchgrpo.evaluation.evaluate import Drawing
-    from branchgrpo.evaluation.sampling import as_image, levels_text, sample_block
+    from branchgrpo.evaluation.sampling import as_image, levels_text, sample_block, steps_of
     from branchgrpo.files import write_atomic
 
     o, drawing = options(SampleOptions, given, required=("prompt",)), options(Drawing, given)
     check_sample(o)
-    policy = drawing.policy()
-    images = sample_block(policy, list(o.prompt), list(range(len(o.prompt))), o.steps, drawing.seed)
+    policy, steps = drawing.policy(), steps_of(drawing.backbone, o.steps, 20)
+    images = sample_block(policy, list(o.prompt), list(range(len(o.prompt))), steps, drawing.seed)
     row = Image.fromarray(np.concatenate([np.asarray(as_image(image)) for image in images], 1))
     write_atomic(o.output, lambda temporary: row.save(temporary, format="png"))
     print(f"{len(images)} images, drawn {levels_text(policy)}: {o.output}")

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NUMBER', 'STEPS', 'READERS', 'NEUTRAL', 'RETIRED', 'Bounds', 'bounded', 'from_recipe', 'not_allowed', 'whole',
-           'number', 'distinct', 'steps', 'pairs', 'truth', 'levels', 'plain_text', 'several', 'without_none',
+           'number', 'distinct', 'steps', 'pairs', 'truth', 'shift', 'plain_text', 'several', 'without_none',
            'read_value', 'PlanSettings', 'WindowSettings', 'ProcessSettings', 'CreditSettings', 'SelectionSettings',
            'ObjectiveSettings', 'OptimiserSettings', 'SizeSettings', 'MethodSettings', 'field_types', 'read_settings',
            'options', 'as_in_training', 'variable', 'without_retired']
@@ -132,7 +132,7 @@ def truth(value: Any) -> bool:
     return known[str(value).lower()]
 
 
-def levels(value: Any) -> float | str:
+def shift(value: Any) -> float | str:
     "Return a shift of noise levels: a number, or the word scheduler."
     if value == "scheduler":
         return value
@@ -162,7 +162,7 @@ READERS: dict[Any, tuple[Callable[[Any], Any], str]] = {  # type: how a value is
     bool: (truth, "{true,false}"),
     str: (plain_text, "TEXT"),
     tuple[int, ...] | str: (steps, "STEPS"),
-    float | str: (levels, "NUMBER|scheduler"),
+    float | str: (shift, "NUMBER|scheduler"),
     dict[int, int]: (lambda value: pairs(value, whole, "5:24,7:12"), "STEP:COUNT"),
     dict[int, float]: (lambda value: pairs(value, number, "0:1,3:1.5"), "STEP:NUMBER"),
     tuple[str, ...]: (lambda value: several(value, plain_text, "a list of texts"), "TEXT"),

@@ -13,7 +13,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ class Drawing:
     "What draws the images"
 
     backbone: str = "tiny-flux"  # a name, a pipeline's folder, a hub name, or a run's folder
-    weights: str = "trained"  # of a run: trained, ema or base
+    weights: str = "trained"  # of a run: trained (as it was exported: with ema_used the average), ema or base
     _: KW_ONLY
     lora: str | None = None  # an adapter on a model: a .safetensors file, a folder, or a hub name
     height: int | None = as_in_training("height")  # pixels; none: those of the run or of the model's family
@@ -57,7 +57,7 @@ class Evaluation(Drawing):
     limit: int | None = bounded(None, 1)  # only the first test prompts; none: all
     samples: int = bounded(1, 1, 10**6)  # images per prompt
     rewards: tuple[str, ...] = ("tiny-clip",)  # names, sums of names, or your own: my_scores:redness
-    steps: int = as_in_training("steps", 12)  # denoising steps
+    steps: int | None = as_in_training("steps")  # denoising steps; none: of a run its evaluations', of a model 12
     block: int = bounded(16, 1, 10**6)  # images drawn and written together
     save_images: bool = True  # keep PNG files, clips as strips of frames
 
@@ -145,11 +145,12 @@ class Evaluator:
     device: str = "cpu"
 
     def __post_init__(self):
-        from branchgrpo.evaluation.sampling import drawing_process
+        from branchgrpo.evaluation.sampling import drawing_process, steps_of
         from branchgrpo.prompts import load_prompts
 
         e = self.evaluation
         check_evaluation(e)
+        self.evaluation = e = replace(e, steps=steps_of(e.backbone, e.steps, 12))
         self.folder = Path(self.folder)
         self.prompt_set = load_prompts(e.prompts)
         self.record = evaluation_record(e, self.prompt_set)

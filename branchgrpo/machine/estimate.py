@@ -7,8 +7,8 @@ __all__ = ['GPUS_PER_NODE', 'GB', 'PHASES', 'GPU_GB', 'FREE_SHARE', 'RUNTIME_BYT
            'MemoryPart', 'trained_parts', 'denoiser_parts', 'call_rows', 'update_rows', 'update_bytes', 'working_parts',
            'decoded_at_once', 'images_of_rollout', 'image_parts', 'parameters_of', 'encoder_sizes', 'encoder_parts',
            'reward_bytes', 'reward_part', 'memory_parts', 'gb_by_phase', 'peak_gb', 'fits', 'memory_table',
-           'training_flops', 'trained_calls', 'iteration_flops', 'evaluation_flops', 'Estimate', 'estimate', 'helps',
-           'joined_changes', 'advice', 'flag', 'memory_verdict']
+           'training_flops', 'calls_after_pruning', 'iteration_flops', 'evaluation_flops', 'Estimate', 'estimate',
+           'helps', 'joined_changes', 'advice', 'flag', 'memory_verdict']
 
 # %% ../../nbs/machine/01_estimate.ipynb #4ca755ab
 import math
@@ -286,7 +286,7 @@ def training_flops(c: CallCost, s: Settings) -> float:
     return (training + reference) * s.passes + again * c.forward * (1 - 1 / s.steps_per_pass)
 
 # %% ../../nbs/machine/01_estimate.ipynb #00e85cbe
-def trained_calls(s: Settings, plan: RolloutPlan, prompts: int = 32) -> float:
+def calls_after_pruning(s: Settings, plan: RolloutPlan, prompts: int = 32) -> float:
     "Return the denoiser calls of one prompt's update after pruning, a mean over trees with random rewards."
     s = replace(s, beta=0.0, beta_scale="mean")  # log-densities, which decide little here, are not known
     tree, noise = Tree.from_plan(plan, prompts), Noise(0, 0, tuple(range(prompts)))
@@ -303,7 +303,7 @@ def trained_calls(s: Settings, plan: RolloutPlan, prompts: int = 32) -> float:
 def iteration_flops(c: CallCost, s: Settings, share: GpuShare, image: float) -> float:
     "Return the FLOPs of one iteration, over all GPUs: rollout, update, and decoding at `image` FLOPs each."
     cost = plan_cost(share.plan)
-    calls = cost.calls * c.forward + trained_calls(s, share.plan) * training_flops(c, s)
+    calls = cost.calls * c.forward + calls_after_pruning(s, share.plan) * training_flops(c, s)
     return s.prompts_per_iteration * (calls + (cost.leaves + cost.previews) * image)
 
 # %% ../../nbs/machine/01_estimate.ipynb #495f1ce0
@@ -346,7 +346,7 @@ def estimate(s: Settings, gpus: int = 8, tflops: float = 400.0) -> Estimate:
     return Estimate(
         counted=c,
         calls=cost.calls,
-        trained_calls=round(trained_calls(s, share.plan)),
+        trained_calls=round(calls_after_pruning(s, share.plan)),
         leaves=cost.leaves,
         tflop=iteration / 1e12,
         hours=(s.iterations * iteration + evaluations) / speed,

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CLIP_H14', 'CLIP_PIXELS', 'WEIGHTS', 'DROPOUT', 'normalise', 'as_bytes', 'pillow_resize', 'preprocess',
-           'open_clip_model', 'embed_images', 'mended', 'embed_texts', 'ClipTower', 'ClipReward', 'PickScoreReward',
-           'checkpoint_path', 'AestheticHead', 'read_head', 'clip_of', 'AestheticReward']
+           'check_processor', 'open_clip_model', 'embed_images', 'mended', 'embed_texts', 'ClipTower', 'ClipReward',
+           'PickScoreReward', 'checkpoint_path', 'AestheticHead', 'read_head', 'clip_of', 'AestheticReward']
 
 # %% ../../nbs/rewards/04_clip.ipynb #d5aa200c
 import html
@@ -66,20 +66,39 @@ def preprocess(images: Tensor, processor: Any, centre: Callable[[float], int] = 
     return normalise(images, processor)
 
 # %% ../../nbs/rewards/04_clip.ipynb #39270b78
+def check_processor(processor: Any, folder: str) -> None:
+    "Raise `ValueError` if an image processor does something else than resize, crop and normalise as CLIP's do."
+    known = {"do_resize": True, "do_center_crop": True, "do_normalize": True, "resample": Image.Resampling.BICUBIC}
+    wrong = next((name for name, value in known.items() if getattr(processor, name, value) != value), None)
+    short, crop = processor.size.get("shortest_edge"), processor.crop_size
+    if wrong is None and (short is None or short < max(crop["height"], crop["width"])):
+        wrong = "size"
+    if wrong:
+        what = (
+            f"{wrong} {getattr(processor, wrong)}, and only a bicubic resize of the shortest edge and a crop are known"
+        )
+        raise ValueError(f"reward: the processor of {folder!r} has {what}")
+
+
 def open_clip_model(folder: str, processor_name: str | None = None) -> tuple:
     """Return the `CLIPModel` of a folder or hub name, in float32, and its processor.
 
-    `processor_name` says where the processor is, if it is not with the weights. Raises `OSError` if either is missing.
+    `processor_name` says where the processor is, if it is not with the weights. Raises `OSError` if either is missing,
+    `ValueError` if a weight is missing, which would be drawn at random, and as `check_processor`.
     """
     from transformers import CLIPModel, CLIPProcessor
 
-    model = CLIPModel.from_pretrained(folder, dtype=torch.float32)
+    model, found = CLIPModel.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    if found["missing_keys"]:
+        raise ValueError(f"reward: the files of {folder!r} lack the weight {min(found['missing_keys'])}")
     try:
-        return model, CLIPProcessor.from_pretrained(folder, trust_remote_code=False)
+        processor = CLIPProcessor.from_pretrained(folder, trust_remote_code=False)
     except OSError:
         if processor_name is None:
             raise
-        return model, CLIPProcessor.from_pretrained(processor_name, trust_remote_code=False)
+        processor = CLIPProcessor.from_pretrained(processor_name, trust_remote_code=False)
+    check_processor(processor.image_processor, folder)
+    return model, processor
 
 # %% ../../nbs/rewards/04_clip.ipynb #b8749fe9
 @torch.no_grad()
@@ -217,7 +236,7 @@ def read_head(path: Path) -> AestheticHead:
     "Return the head of a file; its widths are those of the weights. Raises `FileNotFoundError` naming its source."
     if not path.is_file():
         source = "github.com/christophschuhmann/improved-aesthetic-predictor"
-        raise FileNotFoundError(f"put {WEIGHTS} of {source} there, or name its place: aesthetic:PATH")
+        raise FileNotFoundError(f"put {WEIGHTS} of {source} there, or name its place: aesthetic:FOLDER")
     state = torch.load(path, map_location="cpu", weights_only=True)
     sizes = [value.shape[0] for key, value in state.items() if key.endswith("weight")]
     head = AestheticHead(state["layers.0.weight"].shape[1], tuple(sizes[:-1]))

@@ -179,6 +179,7 @@ class Named(NamedTuple):
 def place_of(entry: Any, where: str) -> str | None:
     "Return `where`, or the default of an entry; the testbed's weights are inside the package."
     place = where or (entry.where if isinstance(entry, Entry) else None)
+    place = str(Path(place).expanduser()) if place and place.startswith("~") else place
     if place is None or not place.startswith(TESTBED):
         return place
     return str(files("branchgrpo") / place)
@@ -221,6 +222,9 @@ def terms(name: str) -> tuple[list[tuple[float, str]], bool]:
     if len(name) > LONGEST:
         raise ValueError(f"reward: a name of {len(name)} characters is longer than {LONGEST}")
     check_no_secret(name)
+    where = name.partition(":")[2]
+    if where and is_there(Path(where).expanduser()):  # a path may hold a plus, a space or brackets
+        return [(1.0, name)], False
     inner = re.fullmatch(r"\s*norm\((.+)\)\s*", name)
     parts = _PLUS.split(inner[1] if inner else name)
     found = [match for match in map(_TERM.match, parts) if match]
@@ -241,13 +245,20 @@ def load_one(name: str, device: torch.device | str = "cpu") -> Reward:
 
     Raises `ValueError` on an unknown name, and if its weights are neither on this machine nor can be fetched.
     """
+    from pickle import UnpicklingError
+
     from huggingface_hub.errors import HFValidationError
+    from safetensors import SafetensorError
     from transformers.utils import logging
 
     entry, where = split_name(name)
     logging.disable_progress_bar()
     try:
         return make(entry, where, name, device)
+    except torch.OutOfMemoryError:
+        raise
+    except (UnpicklingError, SafetensorError, RuntimeError) as error:  # a pointer of git-lfs, a page, half a file
+        raise ValueError(f"reward: the weights of {name!r} at {where!r} are damaged ({reason(error)})") from None
     except (OSError, HFValidationError) as error:
         gone = str(where).startswith(("/", ".", "~")) and not Path(str(where)).expanduser().exists()
         why = "there is no such file or folder" if gone else reason(error)
