@@ -150,14 +150,15 @@ class Evaluator:
 
         e = self.evaluation
         check_evaluation(e)
-        self.evaluation = e = replace(e, steps=steps_of(e.backbone, e.steps, 12))
+        self.steps = steps_of(e.backbone, e.steps, 12)
+        self.evaluation = e = replace(e, steps=self.steps)
         self.folder = Path(self.folder)
         self.prompt_set = load_prompts(e.prompts)
         self.record = evaluation_record(e, self.prompt_set)
         check_place(self.folder, self.record)
         self.prompts = self.prompt_set.test[: e.limit]
         self.policy, self.scorers = load_models(e, self.device)
-        drawing_process(self.policy, e.steps)  # raises before anything is written
+        drawing_process(self.policy, self.steps)  # raises before anything is written
         self.policy.first_frames = self.prompt_set.first_frames
 
     def run(self) -> dict[str, Any] | None:
@@ -241,7 +242,7 @@ def block_rows(evaluator: Evaluator, block: int) -> list[dict[str, Any]]:
     e = evaluator.evaluation
     numbers = block_numbers(evaluator, block)
     prompts = [evaluator.prompts[n // e.samples] for n in numbers]
-    images = sample_block(evaluator.policy, prompts, numbers, e.steps, e.seed)
+    images = sample_block(evaluator.policy, prompts, numbers, evaluator.steps, e.seed)
     scores = score_images(images, prompts, evaluator.scorers, evaluator.prompt_set)
     rows = scored_rows(numbers, prompts, e.samples, scores)
     if e.save_images:

@@ -222,8 +222,8 @@ def terms(name: str) -> tuple[list[tuple[float, str]], bool]:
     if len(name) > LONGEST:
         raise ValueError(f"reward: a name of {len(name)} characters is longer than {LONGEST}")
     check_no_secret(name)
-    where = name.partition(":")[2]
-    if where and is_there(Path(where).expanduser()):  # a path may hold a plus, a space or brackets
+    where = name.partition(":")[2] or name
+    if is_there(Path(where).expanduser()):  # a path may hold a plus, a space or brackets
         return [(1.0, name)], False
     inner = re.fullmatch(r"\s*norm\((.+)\)\s*", name)
     parts = _PLUS.split(inner[1] if inner else name)
