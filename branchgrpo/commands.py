@@ -168,12 +168,12 @@ def sample(given: dict[str, Any]) -> int:
     import numpy as np
     from PIL import Image
     from branchgrpo.evaluation.evaluate import Drawing
-    from branchgrpo.evaluation.sampling import as_image, levels_text, sample_block, steps_of
+    from branchgrpo.evaluation.sampling import as_image, drawing_steps, levels_text, sample_block
     from branchgrpo.files import write_atomic
 
     o, drawing = options(SampleOptions, given, required=("prompt",)), options(Drawing, given)
     check_sample(o)
-    policy, steps = drawing.policy(), steps_of(drawing.backbone, o.steps, 20)
+    policy, steps = drawing.policy(), drawing_steps(drawing.backbone, o.steps, 20)
     images = sample_block(policy, list(o.prompt), list(range(len(o.prompt))), steps, drawing.seed)
     row = Image.fromarray(np.concatenate([np.asarray(as_image(image)) for image in images], 1))
     write_atomic(o.output, lambda temporary: row.save(temporary, format="png"))

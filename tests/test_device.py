@@ -77,7 +77,7 @@ def whole_run(t) -> dict:
 
 
 CHOSEN = ("branchgrpo-deppru", "branchgrpo-mix", "branchgrpo-released", "dancegrpo-sd", "flow-dppo", "gardo")
-CHOSEN += ("pro-grpo", "stepwise-flow-grpo", "tp-grpo", "treegrpo")
+CHOSEN += ("flow-cps", "grpo-guard", "pro-grpo", "stepwise-flow-grpo", "tp-grpo", "treegrpo")
 NAMED = ("advantage", "std", "prune", "selection", "group_selection", "window", "stochastic", "transition", "ratio")
 NAMED += ("loss", "loss_mean", "reward_sum", "step_weights", "step_unit", "split_noise", "weights")
 

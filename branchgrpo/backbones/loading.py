@@ -6,7 +6,7 @@
 __all__ = ['FAMILIES', 'TINY', 'BACKBONES', 'PIPELINE_ERRORS', 'ENCODER_PLACES', 'LORA_FILES', 'FACTOR', 'TEXT', 'declared',
            'Backbone', 'adapt_recipe', 'is_hub_model', 'folder_of', 'pipeline_error', 'read_index', 'pipeline_class',
            'family', 'part_config', 'denoiser_config', 'default_sizes', 'default_guidance', 'takes_guidance',
-           'check_guidance', 'with_family_sizes', 'encoder_names', 'left_out', 'read_model', 'read_pipeline',
+           'check_guidance', 'with_family_sizes', 'encoder_names', 'left_out', 'read_checked', 'read_pipeline',
            'without_remarks', 'move_parts', 'empty_model', 'empty_denoiser', 'machine_ranks', 'is_reader',
            'machine_group', 'send_weights', 'read_once', 'load_pipeline', 'policy_around', 'load_backbone',
            'save_memory', 'encoders_of', 'awake', 'largest_rank', 'lora_file', 'with_alpha', 'add_lora', 'load_lora']
@@ -231,7 +231,7 @@ def left_out(folder: str, unused: Iterable[str]) -> dict[str, None]:
     return {name: None for name, kind in index.items() if isinstance(kind, list) and (not any(kind) or name in unused)}
 
 # %% ../../nbs/backbones/01_loading.ipynb #e6cc5974
-def read_model(folder: str, name: str, kind: type, dtype: torch.dtype) -> nn.Module:
+def read_checked(folder: str, name: str, kind: type, dtype: torch.dtype) -> nn.Module:
     """Return a model of a pipeline, of its files of 16 bits if it has no others.
 
     Raises `ValueError` if its files lack a weight, which would be drawn at random, or if a model of diffusers has one
@@ -260,7 +260,7 @@ def read_pipeline(folder: str, dtype: torch.dtype, **parts: Any) -> Any:
     for name, (library, kind) in kinds.items():
         found = getattr({"diffusers": diffusers, "transformers": transformers}.get(library), kind or "", None)
         if isinstance(found, type) and issubclass(found, nn.Module):
-            parts[name] = read_model(folder, name, found, dtype)
+            parts[name] = read_checked(folder, name, found, dtype)
     pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, dtype=dtype, trust_remote_code=False, **parts)
     for part in pipeline.components.values():
         if isinstance(part, nn.Module):

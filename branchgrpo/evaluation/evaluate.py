@@ -145,12 +145,12 @@ class Evaluator:
     device: str = "cpu"
 
     def __post_init__(self):
-        from branchgrpo.evaluation.sampling import drawing_process, steps_of
+        from branchgrpo.evaluation.sampling import drawing_process, drawing_steps
         from branchgrpo.prompts import load_prompts
 
         e = self.evaluation
         check_evaluation(e)
-        self.steps = steps_of(e.backbone, e.steps, 12)
+        self.steps = drawing_steps(e.backbone, e.steps, 12)
         self.evaluation = e = replace(e, steps=self.steps)
         self.folder = Path(self.folder)
         self.prompt_set = load_prompts(e.prompts)

@@ -113,7 +113,7 @@ FLASH = FLOW_GRPO.variant(
     guidance_scale=(4.5, f"{FLASH_CONFIG}, guidance 4.5"),
     height=(480, f"{FLASH_CONFIG}, 480×832"),
     width=(832, f"{FLASH_CONFIG}, 480×832"),
-    text_length=(None, "Wan2.1's own: WanPipeline, max_sequence_length = 512"),
+    text_length=(None, "derived: Wan2.1's own, as WanPipeline has it: max_sequence_length = 512"),
     prompts_per_iteration=(48, f"derived: 96 GPUs (train_wanx2_1_flash.sh l. 19) × 2 batches / 4; {FLASH_CONFIG}"),
     advantage_clip=(5.0, "Flash-GRPO: config/base.py l. 91, adv_clip_max"),
     clip_range=(1e-3, f"{FLASH_CONFIG}, clip 1e-3"),

@@ -43,7 +43,6 @@ from branchgrpo.files import (
     write_jsonl,
     write_text,
 )
-from ..prompts import rows_of
 from ..registry import first_of, reason, shown
 from ..rewards.own import same_as_recorded, short_digest
 from ..settings import RETIRED
@@ -242,6 +241,8 @@ def check_same_run(path: str | Path, settings: dict, free: tuple[str, ...]) -> N
 # %% ../../nbs/training/09_runs.ipynb #6d470f8a
 def prompt_facts(prompts: Any) -> dict[str, Any]:
     "Return how many prompts a set has, and a digest of their texts and of what is known of them."
+    from branchgrpo.prompts import rows_of  # not above: a look at runs needs no torch
+
     train, test = list(prompts.train), list(prompts.test)
     every = [*test, *train]
     rows = {prompt: row for prompt, row in zip(every, rows_of(every)) if row}
