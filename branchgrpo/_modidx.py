@@ -457,6 +457,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                            'branchgrpo/evaluation/sampling.py'),
                                                 'branchgrpo.evaluation.sampling.levels_text': ( 'evaluation/sampling.html#levels_text',
                                                                                                 'branchgrpo/evaluation/sampling.py'),
+                                                'branchgrpo.evaluation.sampling.load_as_trained': ( 'evaluation/sampling.html#load_as_trained',
+                                                                                                    'branchgrpo/evaluation/sampling.py'),
                                                 'branchgrpo.evaluation.sampling.load_average': ( 'evaluation/sampling.html#load_average',
                                                                                                  'branchgrpo/evaluation/sampling.py'),
                                                 'branchgrpo.evaluation.sampling.load_policy': ( 'evaluation/sampling.html#load_policy',

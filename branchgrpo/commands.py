@@ -166,6 +166,7 @@ def print_summary(summary: dict[str, Any]) -> None:
 def sample(given: dict[str, Any]) -> int:
     "Draw one image per prompt, without noise on the way, into one image file."
     import numpy as np
+    import torch
     from PIL import Image
     from branchgrpo.evaluation.evaluate import Drawing
     from branchgrpo.evaluation.sampling import as_image, drawing_steps, levels_text, sample_block
@@ -173,7 +174,8 @@ def sample(given: dict[str, Any]) -> int:
 
     o, drawing = options(SampleOptions, given, required=("prompt",)), options(Drawing, given)
     check_sample(o)
-    policy, steps = drawing.policy(), drawing_steps(drawing.backbone, o.steps, 20)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    policy, steps = drawing.policy(device), drawing_steps(drawing.backbone, o.steps, 20)
     images = sample_block(policy, list(o.prompt), list(range(len(o.prompt))), steps, drawing.seed)
     row = Image.fromarray(np.concatenate([np.asarray(as_image(image)) for image in images], 1))
     write_atomic(o.output, lambda temporary: row.save(temporary, format="png"))

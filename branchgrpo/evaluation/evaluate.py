@@ -15,7 +15,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tqdm.auto import tqdm
 
@@ -39,6 +39,9 @@ class Drawing:
     text_length: int | None = as_in_training("text_length")  # tokens of a prompt for the longest text encoder, likewise
     negative_prompt: str | None = None  # what guidance leads away from; none: the run's or the family's
     shift: float | str | None = as_in_training("shift")  # of a flow's levels; none: the run's, or its own scheduler
+    base_dtype: Literal["float32", "bfloat16"] | None = None  # of weights; none: the run's; else bfloat16 on a GPU
+    mixed_precision: Literal["no", "bf16", "fp16"] | None = None  # of activations; none: the run's, or no
+    max_batch: int | None = bounded(None, 1, 100_000)  # images per denoiser call; none: the run's, or all of a block
     seed: int = as_in_training("seed", 0)  # of the initial noises
 
     def policy(self, device: str = "cpu") -> Any:
@@ -46,6 +49,7 @@ class Drawing:
         from branchgrpo.evaluation.sampling import load_policy
 
         names = ("height", "width", "frames", "guidance_scale", "text_length", "negative_prompt", "lora")
+        names += ("base_dtype", "mixed_precision", "max_batch")
         return load_policy(self.backbone, self.weights, device, self.shift, **{n: getattr(self, n) for n in names})
 
 

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['RUN_WEIGHTS', 'drawing_steps', 'drawing_process', 'levels_text', 'sample_block', 'as_image', 'image_place',
-           'save_images', 'is_run', 'load_average', 'load_run_policy', 'check_drawing', 'load_policy']
+           'save_images', 'is_run', 'load_average', 'load_as_trained', 'load_run_policy', 'check_drawing',
+           'load_policy']
 
 # %% ../../nbs/evaluation/00_sampling.ipynb #794292bf
 from pathlib import Path
@@ -71,7 +72,9 @@ def sample_block(
     "Draw one image per prompt, without noise on the way."
     process = drawing_process(policy, steps)
     plan = RolloutPlan.chains(process.steps, 1, stochastic=())  # PNDM takes a step more
-    tree = rollout(plan, Predictor(policy, policy.encode(prompts)), process, Noise(seed, 0, tuple(numbers)))
+    batches = (getattr(policy, "max_batch", None), getattr(policy, "pad", False))
+    predict = Predictor(policy, policy.encode(prompts), *batches)
+    tree = rollout(plan, predict, process, Noise(seed, 0, tuple(numbers)))
     return policy.decode(tree.latents[-1][:, 0]).float().cpu()
 
 # %% ../../nbs/evaluation/00_sampling.ipynb #eb29723c
@@ -120,12 +123,35 @@ def load_average(policy: Policy, run: Run) -> None:
             parameters[name].copy_(average)
 
 # %% ../../nbs/evaluation/00_sampling.ipynb #859c8946
+def load_as_trained(name: str, device: str | torch.device, options: dict[str, Any]) -> Any:
+    """Return a backbone's policy whose denoiser computes as in a training of the same precision and batches.
+
+    `options` are those of `load_backbone`, with base_dtype, mixed_precision and max_batch in place of dtype."""
+    device, given = torch.device(device), dict(options)
+    dtype = given.pop("base_dtype", None) or ("bfloat16" if device.type == "cuda" else "float32")
+    precision, most = given.pop("mixed_precision", None) or "no", given.pop("max_batch", None)
+    policy: Any = load_backbone(name, device=device, dtype=getattr(torch, dtype), **given)
+    policy.max_batch = most
+    if precision != "no":
+        from accelerate.utils.operations import convert_outputs_to_fp32
+
+        denoiser, casts = policy.denoiser, {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+        def call(*inputs: Any, **more: Any) -> Any:
+            with torch.autocast(device.type, casts[precision]):
+                return denoiser(*inputs, **more)
+
+        policy.call = convert_outputs_to_fp32(call)  # as accelerate prepares a model
+    return policy
+
+
 def load_run_policy(run: Run, weights: str, device: str | torch.device, options: dict[str, Any]) -> Policy:
     "Return the policy of a finished run; `options` that are not None take the place of its sizes and guidance."
     settings: Any = SimpleNamespace(**run.info["settings"])
     from branchgrpo.training.learner import make_trainable  # not above: it imports accelerate
 
     kept = ("height", "width", "guidance_scale", "frames", "text_length", "negative_prompt")
+    kept += ("base_dtype", "mixed_precision", "max_batch")
     trained_with: dict[str, Any] = {name: getattr(settings, name, None) for name in kept}
     if not takes_guidance(settings.backbone):
         trained_with["guidance_scale"] = None  # an early run recorded one that the model ignored
@@ -133,7 +159,8 @@ def load_run_policy(run: Run, weights: str, device: str | torch.device, options:
     options = trained_with | {name: value for name, value in options.items() if value is not None}
     model = run.path / "model"
     whole = weights != "base" and model.is_dir()
-    policy: Any = load_backbone(str(model) if whole else settings.backbone, device=device, **options)
+    policy: Any = load_as_trained(str(model) if whole else settings.backbone, device, options)
+    policy.pad = getattr(settings, "pad_batches", False)
     policy.shift = getattr(settings, "shift", 3.0)  # a run's images, its base's too, are drawn at its noise levels
     if weights == "trained" and settings.lora_rank:
         with without_remarks("diffusers.loaders.lora_base"):  # that there is none for a text encoder
@@ -177,7 +204,7 @@ def load_policy(
             raise ValueError(f"backbone: the run {name!r} is not finished; the command that began it continues it")
         policy = load_run_policy(Run(Path(name)), weights, device, options)
     elif weights == "trained":
-        policy = load_backbone(name, device=device, **options)
+        policy = load_as_trained(name, device, options)
         if lora is not None:
             load_lora(policy, lora)
     else:

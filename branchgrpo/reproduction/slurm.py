@@ -141,7 +141,10 @@ def job_arrays(
     if not find_spec("submitit"):
         raise ValueError("slurm: submitit is not installed; pip install -c constraints.txt -e '.[slurm]'")
     extra = {"requeue": True} | sbatch_options(more)
-    shared = {"time": hours * 60, "ntasks_per_node": 1, "signal_delay_s": 600, "additional_parameters": extra}
+    # Slurm ≥ 22.05: srun takes the CPUs of a task from this variable alone
+    cpus = 'test -z "$SLURM_CPUS_PER_TASK" || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"'
+    shared: dict[str, Any] = {"time": hours * 60, "ntasks_per_node": 1, "signal_delay_s": 600, "setup": [cpus]}
+    shared |= {"additional_parameters": extra}
     lists = task_lists(todo, launch, nodes, gpus)
     return {name: (tasks, shared | own_options(name, scale, size)) for name, (tasks, size) in lists.items()}
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..files import is_there
+from ..files import is_there, refusal
 from ..registry import Registry, import_target, reason, shown, unknown_name_error
 from .contract import Checked, Reward, RewardSum, binds, known_signature
 from .own import import_own, is_ours, is_own_name, joint_digest, object_digest, object_name
@@ -222,8 +222,9 @@ def terms(name: str) -> tuple[list[tuple[float, str]], bool]:
     if len(name) > LONGEST:
         raise ValueError(f"reward: a name of {len(name)} characters is longer than {LONGEST}")
     check_no_secret(name)
-    where = name.partition(":")[2] or name
-    if is_there(Path(where).expanduser()):  # a path may hold a plus, a space or brackets
+    key, colon, where = name.partition(":")
+    alone = not colon or re.fullmatch(r"[\w.-]+", key)
+    if alone and is_there(Path(where or name).expanduser()):  # a path may hold a plus, a space or brackets
         return [(1.0, name)], False
     inner = re.fullmatch(r"\s*norm\((.+)\)\s*", name)
     parts = _PLUS.split(inner[1] if inner else name)
@@ -258,6 +259,8 @@ def load_one(name: str, device: torch.device | str = "cpu") -> Reward:
     except torch.OutOfMemoryError:
         raise
     except (UnpicklingError, SafetensorError, RuntimeError) as error:  # a pointer of git-lfs, a page, half a file
+        if refusal(error):  # of the operating system
+            raise
         raise ValueError(f"reward: the weights of {name!r} at {where!r} are damaged ({reason(error)})") from None
     except (OSError, HFValidationError) as error:
         gone = str(where).startswith(("/", ".", "~")) and not Path(str(where)).expanduser().exists()
