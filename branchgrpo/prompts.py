@@ -56,7 +56,7 @@ def plain_prompts(prompts: list[str]) -> set[str]:
 
 @dataclass(frozen=True)
 class PromptSet:
-    "Hold the prompts to train on and to test on, texts or `Prompt`s."
+    "Hold the prompts to train on and to test on: texts, some of which may be a `Prompt`."
 
     train: list[str]
     test: list[str]

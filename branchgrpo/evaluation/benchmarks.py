@@ -184,7 +184,7 @@ def run_command(name: str, command: str, images: Path, results: Path) -> None:
 def run_benchmark(
     name: str,  # a name of BENCHMARKS
     evaluation: str | Path,  # the folder of a finished evaluation with images
-    prompts: list[str],  # that were evaluated, texts or `Prompt`s
+    prompts: list[str],  # that were evaluated: texts, or each a `Prompt`
     command: str | None = None,  # none: lay the images out, and stop
     target: str | Path | None = None,  # the tool's folder; none: inside the evaluation's
 ) -> dict[str, float] | None:
