@@ -57,7 +57,7 @@ class FamilyDefaults:
     factors = {"vae_scale_factor": 8}  # pixels per latent pixel, named as in the published pipeline
     parts: tuple[str, ...] | None = None  # of the pipeline, that read a prompt; none: what it has is not checked
     optional: tuple[str, ...] = ()  # those of them that may be absent
-    unused: tuple[str, ...] = ()  # parts that change no image here: they are not loaded
+    unused: tuple[str, ...] = ()  # parts and flags that change no image here; the parts are not loaded
     flags: tuple[str, ...] = ()  # of the denoiser's configuration, that change its images and are not supported
 
     @classmethod

@@ -92,6 +92,7 @@ class WanPolicy(PipelinePolicy):
     text_lengths = (512, 512)
     negative_prompt = ""
     parts = ("text_encoder", "tokenizer")
+    unused = ("expand_timesteps",)  # a time per token (Wan2.2 5B); without a first frame all are equal
     published = ("WanTransformer3DModel", WAN_13B)
     factors = {"vae_scale_factor_spatial": 8, "vae_scale_factor_temporal": 4}
     takes = ("frames",)
@@ -174,6 +175,7 @@ class WanImagePolicy(WanPolicy):
     parts = ("text_encoder", "tokenizer", "image_encoder", "image_processor")
     encoded_by = ("image_encoder", "vae")
     optional = ("image_encoder", "image_processor")
+    unused = ()  # with a first frame the times of `expand_timesteps` differ
     flags = ("pos_embed_seq_len",)  # a first and a last frame
     published = ("WanTransformer3DModel", WAN_I2V_14B)
 
