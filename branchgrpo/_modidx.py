@@ -449,6 +449,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                   'branchgrpo/evaluation/sampling.py'),
                                                 'branchgrpo.evaluation.sampling.drawing_process': ( 'evaluation/sampling.html#drawing_process',
                                                                                                     'branchgrpo/evaluation/sampling.py'),
+                                                'branchgrpo.evaluation.sampling.drawing_seed': ( 'evaluation/sampling.html#drawing_seed',
+                                                                                                 'branchgrpo/evaluation/sampling.py'),
                                                 'branchgrpo.evaluation.sampling.drawing_steps': ( 'evaluation/sampling.html#drawing_steps',
                                                                                                   'branchgrpo/evaluation/sampling.py'),
                                                 'branchgrpo.evaluation.sampling.image_place': ( 'evaluation/sampling.html#image_place',

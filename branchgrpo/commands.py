@@ -169,14 +169,15 @@ def sample(given: dict[str, Any]) -> int:
     import torch
     from PIL import Image
     from branchgrpo.evaluation.evaluate import Drawing
-    from branchgrpo.evaluation.sampling import as_image, drawing_steps, levels_text, sample_block
+    from branchgrpo.evaluation.sampling import as_image, drawing_seed, drawing_steps, levels_text, sample_block
     from branchgrpo.files import write_atomic
 
     o, drawing = options(SampleOptions, given, required=("prompt",)), options(Drawing, given)
     check_sample(o)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     policy, steps = drawing.policy(device), drawing_steps(drawing.backbone, o.steps, 20)
-    images = sample_block(policy, list(o.prompt), list(range(len(o.prompt))), steps, drawing.seed)
+    seed = drawing_seed(drawing.backbone, drawing.seed)
+    images = sample_block(policy, list(o.prompt), list(range(len(o.prompt))), steps, seed)
     row = Image.fromarray(np.concatenate([np.asarray(as_image(image)) for image in images], 1))
     write_atomic(o.output, lambda temporary: row.save(temporary, format="png"))
     print(f"{len(images)} images, drawn {levels_text(policy)}: {o.output}")

@@ -42,7 +42,7 @@ class Drawing:
     base_dtype: Literal["float32", "bfloat16"] | None = None  # of weights; none: the run's; else bfloat16 on a GPU
     mixed_precision: Literal["no", "bf16", "fp16"] | None = None  # of activations; none: the run's, or no
     max_batch: int | None = bounded(None, 1, 100_000)  # images per denoiser call; none: the run's, or all of a block
-    seed: int = as_in_training("seed", 0)  # of the initial noises
+    seed: int | None = as_in_training("seed")  # of the initial noises; none: of a run its evaluations', of a model 0
 
     def policy(self, device: str = "cpu") -> Any:
         "Return the policy that draws. Raise `ValueError` as `load_policy` does."
@@ -149,13 +149,14 @@ class Evaluator:
     device: str = "cpu"
 
     def __post_init__(self):
-        from branchgrpo.evaluation.sampling import drawing_process, drawing_steps
+        from branchgrpo.evaluation.sampling import drawing_process, drawing_seed, drawing_steps
         from branchgrpo.prompts import load_prompts
 
         e = self.evaluation
         check_evaluation(e)
         self.steps = drawing_steps(e.backbone, e.steps, 12)
-        self.evaluation = e = replace(e, steps=self.steps)
+        self.seed = drawing_seed(e.backbone, e.seed)
+        self.evaluation = e = replace(e, steps=self.steps, seed=self.seed)
         self.folder = Path(self.folder)
         self.prompt_set = load_prompts(e.prompts)
         self.record = evaluation_record(e, self.prompt_set)
@@ -246,7 +247,7 @@ def block_rows(evaluator: Evaluator, block: int) -> list[dict[str, Any]]:
     e = evaluator.evaluation
     numbers = block_numbers(evaluator, block)
     prompts = [evaluator.prompts[n // e.samples] for n in numbers]
-    images = sample_block(evaluator.policy, prompts, numbers, evaluator.steps, e.seed)
+    images = sample_block(evaluator.policy, prompts, numbers, evaluator.steps, evaluator.seed)
     scores = score_images(images, prompts, evaluator.scorers, evaluator.prompt_set)
     rows = scored_rows(numbers, prompts, e.samples, scores)
     if e.save_images:

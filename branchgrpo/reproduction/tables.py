@@ -437,7 +437,7 @@ def evaluation_of(
     record = run.info["settings"]
     rewards = rewards_of(record["reward"], record["held_out"])
     steps = record.get("evaluation_steps") or record["steps"]
-    fields: dict[str, Any] = {"rewards": rewards, "steps": steps, "save_images": False}
+    fields: dict[str, Any] = {"rewards": rewards, "steps": steps, "save_images": False, "seed": 0}
     return Evaluation(str(run.path), weights, prompts, limit, **(fields | more))
 
 # %% ../../nbs/reproduction/10_tables.ipynb #8de0bbfa
