@@ -111,14 +111,14 @@ class HpsOptions:
 
 # %% ../nbs/cli/01_commands.ipynb #71e3f0a2
 def show_runs(given: dict[str, Any]) -> int:
-    "Show runs, also while they train: a table here; curves, samples and trees as one HTML page."
+    "Show runs, also during training: a table here; curves, samples and trees as one HTML page."
     from branchgrpo.viewing.page import view
 
     return view(given)
 
 # %% ../nbs/cli/01_commands.ipynb #e8a14fb6
 def evaluate(given: dict[str, Any]) -> int:
-    "Sample a prompt set with fixed seeds and score it; started again, it goes on where it stopped."
+    "Draw images for a prompt set with fixed seeds and score them; the same command again continues."
     import torch
     from branchgrpo.evaluation.evaluate import Evaluation, Evaluator
     from branchgrpo.evaluation.sampling import levels_text
@@ -164,7 +164,7 @@ def print_summary(summary: dict[str, Any]) -> None:
 
 # %% ../nbs/cli/01_commands.ipynb #8b8799fb
 def sample(given: dict[str, Any]) -> int:
-    "Draw one image per prompt, without noise on the way, into one image file."
+    "Draw one image per prompt, without added noise, into one image file."
     import numpy as np
     import torch
     from PIL import Image
@@ -194,7 +194,7 @@ def check_sample(o: SampleOptions) -> None:
 
 # %% ../nbs/cli/01_commands.ipynb #910a3b37
 def doctor(given: dict[str, Any]) -> int:
-    "Say what is here, what is missing, and what a run costs; load no weights (code 1 if a file is damaged)."
+    "Check machine, weights and prompts, and estimate a run's costs; loads no weights (code 1: a damaged file)."
     import warnings
 
     from branchgrpo.machine.doctor import facts, report, verify_commands
@@ -251,7 +251,7 @@ def print_recipe(recipe: Any) -> None:
 
 # %% ../nbs/cli/01_commands.ipynb #a7d2659a
 def show_rewards(given: dict[str, Any]) -> int:
-    "List the rewards, what their numbers are, and where their weights come from."
+    "List the rewards, what their numbers mean, and where their weights come from."
     from branchgrpo.rewards.names import REWARDS, about
 
     entries = {name: REWARDS.get(name) for name in REWARDS.names()}
@@ -264,7 +264,7 @@ def show_rewards(given: dict[str, Any]) -> int:
 
 # %% ../nbs/cli/01_commands.ipynb #751dd6bf
 def check_hps(given: dict[str, Any]) -> int:
-    "Score images here and by the hpsv2 package in another environment (code 1 if they differ)."
+    "Compare HPS scores with those of the hpsv2 package in another environment (code 1: they differ)."
     from branchgrpo.rewards import hps
 
     o = options(HpsOptions, given, required=("images", "python"))
@@ -335,7 +335,7 @@ def check_bench(o: BenchOptions) -> None:
 
 # %% ../nbs/cli/01_commands.ipynb #30ea0680
 def bench(given: dict[str, Any]) -> int:
-    "Measure the seconds of rollouts, updates and recipes here, beside bare denoiser calls and BranchGRPO's Table 1."
+    "Measure the seconds of rollouts, updates and recipes on this machine, next to BranchGRPO's Table 1."
     import json
     import warnings
 
