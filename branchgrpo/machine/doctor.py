@@ -36,6 +36,7 @@ from ..plan import plan_cost
 from ..prompts import load_prompts
 from ..rewards.clip import AestheticReward, WEIGHTS
 from ..rewards.names import Entry, split_name, terms
+from ..rewards.own import is_own_name
 from ..rewards.unified import UnifiedReward
 from ..rewards.videoalign import base_model, last_checkpoint
 from ..training.config import Settings, listed
@@ -96,8 +97,10 @@ def is_downloaded(place: str, file: str) -> bool:
 # %% ../../nbs/machine/02_doctor.ipynb #1c66c6ce
 def backbone_finding(name: str) -> Finding:
     "Report whether a backbone's pipeline is on this machine."
-    place = folder_of(name)
     what = f"backbone {name}"
+    if is_own_name(name):
+        return Finding("ok", what, "your own code")
+    place = folder_of(name)
     if is_packaged(place):
         return Finding("ok", what, "in the package")
     if is_downloaded(place, "model_index.json"):
@@ -192,7 +195,8 @@ def findings(backbone: str, reward: str, prompts: str = "digit-pairs", held_out:
 def verify_commands(s: Settings) -> list[str]:
     "Return the commands that compare the downloaded files of a run's backbone and rewards with the hub's checksums."
     rewards = {name for some in (s.reward, *listed(s.held_out)) for _, name in terms(some)[0]}
-    places = [folder_of(s.backbone), *(split_name(name).where for name in sorted(rewards))]
+    backbone = None if is_own_name(s.backbone) else folder_of(s.backbone)
+    places = [backbone, *(split_name(name).where for name in sorted(rewards))]
     outside = [
         place for place in dict.fromkeys(places) if place and not place.startswith("http") and not is_packaged(place)
     ]
@@ -258,6 +262,8 @@ NOT_COUNTED = "time of rewards, encoders, checkpoints and communication; memory 
 
 def cost_lines(s: Settings, gpus: int = 8, tflops: float = 400.0, gpu: float = GPU_GB) -> list[str]:
     "Return time, memory and verdict as lines, or one line if the model's configuration is not on this machine."
+    if is_own_name(s.backbone):
+        return ["costs         not estimated: the policy is your own"]
     if is_packaged(folder_of(s.backbone)):
         return small_lines(s)
     try:
