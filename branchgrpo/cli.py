@@ -4,28 +4,32 @@
 
 # %% auto #0
 __all__ = ['FIRST', 'MACHINE', 'TRAINING', 'DRAWING', 'SCORING', 'ASKING', 'TRAIN', 'EVALUATION', 'COMMANDS', 'NEXT',
-           'BROKEN_PIPE', 'error_code', 'tell', 'exit_after', 'last_words', 'train', 'print_settings', 'completion',
-           'Command', 'overview', 'greeting', 'run_named_command', 'answer', 'exit_code', 'has_no_reader',
-           'drop_unread', 'main']
+           'BROKEN_PIPE', 'error_code', 'tell', 'exit_after', 'prompt_rewards', 'change_line', 'last_words', 'train',
+           'print_settings', 'completion', 'Command', 'overview', 'greeting', 'run_named_command', 'answer',
+           'exit_code', 'has_no_reader', 'drop_unread', 'main']
 
 # %% ../nbs/cli/02_main.ipynb #e02d87f6
 import contextlib
 import io
+import json
+import math
 import os
 import select
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import fmean, stdev
 from typing import Any
 
 from . import __version__
-from .commands import bench, check_hps, doctor, evaluate, sample, show_recipes, show_rewards, show_runs
+from .commands import bench, check_hps, doctor, draw, score, show_recipes, show_rewards, show_runs
 from .files import REFUSED, Refused, plain_line, refusals_in_words
 from .options import AGAIN, CONTINUING, CompletionOptions, SHELLS, parse, parser_of, show_first, whole_parser
 from .registry import import_target, unknown_name_error
 from .reproduction.command import reproduce
 from .settings import options
-from .training.runs import ended_at_once
+from .training.runs import Run, ended_at_once
 
 # %% ../nbs/cli/02_main.ipynb #2540175c
 def error_code(error: BaseException) -> int:
@@ -59,13 +63,40 @@ def exit_after(accelerator: Any, error: BaseException, minutes: float) -> None:
     os._exit(error_code(error))
 
 # %% ../nbs/cli/02_main.ipynb #5a720001
-def last_words(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> list[str]:
-    "Return what a training ends with; held-out reward first, since the rollouts' prompts are others each time."
-    held_out = [row["eval_reward"] for row in evaluations if "eval_reward" in row]
-    lines = [f"held-out reward {held_out[0]:.4f} → {held_out[-1]:.4f}"] if len(held_out) > 1 else []
-    first, last = metrics[0], metrics[-1]
-    lines.append(f"rollouts' reward {first['reward']:.4f} → {last['reward']:.4f} in {last['iteration']} iterations")
-    return [*lines, f"{last['denoiser_calls']} denoiser calls, {last['seconds']:.0f} s of training"]
+def prompt_rewards(run: Run, iteration: float) -> list[float | None]:
+    "Return the reward of every held-out prompt at an evaluation; nothing of an older run, which has only their mean."
+    path = run.path / "samples" / f"{iteration:06.0f}.json"
+    return json.loads(path.read_text())["reward"] if path.is_file() else []
+
+
+def change_line(run: Run) -> str:
+    """Return the held-out reward before and after training in one line.
+
+    Both evaluations draw the same prompts from the same noises, so the error is that of the mean of paired changes."""
+    rows = [row for row in run.evaluations if "eval_reward" in row]
+    if len(rows) < 2:
+        return "held-out reward: not measured (evaluate_every)"
+    first, last = rows[0], rows[-1]
+    line = f"held-out reward {first['eval_reward']:.4f} → {last['eval_reward']:.4f}"
+    pairs = zip(prompt_rewards(run, first["iteration"]), prompt_rewards(run, last["iteration"]))
+    changes = [after - before for before, after in pairs if before is not None and after is not None]
+    if len(changes) < 2:
+        return line
+    error = stdev(changes) / math.sqrt(len(changes))
+    return f"{line}, a change of {fmean(changes):+.4f} ± {error:.4f} (standard error over {len(changes)} prompts)"
+
+
+def last_words(run: Run, prompt: str, prompts: str) -> list[str]:
+    "Return what a training ends with: how the held-out reward changed, where the images are, and what to do next."
+    last = run.metrics[-1]
+    lines = [change_line(run), f"{last['iteration']} iterations in {last['seconds']:.0f} s of training"]
+    pictures = sorted((run.path / "samples").glob("*.png"))
+    lines += [f"images: {pictures[0]} (before) to {pictures[-1].name}"] if pictures else []
+    lines += ["next:", f"  branchgrpo view {run.path}"]
+    if run.path.joinpath("lora").is_dir() or run.path.joinpath("model", "model_index.json").is_file():
+        lines += [f"  branchgrpo sample --backbone {run.path} --prompt {shlex.quote(prompt)}"]
+        lines += [f"  branchgrpo evaluate --backbone {run.path} --prompts {prompts} --output {run.path}-scores"]
+    return lines
 
 # %% ../nbs/cli/02_main.ipynb #bd6837dd
 @ended_at_once()
@@ -89,7 +120,7 @@ def train(given: dict[str, Any]) -> int:
     if trainer.accelerator.is_main_process:
         if trainer.progress.iteration == 0:
             print("this run was finished already: nothing was trained")
-        print("\n".join(last_words(run.metrics, run.evaluations)), f"\nrun: {run.path}", sep="")
+        print(*last_words(run, trainer.prompts.test[0], trainer.settings.prompts), sep="\n")
     return 0
 
 # %% ../nbs/cli/02_main.ipynb #393d800f
@@ -155,9 +186,9 @@ EVALUATION = "branchgrpo.evaluation.evaluate:Evaluation"
 COMMANDS = {
     "train": Command(train, (TRAIN,), True, FIRST, TRAINING),
     "view": Command(show_runs, ("branchgrpo.viewing.page:ViewOptions",)),
-    "evaluate": Command(evaluate, ("branchgrpo.commands:EvaluateOptions", EVALUATION), examples=SCORING),
+    "evaluate": Command(score, ("branchgrpo.commands:EvaluateOptions", EVALUATION), examples=SCORING),
     "sample": Command(
-        sample, ("branchgrpo.commands:SampleOptions", "branchgrpo.evaluation.evaluate:Drawing"), examples=DRAWING
+        draw, ("branchgrpo.commands:SampleOptions", "branchgrpo.evaluation.evaluate:Drawing"), examples=DRAWING
     ),
     "doctor": Command(doctor, ("branchgrpo.commands:MachineOptions", TRAIN), True, (*MACHINE, *FIRST), ASKING),
     "bench": Command(bench, ("branchgrpo.commands:BenchOptions",)),

@@ -4,14 +4,16 @@
 
 # %% auto #0
 __all__ = ['json_value', 'print_json', 'recipe_row', 'recipe_table', 'reward_row', 'SampleOptions', 'EvaluateOptions',
-           'MachineOptions', 'RecipeOptions', 'RewardOptions', 'HpsOptions', 'show_runs', 'evaluate', 'check_benchmark',
-           'print_summary', 'sample', 'check_sample', 'doctor', 'show_recipes', 'print_recipe', 'show_rewards',
+           'MachineOptions', 'RecipeOptions', 'RewardOptions', 'HpsOptions', 'show_runs', 'score', 'check_benchmark',
+           'print_summary', 'draw', 'check_sample', 'doctor', 'show_recipes', 'print_recipe', 'show_rewards',
            'check_hps', 'image_rows', 'BenchOptions', 'check_bench', 'bench']
 
 # %% ../nbs/cli/01_commands.ipynb #407dce73
 import json
+import logging
 import math
 import shutil
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,24 +119,25 @@ def show_runs(given: dict[str, Any]) -> int:
     return view(given)
 
 # %% ../nbs/cli/01_commands.ipynb #e8a14fb6
-def evaluate(given: dict[str, Any]) -> int:
+def score(given: dict[str, Any]) -> int:
     "Draw images for a prompt set with fixed seeds and score them; the same command again continues."
     import torch
     from branchgrpo.evaluation.evaluate import Evaluation, Evaluator
-    from branchgrpo.evaluation.sampling import levels_text
+    from branchgrpo.evaluation.sampling import levels_text, state_text
 
     where = options(EvaluateOptions, given, required=("output",))
     check_benchmark(where)
     processes = variable("WORLD_SIZE", 1, least=1)
     rank, local = variable("RANK", 0, most=processes - 1), variable("LOCAL_RANK", 0)
     device = f"cuda:{local}" if torch.cuda.is_available() else "cpu"
-    evaluator = Evaluator(options(Evaluation, given), Path(where.output), rank, processes, device)
+    drawn = options(Evaluation, given)
+    evaluator = Evaluator(drawn, Path(where.output), rank, processes, device)
     summary = evaluator.run()
     if summary is None:
         print(f"process {rank} of {processes} is done; the last one writes the summary")
         return 0
     print_summary(summary)
-    print(f"evaluation: {where.output}, images drawn {levels_text(evaluator.policy)}")
+    print(f"evaluation: {where.output}, images drawn {levels_text(evaluator.policy)}{state_text(drawn.backbone)}")
     if where.benchmark:
         from branchgrpo.evaluation.benchmarks import run_benchmark
 
@@ -163,23 +166,33 @@ def print_summary(summary: dict[str, Any]) -> None:
             print(f"{kind:8} {name:18}{interval}  {v['prompts']} prompts, {v['unscored']} unscored")
 
 # %% ../nbs/cli/01_commands.ipynb #8b8799fb
-def sample(given: dict[str, Any]) -> int:
+def draw(given: dict[str, Any]) -> int:
     "Draw one image per prompt, without added noise, into one image file."
     import numpy as np
     import torch
     from PIL import Image
+    from branchgrpo.backbones.loading import without_remarks
     from branchgrpo.evaluation.evaluate import Drawing
-    from branchgrpo.evaluation.sampling import as_image, drawing_steps, levels_text, sample_block
+    from branchgrpo.evaluation.sampling import as_image, cannot_draw, drawing_steps, levels_text, sample
+    from branchgrpo.evaluation.sampling import state_text, truths
     from branchgrpo.files import write_atomic
+    from branchgrpo.viewing.run import enlarged, marked
 
     o, drawing = options(SampleOptions, given, required=("prompt",)), options(Drawing, given)
     check_sample(o)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    policy, steps = drawing.policy(device), drawing_steps(drawing.backbone, o.steps, 20)
-    images = sample_block(policy, list(o.prompt), list(range(len(o.prompt))), steps, drawing.seed)
-    row = Image.fromarray(np.concatenate([np.asarray(as_image(image)) for image in images], 1))
+    remark = cannot_draw(drawing.backbone, o.prompt)
+    if remark:
+        print(f"branchgrpo: {remark}", file=sys.stderr)
+    policy = drawing.policy("cuda" if torch.cuda.is_available() else "cpu")
+    least = logging.ERROR if remark else logging.WARNING  # what is cut off such a prompt says nothing more
+    with without_remarks("transformers", least), without_remarks("diffusers", least):
+        images = sample(policy, o.prompt, drawing_steps(drawing.backbone, o.steps, 20), drawing.seed)
+    row = enlarged(Image.fromarray(np.concatenate([np.asarray(as_image(image)) for image in images], 1)))
+    right = truths(drawing.backbone, images, o.prompt)
+    row = marked(row, right) if right else row
     write_atomic(o.output, lambda temporary: row.save(temporary, format="png"))
-    print(f"{len(images)} images, drawn {levels_text(policy)}: {o.output}")
+    found = f" ({sum(right)} right, by the checker)" if right else ""
+    print(f"{len(images)} images{found}, drawn {levels_text(policy)}{state_text(drawing.backbone)}: {o.output}")
     return 0
 
 

@@ -418,7 +418,7 @@ def evaluate_now(t: Trainer, run: Run, at: dict[str, Any]) -> dict[str, float]:
     "Score the policy on held-out prompts and record it `at` an iteration; return the scores."
     with averaged_weights(t.learner, t.settings.ema_used), gathered(t.learner.policy.denoiser):
         scores, images = t.evaluator(t.policy)
-    from_main(t.accelerator, lambda: record_evaluation(run, at | scores, images))
+    from_main(t.accelerator, lambda: record_evaluation(run, at | scores, images, t.evaluator.last))
     notify(t, "on_evaluation", scores, images)
     return scores
 
