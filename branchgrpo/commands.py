@@ -181,8 +181,6 @@ def draw(given: dict[str, Any]) -> int:
     o, drawing = options(SampleOptions, given, required=("prompt",)), options(Drawing, given)
     check_sample(o)
     remark = cannot_draw(drawing.backbone, o.prompt)
-    if remark:
-        print(f"branchgrpo: {remark}", file=sys.stderr)
     policy = drawing.policy("cuda" if torch.cuda.is_available() else "cpu")
     least = logging.ERROR if remark else logging.WARNING  # what is cut off such a prompt says nothing more
     with without_remarks("transformers", least), without_remarks("diffusers", least):
@@ -191,6 +189,8 @@ def draw(given: dict[str, Any]) -> int:
     right = truths(drawing.backbone, images, o.prompt)
     row = marked(row, right) if right else row
     write_atomic(o.output, lambda temporary: row.save(temporary, format="png"))
+    if remark:
+        print(f"branchgrpo: {remark}", file=sys.stderr)
     found = f" ({sum(right)} right, by the checker)" if right else ""
     print(f"{len(images)} images{found}, drawn {levels_text(policy)}{state_text(drawing.backbone)}: {o.output}")
     return 0
