@@ -2444,6 +2444,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'branchgrpo.site.build.finish': ('site/build.html#finish', 'branchgrpo/site/build.py'),
                                        'branchgrpo.site.build.fold_navigation': ( 'site/build.html#fold_navigation',
                                                                                   'branchgrpo/site/build.py'),
+                                       'branchgrpo.site.build.front_page': ('site/build.html#front_page', 'branchgrpo/site/build.py'),
                                        'branchgrpo.site.build.lesson_lists': ('site/build.html#lesson_lists', 'branchgrpo/site/build.py'),
                                        'branchgrpo.site.build.markdown_cell': ('site/build.html#markdown_cell', 'branchgrpo/site/build.py'),
                                        'branchgrpo.site.build.module_of': ('site/build.html#module_of', 'branchgrpo/site/build.py'),

@@ -35,6 +35,7 @@ html_theme_options = {
 html_static_path = ["static", f"{import_module('sphinx-mathjax-offline').__path__[0]}/static"]
 mathjax_path = "mathjax/tex-chtml.js"
 html_css_files = ["site.css"]
+html_search_scorer = str(Path(__file__).parent / "static/scorer.js")  # pages for users first
 html_favicon = "static/icon.svg"
 html_copy_source = html_show_sourcelink = html_show_copyright = False
 
