@@ -287,7 +287,7 @@ def drop_unread(streams: list[io.TextIOWrapper]) -> bool:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
-    0 done, 1 failed, 2 a wrong input, 74 refused by the operating system, 75 told to stop: 2, 74 and 75 print one line.
+    0 done, 1 failed, 2 wrong input, 74 disk or permission error, 75 stopped by a signal: 2, 74 and 75 print one line.
     141, and nothing more is printed: the program that read what is printed has ended.
     """
     words = list(sys.argv[1:] if argv is None else argv)
