@@ -15,6 +15,7 @@ suppress_warnings = ["ref.python"]  # a type that two modules have
 
 nb_execution_mode = "off"  # outputs are those that are stored
 nb_merge_streams = True
+nb_render_markdown_format = "myst"  # tables in outputs too
 nb_code_prompt_show, nb_code_prompt_hide = "Show the code", "Hide the code"
 myst_enable_extensions = ["amsmath", "dollarmath"]
 myst_heading_anchors = 3
