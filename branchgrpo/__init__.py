@@ -56,6 +56,8 @@ _PUBLIC = {
     "Callback": "training.trainer",
     "Run": "training.runs",
     "view_run": "viewing.page",
+    "sample": "evaluation.sampling",
+    "evaluate": "evaluation.evaluate",
 }
 __all__ = [*_PUBLIC, "__version__"]
 

@@ -4,14 +4,16 @@
 
 # %% auto #0
 __all__ = ['json_value', 'print_json', 'recipe_row', 'recipe_table', 'reward_row', 'SampleOptions', 'EvaluateOptions',
-           'MachineOptions', 'RecipeOptions', 'RewardOptions', 'HpsOptions', 'show_runs', 'evaluate', 'check_benchmark',
-           'print_summary', 'sample', 'check_sample', 'doctor', 'show_recipes', 'print_recipe', 'show_rewards',
+           'MachineOptions', 'RecipeOptions', 'RewardOptions', 'HpsOptions', 'show_runs', 'score', 'check_benchmark',
+           'print_summary', 'draw', 'check_sample', 'doctor', 'show_recipes', 'print_recipe', 'show_rewards',
            'check_hps', 'image_rows', 'BenchOptions', 'check_bench', 'bench']
 
 # %% ../nbs/cli/01_commands.ipynb #407dce73
 import json
+import logging
 import math
 import shutil
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,30 +113,31 @@ class HpsOptions:
 
 # %% ../nbs/cli/01_commands.ipynb #71e3f0a2
 def show_runs(given: dict[str, Any]) -> int:
-    "Show runs, also while they train: a table here; curves, samples and trees as one HTML page."
+    "Show runs, also during training: a table here; curves, samples and trees as one HTML page."
     from branchgrpo.viewing.page import view
 
     return view(given)
 
 # %% ../nbs/cli/01_commands.ipynb #e8a14fb6
-def evaluate(given: dict[str, Any]) -> int:
-    "Sample a prompt set with fixed seeds and score it; started again, it goes on where it stopped."
+def score(given: dict[str, Any]) -> int:
+    "Draw images for a prompt set with fixed seeds and score them; the same command again continues."
     import torch
     from branchgrpo.evaluation.evaluate import Evaluation, Evaluator
-    from branchgrpo.evaluation.sampling import levels_text
+    from branchgrpo.evaluation.sampling import levels_text, state_text
 
     where = options(EvaluateOptions, given, required=("output",))
     check_benchmark(where)
     processes = variable("WORLD_SIZE", 1, least=1)
     rank, local = variable("RANK", 0, most=processes - 1), variable("LOCAL_RANK", 0)
     device = f"cuda:{local}" if torch.cuda.is_available() else "cpu"
-    evaluator = Evaluator(options(Evaluation, given), Path(where.output), rank, processes, device)
+    drawn = options(Evaluation, given)
+    evaluator = Evaluator(drawn, Path(where.output), rank, processes, device)
     summary = evaluator.run()
     if summary is None:
         print(f"process {rank} of {processes} is done; the last one writes the summary")
         return 0
     print_summary(summary)
-    print(f"evaluation: {where.output}, images drawn {levels_text(evaluator.policy)}")
+    print(f"evaluation: {where.output}, images drawn {levels_text(evaluator.policy)}{state_text(drawn.backbone)}")
     if where.benchmark:
         from branchgrpo.evaluation.benchmarks import run_benchmark
 
@@ -163,24 +166,34 @@ def print_summary(summary: dict[str, Any]) -> None:
             print(f"{kind:8} {name:18}{interval}  {v['prompts']} prompts, {v['unscored']} unscored")
 
 # %% ../nbs/cli/01_commands.ipynb #8b8799fb
-def sample(given: dict[str, Any]) -> int:
-    "Draw one image per prompt, without noise on the way, into one image file."
+def draw(given: dict[str, Any]) -> int:
+    "Draw one image per prompt, without added noise, into one image file."
     import numpy as np
     import torch
     from PIL import Image
+    from branchgrpo.backbones.loading import without_remarks
     from branchgrpo.evaluation.evaluate import Drawing
-    from branchgrpo.evaluation.sampling import as_image, drawing_seed, drawing_steps, levels_text, sample_block
+    from branchgrpo.evaluation.sampling import as_image, cannot_draw, drawing_seed, drawing_steps, levels_text
+    from branchgrpo.evaluation.sampling import sample, state_text, truths
     from branchgrpo.files import write_atomic
+    from branchgrpo.viewing.run import enlarged, marked
 
     o, drawing = options(SampleOptions, given, required=("prompt",)), options(Drawing, given)
     check_sample(o)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    policy, steps = drawing.policy(device), drawing_steps(drawing.backbone, o.steps, 20)
-    seed = drawing_seed(drawing.backbone, drawing.seed)
-    images = sample_block(policy, list(o.prompt), list(range(len(o.prompt))), steps, seed)
-    row = Image.fromarray(np.concatenate([np.asarray(as_image(image)) for image in images], 1))
+    remark = cannot_draw(drawing.backbone, o.prompt)
+    policy = drawing.policy("cuda" if torch.cuda.is_available() else "cpu")
+    least = logging.ERROR if remark else logging.WARNING  # what is cut off such a prompt says nothing more
+    with without_remarks("transformers", least), without_remarks("diffusers", least):
+        steps, seed = drawing_steps(drawing.backbone, o.steps, 20), drawing_seed(drawing.backbone, drawing.seed)
+        images = sample(policy, o.prompt, steps, seed)
+    row = enlarged(Image.fromarray(np.concatenate([np.asarray(as_image(image)) for image in images], 1)))
+    right = truths(drawing.backbone, images, o.prompt)
+    row = marked(row, right) if right else row
     write_atomic(o.output, lambda temporary: row.save(temporary, format="png"))
-    print(f"{len(images)} images, drawn {levels_text(policy)}: {o.output}")
+    if remark:
+        print(f"branchgrpo: {remark}", file=sys.stderr)
+    found = f" ({sum(right)} right, by the checker)" if right else ""
+    print(f"{len(images)} images{found}, drawn {levels_text(policy)}{state_text(drawing.backbone)}: {o.output}")
     return 0
 
 
@@ -195,7 +208,7 @@ def check_sample(o: SampleOptions) -> None:
 
 # %% ../nbs/cli/01_commands.ipynb #910a3b37
 def doctor(given: dict[str, Any]) -> int:
-    "Say what is here, what is missing, and what a run costs; load no weights (code 1 if a file is damaged)."
+    "Check machine, weights and prompts, and estimate a run's costs; loads no weights (code 1: a damaged file)."
     import warnings
 
     from branchgrpo.machine.doctor import facts, report, verify_commands
@@ -252,7 +265,7 @@ def print_recipe(recipe: Any) -> None:
 
 # %% ../nbs/cli/01_commands.ipynb #a7d2659a
 def show_rewards(given: dict[str, Any]) -> int:
-    "List the rewards, what their numbers are, and where their weights come from."
+    "List the rewards, what their numbers mean, and where their weights come from."
     from branchgrpo.rewards.names import REWARDS, about
 
     entries = {name: REWARDS.get(name) for name in REWARDS.names()}
@@ -265,7 +278,7 @@ def show_rewards(given: dict[str, Any]) -> int:
 
 # %% ../nbs/cli/01_commands.ipynb #751dd6bf
 def check_hps(given: dict[str, Any]) -> int:
-    "Score images here and by the hpsv2 package in another environment (code 1 if they differ)."
+    "Compare HPS scores with those of the hpsv2 package in another environment (code 1: they differ)."
     from branchgrpo.rewards import hps
 
     o = options(HpsOptions, given, required=("images", "python"))
@@ -336,7 +349,7 @@ def check_bench(o: BenchOptions) -> None:
 
 # %% ../nbs/cli/01_commands.ipynb #30ea0680
 def bench(given: dict[str, Any]) -> int:
-    "Measure the seconds of rollouts, updates and recipes here, beside bare denoiser calls and BranchGRPO's Table 1."
+    "Measure the seconds of rollouts, updates and recipes on this machine, next to BranchGRPO's Table 1."
     import json
     import warnings
 

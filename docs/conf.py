@@ -15,6 +15,7 @@ suppress_warnings = ["ref.python"]  # a type that two modules have
 
 nb_execution_mode = "off"  # outputs are those that are stored
 nb_merge_streams = True
+nb_render_markdown_format = "myst"  # tables in outputs too
 nb_code_prompt_show, nb_code_prompt_hide = "Show the code", "Hide the code"
 myst_enable_extensions = ["amsmath", "dollarmath"]
 myst_heading_anchors = 3
@@ -35,6 +36,7 @@ html_theme_options = {
 html_static_path = ["static", f"{import_module('sphinx-mathjax-offline').__path__[0]}/static"]
 mathjax_path = "mathjax/tex-chtml.js"
 html_css_files = ["site.css"]
+html_search_scorer = str(Path(__file__).parent / "static/scorer.js")  # pages for users first
 html_favicon = "static/icon.svg"
 html_copy_source = html_show_sourcelink = html_show_copyright = False
 

@@ -142,7 +142,7 @@ def test_an_impossible_size_is_one_line(command, words, folders, tmp_path, capsy
 def test_the_size_of_a_folder_is_given(folders, tmp_path):
     words = f"--backbone {folders}/tiny-wan --height 32 --width 64 --frames 5 --guidance-scale 1 --steps 2 --shift 2"
     assert cli.main(drawing_line("sample", tmp_path, words)) == 0
-    assert Image.open(tmp_path / "x.png").size == (5 * 64, 32)
+    assert Image.open(tmp_path / "x.png").size == (5 * 64 * 8, 32 * 8)  # enlarged to 256 pixels
 
 
 def test_shift_changes_the_noise_levels():

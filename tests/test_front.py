@@ -8,7 +8,7 @@ import pytest
 
 from branchgrpo.files import parse_table
 from branchgrpo.reproduction.report import FRONT_PAGE
-from branchgrpo.site.build import PICTURE, README_END, lesson_lists, picture, prose, readme
+from branchgrpo.site.build import METHODS, PICTURE, README_END, lesson_lists, navigation, picture, prose, readme
 from branchgrpo.training.resolve import resolve
 
 ROOT = Path(__file__).parents[1]
@@ -81,4 +81,5 @@ def test_the_lists_of_the_first_page_hold_every_lesson_once():
     "Else the site has a page that nothing leads to."
     listed = [lesson for lessons in lesson_lists(prose(FIRST)).values() for lesson in lessons]
     lessons = {path.relative_to(ROOT).as_posix() for path in (ROOT / "nbs").rglob("*.ipynb")} - {FRONT_PAGE}
+    listed += navigation(ROOT)[METHODS][""]  # the methods' pages stand below their table
     assert sorted(listed) == sorted(name for name in lessons if ".ipynb_checkpoints" not in name)

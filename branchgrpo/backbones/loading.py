@@ -8,10 +8,12 @@ __all__ = ['FAMILIES', 'TINY', 'BACKBONES', 'PIPELINE_ERRORS', 'ENCODER_PLACES',
            'family', 'part_config', 'denoiser_config', 'default_sizes', 'default_guidance', 'takes_guidance',
            'check_guidance', 'with_family_sizes', 'encoder_names', 'left_out', 'read_checked', 'read_pipeline',
            'without_remarks', 'move_parts', 'empty_model', 'empty_denoiser', 'machine_ranks', 'is_reader',
-           'machine_group', 'send_weights', 'read_once', 'load_pipeline', 'policy_around', 'load_backbone',
-           'save_memory', 'encoders_of', 'awake', 'largest_rank', 'lora_file', 'with_alpha', 'add_lora', 'load_lora']
+           'machine_group', 'send_weights', 'read_once', 'load_pipeline', 'policy_around', 'own_policy',
+           'load_backbone', 'save_memory', 'encoders_of', 'awake', 'largest_rank', 'lora_file', 'with_alpha',
+           'add_lora', 'load_lora']
 
 # %% ../../nbs/backbones/01_loading.ipynb #f35a8196
+import inspect
 import json
 import logging
 import re
@@ -35,7 +37,8 @@ from .published import PUBLISHED
 from ..files import is_there
 from ..methods.recipe import adapted
 from ..policy import Policy
-from ..registry import Registry, loaded, shown, unknown_name_error
+from ..registry import Registry, loaded, reason, shown, unknown_name_error
+from ..rewards.own import import_own, is_own_name
 
 # %% ../../nbs/backbones/01_loading.ipynb #a63e068e
 FAMILIES = Registry(
@@ -99,7 +102,7 @@ def folder_of(name: str) -> str:
         return where
     raise ValueError(
         f"{unknown_name_error('backbone', name, BACKBONES.names())} "
-        "(also allowed: a folder with a model_index.json, or a hub name owner/model)"
+        "(also allowed: a folder with a model_index.json, a hub name owner/model, or your own: my_file.py:MyPolicy)"
     )
 
 # %% ../../nbs/backbones/01_loading.ipynb #56cec890
@@ -400,8 +403,25 @@ def policy_around(pipeline: Any, name: str, given: dict[str, Any], guidance_scal
     return policy
 
 # %% ../../nbs/backbones/01_loading.ipynb #aeb225d8
+def own_policy(name: str, device: str | torch.device = "cpu") -> Any:
+    """Return the policy of `my_file.py:MyPolicy` or `my_module:make`: an object, or what it returns without arguments.
+
+    Raises `ValueError` if it cannot be imported or made, or lacks a part of `Policy`."""
+    made = import_own(name, "backbone")
+    try:
+        policy = made() if callable(made) else made
+    except Exception as error:
+        raise ValueError(f"backbone: {name!r} cannot be made without arguments ({reason(error)})") from error
+    parts = (*inspect.get_annotations(Policy), "encode", "predict", "decode")
+    lacking = [part for part in parts if not hasattr(policy, part)]
+    if lacking:
+        raise ValueError(f"backbone: {name!r} is no Policy; it lacks {', '.join(lacking)}")
+    policy.denoiser.to(device)
+    return policy
+
+
 def load_backbone(
-    name: str,  # a name of BACKBONES, a pipeline's folder, or a hub name
+    name: str,  # a name of BACKBONES, a pipeline's folder, a hub name, or your own: my_file.py:MyPolicy
     height: int | None = None,  # pixels
     width: int | None = None,  # pixels
     guidance_scale: float | None = None,
@@ -413,7 +433,10 @@ def load_backbone(
 ) -> Policy:
     """Return the policy of a pipeline, frozen. What is None takes the backbone's or the family's default.
 
-    Raises `ValueError` as `family` and `load_pipeline` do, and if a size does not fit."""
+    Raises `ValueError` as `family` and `load_pipeline` do, and if a size does not fit. A policy of your own takes none
+    of these."""
+    if is_own_name(name):
+        return own_policy(name, device)
     takes = declared(family(name), "takes")
     check_guidance(name, guidance_scale)
     given = {"height": height, "width": width, "frames": frames}

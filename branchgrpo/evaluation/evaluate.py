@@ -6,15 +6,17 @@
 __all__ = ['Drawing', 'Evaluation', 'check_evaluation', 'evaluation_record', 'write_shared', 'read_evaluation', 'check_place',
            'open_folder', 'Evaluator', 'load_models', 'block_path', 'block_count', 'block_numbers', 'score_images',
            'scores_at', 'scored_rows', 'block_rows', 'bootstrap_interval', 'prompt_means', 'summarise_scores',
-           'summarise', 'remove_half_written', 'run_evaluation']
+           'summarise', 'remove_half_written', 'run_evaluation', 'evaluate']
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #148ae454
 import json
 import math
 import os
-from collections.abc import Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, replace
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from tqdm.auto import tqdm
@@ -66,30 +68,34 @@ class Evaluation(Drawing):
     save_images: bool = True  # keep PNG files, clips as strips of frames
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #88679b60
-def check_evaluation(e: Evaluation) -> None:
-    "Raise `ValueError` naming the first field that is wrong. Load no weights."
+def check_evaluation(e: Evaluation, rewards: Mapping[str, Any] = MappingProxyType({})) -> None:
+    "Raise `ValueError` naming the first field that is wrong; `rewards` are objects by name. Load no weights."
     from branchgrpo.rewards.names import check_name  # not above: the help of `evaluate` needs no torch
 
     read_settings(Evaluation, asdict(e))
     for name in e.rewards:
-        with_setting("rewards", check_name, name)
+        with_setting("rewards", check_name, rewards.get(name, name))
         if e.rewards.count(name) > 1:
             raise ValueError(f"rewards: {name!r} is named twice")
     if not e.rewards:
         raise ValueError("rewards: none given; name at least one")
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #b5ea4578
-def evaluation_record(e: Evaluation, prompts: Any = None) -> dict[str, Any]:
+def evaluation_record(
+    e: Evaluation, prompts: Any = None, rewards: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
     "Return what evaluation.json holds: the fields, how far a run is, and digests of the prompts and of your rewards."
-    from branchgrpo.evaluation.sampling import is_run
+    from branchgrpo.evaluation.sampling import is_run, unfinished_iteration
     from branchgrpo.rewards.names import source_digest
     from branchgrpo.training.runs import prompt_facts, recorded_run
 
-    digests = {name: source_digest(name) for name in e.rewards}
+    digests = {name: source_digest(rewards.get(name, name)) for name in e.rewards}
     own = {name: digest for name, digest in digests.items() if digest}
-    facts = {} if prompts is None else {"prompt_set": prompt_facts(prompts)}
+    facts: dict[str, Any] = {} if prompts is None else {"prompt_set": prompt_facts(prompts)}
     if is_run(e.backbone):
-        facts["iterations"] = recorded_run(e.backbone, "backbone")["settings"].get("iterations")
+        reached = unfinished_iteration(e.backbone)
+        asked = recorded_run(e.backbone, "backbone")["settings"].get("iterations")
+        facts["iterations"] = asked if reached is None else reached
     return json.loads(json.dumps(asdict(e) | ({"sources": own} if own else {}) | facts))
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #5987534f
@@ -147,22 +153,24 @@ class Evaluator:
     rank: int = 0  # this process draws the blocks rank, rank + processes, …
     processes: int = 1
     device: str = "cpu"
+    given: dict[str, Any] = field(default_factory=dict)  # objects in place of names: policy, prompts, rewards by name
 
     def __post_init__(self):
         from branchgrpo.evaluation.sampling import drawing_process, drawing_seed, drawing_steps
         from branchgrpo.prompts import load_prompts
 
-        e = self.evaluation
-        check_evaluation(e)
+        e, rewards = self.evaluation, self.given.get("rewards", {})
+        check_evaluation(e, rewards)
         self.steps = drawing_steps(e.backbone, e.steps, 12)
         self.seed = drawing_seed(e.backbone, e.seed)
         self.evaluation = e = replace(e, steps=self.steps, seed=self.seed)
         self.folder = Path(self.folder)
-        self.prompt_set = load_prompts(e.prompts)
-        self.record = evaluation_record(e, self.prompt_set)
-        check_place(self.folder, self.record)
+        self.prompt_set = load_prompts(self.given.get("prompts", e.prompts))
+        self.record = evaluation_record(e, self.prompt_set, rewards)
+        if check_place(self.folder, self.record) and "policy" in self.given:
+            raise ValueError(f"output: {str(self.folder)!r} is not empty, and a policy that is an object begins anew")
         self.prompts = self.prompt_set.test[: e.limit]
-        self.policy, self.scorers = load_models(e, self.device)
+        self.policy, self.scorers = load_models(e, self.device, self.given)
         drawing_process(self.policy, self.steps)  # raises before anything is written
         self.policy.first_frames = self.prompt_set.first_frames
 
@@ -171,13 +179,15 @@ class Evaluator:
         return run_evaluation(self)
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #9a8b8e3c
-def load_models(e: Evaluation, device: str) -> tuple[Any, dict[str, Any]]:
+def load_models(e: Evaluation, device: str, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     "Return the policy to evaluate, and a scorer per reward. Raise `ValueError` as `load_policy` does."
     from branchgrpo.rewards.contract import tell_frame_rate
     from branchgrpo.rewards.names import load_reward
     from branchgrpo.rewards.scorer import Scorer
 
-    policy, scorers = e.policy(device), {name: Scorer(load_reward(name, device=device)) for name in e.rewards}
+    policy = given["policy"] if "policy" in given else e.policy(device)
+    rewards = {name: given.get("rewards", {}).get(name, name) for name in e.rewards}
+    scorers = {name: Scorer(load_reward(reward, device=device)) for name, reward in rewards.items()}
     for scorer in scorers.values():
         tell_frame_rate(scorer.reward, policy)
     return policy, scorers
@@ -338,3 +348,35 @@ def run_evaluation(evaluator: Evaluator) -> dict[str, Any] | None:
     write_shared(evaluator.folder / "images.jsonl", lines, evaluator.rank)
     write_shared(evaluator.folder / "summary.json", json.dumps(summary, indent=1), evaluator.rank)
     return summary
+
+
+def evaluate(
+    policy: Any,  # a `Policy`, a backbone's name, or a run's folder
+    prompts: Any = "digits",  # a name, a file, a list of texts or a `PromptSet`: its test prompts are drawn
+    rewards: Any = "tiny-clip",  # a name or a function `(images, prompts) -> scores`, or several
+    output: str | Path | None = None,  # the evaluation's folder; none: only the summary is kept
+    device: str | None = None,  # none: a GPU if there is one; a `Policy` stays where it is
+    **fields: Any,  # of `Evaluation`: limit, samples, steps, weights, …
+) -> dict[str, Any]:
+    """Draw images for a prompt set with fixed seeds, score them, and return the summary: means with intervals.
+
+    Raises `ValueError` on a wrong field, and if `output` holds something else."""
+    import torch
+    from branchgrpo.rewards.names import reward_name
+
+    by_name = {reward_name(r): r for r in (rewards if isinstance(rewards, (list, tuple)) else [rewards])}
+    given: dict[str, Any] = {"rewards": by_name}
+    fields |= {"rewards": tuple(by_name), "save_images": fields.get("save_images", output is not None)}
+    if isinstance(policy, (str, Path)):
+        fields["backbone"] = str(policy)
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    else:
+        fields["backbone"], given["policy"] = type(policy).__name__, policy
+    if isinstance(prompts, (str, Path)):
+        fields["prompts"] = str(prompts)
+    else:
+        fields["prompts"], given["prompts"] = type(prompts).__name__, prompts
+    with tempfile.TemporaryDirectory() as empty:
+        asked, place = Evaluation(**read_settings(Evaluation, fields)), Path(output or empty)
+        evaluator = Evaluator(asked, place, device=device or str(policy.device), given=given)
+        return evaluator.run() or {}

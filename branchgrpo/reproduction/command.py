@@ -51,7 +51,7 @@ class SlurmOptions:
 
 # %% ../../nbs/reproduction/08_command.ipynb #ebe99a98
 def reproduce(given: dict[str, Any]) -> int:
-    "Execute notebooks of reproduce/ at a scale; done ones are found, unfinished ones go on (code 1 if one failed)."
+    "Run notebooks of reproduce/ at a scale; the same command again continues (code 1: one failed)."
     from branchgrpo.reproduction import pages
     from branchgrpo.reproduction.study import check_given
 

@@ -355,8 +355,10 @@ def family_panels(
     return fig
 
 # %% ../../nbs/reproduction/11_figures.ipynb #553ff7f7
-def side_by_side(columns: dict, captions: list[str], size: float = 1.0) -> Figure:
-    "Draw one row per caption and one column per key of `columns` `{title: images (B, 3, H, W) in [0, 1]}`."
+def side_by_side(columns: dict, captions: list[str], size: float = 1.0, right: dict | None = None) -> Figure:
+    """Draw one row per caption and one column per key of `columns` `{title: images (B, 3, H, W) in [0, 1]}`.
+
+    `right` `{title: B truths}` marks the images of a column with ✓ or ✗, as a prompt set's `check` says."""
     width = size * len(columns) + 2.4
     shape = (len(captions), len(columns))
     fig, axes = plt.subplots(*shape, figsize=(width, size * len(captions)), squeeze=False)
@@ -365,6 +367,10 @@ def side_by_side(columns: dict, captions: list[str], size: float = 1.0) -> Figur
         for ax, image in zip(axes[:, j], images):
             ax.imshow(np.asarray(image).transpose(1, 2, 0), interpolation="nearest")
             ax.axis("off")
+        for ax, is_right in zip(axes[:, j], (right or {}).get(title, ())):
+            mark, colour = ("✓", "#009E73") if is_right else ("✗", "#D55E00")
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+            ax.text(0.97, 0.03, mark, transform=ax.transAxes, ha="right", va="bottom", color=colour, bbox=box)
     for ax, caption in zip(axes[:, 0], captions):
         plain = {"fontsize": 7, "parse_math": False}  # a prompt may hold a $
         ax.text(-0.08, 0.5, caption, transform=ax.transAxes, ha="right", va="center", **plain)

@@ -29,7 +29,7 @@ def is_own_name(name: str) -> bool:
     return _OWN.fullmatch(name) is not None
 
 # %% ../../nbs/rewards/01_own.ipynb #d7bd38bf
-def import_own(name: str) -> Any:
+def import_own(name: str, setting: str = "reward") -> Any:
     """Return the object behind `module:function` or `file.py:function`.
 
     Raises `ValueError` if the module or the object does not exist, or if the module cannot be imported.
@@ -38,14 +38,14 @@ def import_own(name: str) -> Any:
     try:
         module = import_file(Path(place)) if place.endswith(".py") else import_module(place)
     except FileNotFoundError:
-        raise ValueError(f"reward: {name!r}: there is no file {place!r}") from None
+        raise ValueError(f"{setting}: {name!r}: there is no file {place!r}") from None
     except ModuleNotFoundError as error:
-        raise ValueError(f"reward: {name!r}: there is no module {error.name!r}") from error
+        raise ValueError(f"{setting}: {name!r}: there is no module {error.name!r}") from error
     except (Exception, SystemExit) as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
-        raise ValueError(f"reward: {name!r}: importing {place!r} failed ({reason})") from error
+        raise ValueError(f"{setting}: {name!r}: importing {place!r} failed ({reason})") from error
     if not hasattr(module, attribute):
-        raise ValueError(f"reward: {name!r}: the module {place!r} has no {attribute!r}")
+        raise ValueError(f"{setting}: {name!r}: the module {place!r} has no {attribute!r}")
     return getattr(module, attribute)
 
 # %% ../../nbs/rewards/01_own.ipynb #c9c7a876

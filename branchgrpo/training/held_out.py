@@ -4,11 +4,13 @@
 
 # %% auto #0
 __all__ = ['BLOCK', 'SHEET_IMAGES', 'Block', 'prompt_blocks', 'sample_held_out', 'HeldOutEvaluator', 'draw_block',
-           'score_held_out', 'score_table', 'finite_mean', 'joined_tables', 'mean_scores', 'first_images',
+           'score_held_out', 'score_table', 'finite_mean', 'joined_tables', 'mean_scores', 'by_prompt', 'first_images',
            'image_sheet', 'record_evaluation']
 
 # %% ../../nbs/training/11_held_out.ipynb #2c0e84ee
 import dataclasses
+import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +21,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast, gather_object
 from torch import Tensor
 
-from ..files import write_atomic
+from ..files import write_atomic, write_text
 from ..noise import EVALUATION_SEED, Noise
 from ..plan import RolloutPlan
 from ..planning import process_of
@@ -88,6 +90,7 @@ class HeldOutEvaluator:
     processes: Any = field(default_factory=PartialState)  # an Accelerator, or what accelerate knows of this process
     watch: Callable[[], None] = do_nothing  # called before each step of a block; it may raise on all processes
     watch_alone: Callable[[], None] = do_nothing  # called between chunks of images; it may raise on this process
+    last: dict[str, list] = field(default_factory=dict)  # of the last call, a value per prompt, as `by_prompt` returns
 
     @property
     def scorers(self) -> dict[str, Scorer]:
@@ -124,7 +127,8 @@ def score_held_out(e: HeldOutEvaluator, policy) -> tuple[dict[str, float], Tenso
             shown |= {place: image for place, image in zip(block.places, images) if place < SHEET_IMAGES}
     with together(e.processes):
         tables = {number: score_table(e, scores) for number, scores in waiting.items()}
-    scores = mean_scores(e, joined_tables(e.processes, tables))
+    table = joined_tables(e.processes, tables)
+    scores, e.last = mean_scores(e, table), by_prompt(e, table)
     return scores, first_images(e.processes, shown, len(prompts))
 
 # %% ../../nbs/training/11_held_out.ipynb #cd95df30
@@ -160,6 +164,14 @@ def mean_scores(e: HeldOutEvaluator, table: dict[str, dict]) -> dict[str, float]
     scores |= {name.replace("eval_reward", "eval_unscored"): n for name, n in missing.items() if n}
     return scores | {f"eval_check_{k}": finite_mean(v) for k, v in table.get("check", {}).items()}
 
+# %% ../../nbs/training/11_held_out.ipynb #da7bfb11
+def by_prompt(e: HeldOutEvaluator, table: dict[str, dict]) -> dict[str, list]:
+    "Return the reward of every prompt (None: not finite) and, where the prompts know the truth, whether it is `right`."
+    rewards = e.scorer.total(table["eval_reward"]).tolist()
+    found: dict[str, list] = {"reward": [round(v, 6) if math.isfinite(v) else None for v in rewards]}
+    check = table.get("check", {})
+    return found | ({"right": [value > 0.5 for value in check["all"].tolist()]} if "all" in check else {})
+
 # %% ../../nbs/training/11_held_out.ipynb #23105b63
 SHEET_IMAGES = 32  # images that are shown
 
@@ -191,8 +203,10 @@ def image_sheet(images: Tensor, most: int = SHEET_IMAGES, columns: int = 8) -> n
     return np.concatenate([np.concatenate(list(line), 1) for line in lines], 0)
 
 # %% ../../nbs/training/11_held_out.ipynb #30e0654b
-def record_evaluation(run: Run, scores: dict[str, float], images: Tensor) -> None:
-    "Keep an evaluation: a row of evaluations.jsonl, and samples/000025.png if the images are images."
+def record_evaluation(run: Run, scores: dict[str, float], images: Tensor, by_prompt: dict[str, list]) -> None:
+    """Keep an evaluation: a row of evaluations.jsonl, the values `by_prompt` as samples/000025.json, and the first
+    images, if they are images, as samples/000025.png."""
+    write_text(run.path / "samples" / f"{scores['iteration']:06d}.json", json.dumps(by_prompt))
     if images.ndim >= 4:
         from PIL import Image
 

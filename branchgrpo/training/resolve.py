@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['OPEN_CHOICES', 'CLOSED_CHOICES', 'MOST_NODES', 'MOST_COMPARED', 'UP_TO_ONE', 'LOST', 'LARGEST_LATENT', 'CODED',
-           'type_of', 'fitted', 'object_names', 'fill_in', 'check_filled', 'check_choices', 'check_previews',
-           'check_trained', 'check_size', 'latest_split', 'check_adaptive', 'check_depth_window', 'leaves_of',
-           'check_plans', 'check_compared', 'check_together', 'check_rewards', 'drawn_steps', 'noise_setting',
-           'too_little_noise_error', 'check_noise_settings', 'check_steps', 'check_noise', 'check_model', 'own_code',
-           'digests', 'resolve']
+           'type_of', 'fitted', 'object_names', 'given_policy', 'fill_in', 'check_filled', 'check_choices',
+           'check_previews', 'check_trained', 'check_size', 'latest_split', 'check_adaptive', 'check_depth_window',
+           'leaves_of', 'check_plans', 'check_compared', 'check_together', 'check_rewards', 'drawn_steps',
+           'noise_setting', 'too_little_noise_error', 'check_noise_settings', 'check_steps', 'check_noise',
+           'check_model', 'own_code', 'digests', 'resolve']
 
 # %% ../../nbs/training/01_resolve.ipynb #fe1253f8
 import dataclasses
@@ -27,6 +27,7 @@ from branchgrpo.backbones.loading import (
     family,
     is_hub_model,
     lora_file,
+    own_policy,
     with_family_sizes,
 )
 from ..backbones.pipeline import check_text
@@ -40,7 +41,7 @@ from ..policy import GaussianFlow
 from ..pruning import PRUNINGS
 from ..registry import unknown_name_error, with_setting
 from ..rewards.names import check_name, reward_name, source_digest, terms
-from ..rewards.own import is_ours, joint_digest, short_digest
+from ..rewards.own import import_own, is_ours, is_own_name, joint_digest, object_digest, short_digest
 from ..rewards.scorer import part_weights
 from ..selection import FEATURES, SELECTIONS, looks_at_images
 from ..settings import MethodSettings, field_types, read_settings
@@ -75,6 +76,12 @@ def object_names(policy=None, reward=None, prompts=None) -> dict[str, Any]:
             names[setting] = reward_name(value) if setting == "reward" else type(value).__name__
     return names
 
+
+def given_policy(backbone: Any, policy: Any = None) -> Any:
+    "Return the policy that is given, or the one of your own that the name of a backbone stands for, or None."
+    own = policy is None and isinstance(backbone, str) and is_own_name(backbone)
+    return own_policy(backbone) if own else policy
+
 # %% ../../nbs/training/01_resolve.ipynb #04b6a467
 def fill_in(config: TrainConfig, policy=None, reward=None, prompts=None) -> tuple[Settings, str]:
     """Return the settings with the recipe's values in the empty ones, not yet checked, and the model's kind.
@@ -85,7 +92,8 @@ def fill_in(config: TrainConfig, policy=None, reward=None, prompts=None) -> tupl
     table |= {k: v for k, v in dataclasses.asdict(recipe.values).items() if table[k] is None}
     if config.text_length is None and not getattr(type_of(table["backbone"], policy), "text_from_recipe", False):
         table["text_length"] = None  # a recipe's is that of another family
-    table |= object_names(policy, reward, prompts) | {"recipe": recipe.name}
+    own = {"backbone": table["backbone"]} if is_own_name(table["backbone"]) else {}
+    table |= object_names(policy, reward, prompts) | own | {"recipe": recipe.name}
     return Settings(**table), kind
 
 # %% ../../nbs/training/01_resolve.ipynb #279fbe92
@@ -370,6 +378,8 @@ def digests(config: TrainConfig, reward=None, prompts=None) -> dict[str, str]:
         texts = json.dumps([list(getattr(prompts, "train", prompts)), list(getattr(prompts, "test", ()))])
         own["prompts"] = short_digest(texts)
     parts = {"held_out": [source_digest(name) for name in listed(config.held_out)]}
+    if is_own_name(config.backbone):
+        parts["backbone"] = [object_digest(import_own(config.backbone, "backbone"))]
     for setting, table in CODED.items():
         name = getattr(config, setting)
         parts[setting] = [source_digest(code) for code in own_code(table.get(name))] if name in table.names() else []
@@ -383,6 +393,7 @@ def resolve(config: TrainConfig, policy=None, reward=None, prompts=None) -> Sett
 
     Raises `ValueError` naming the setting, the value and what is allowed.
     """
+    policy = given_policy(config.backbone, policy)
     s, kind = fill_in(config, policy, reward, prompts)
     check_filled(s)
     check_choices(s)

@@ -40,7 +40,7 @@ from .held_out import HeldOutEvaluator, record_evaluation
 from .kept_trees import KeptTree, keep_tree, tree_is_due, write_tree
 from .learner import make_accelerator, make_learner, open_policy
 from .processes import any_process, check_stop, from_main, together, watch
-from .resolve import check_model, resolve
+from .resolve import check_model, given_policy, resolve
 from .runs import Preempted, Run, RunLock, StopSignal, check_folder, open_run, rewind
 from .scoring import make_scorers
 from .speed import gathered, use_one_thread
@@ -244,6 +244,7 @@ class Trainer:
     kept_tree: KeptTree | None = None  # of the last iteration, until it is written
 
     def __init__(self, config: TrainConfig, *, policy=None, reward=None, prompts=None, callbacks=()):
+        policy = given_policy(config.backbone, policy)
         self.settings = s = resolve(config, policy, reward, prompts)
         check_folder(s.output)
         self.prompts = load_prompts(s.prompts if prompts is None else prompts)
@@ -417,7 +418,7 @@ def evaluate_now(t: Trainer, run: Run, at: dict[str, Any]) -> dict[str, float]:
     "Score the policy on held-out prompts and record it `at` an iteration; return the scores."
     with averaged_weights(t.learner, t.settings.ema_used), gathered(t.learner.policy.denoiser):
         scores, images = t.evaluator(t.policy)
-    from_main(t.accelerator, lambda: record_evaluation(run, at | scores, images))
+    from_main(t.accelerator, lambda: record_evaluation(run, at | scores, images, t.evaluator.last))
     notify(t, "on_evaluation", scores, images)
     return scores
 

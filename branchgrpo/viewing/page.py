@@ -137,7 +137,7 @@ svg.tree text{paint-order:stroke;stroke:var(--paper);stroke-width:3px}
 .edge{stroke:var(--line);stroke-width:1}.trained{stroke:var(--soft);stroke-width:1.6}
 table{border-collapse:collapse}td,th{padding:.15rem .7rem .15rem 0;text-align:left;border-bottom:1px solid var(--line)}
 td+td,th+th{text-align:right;font-variant-numeric:tabular-nums}.swatch{display:inline-block;width:.8em;height:.8em;
-border-radius:2px;margin-right:.4em}img{image-rendering:pixelated;height:64px;display:block}
+border-radius:2px;margin-right:.4em}img{image-rendering:pixelated;height:128px;display:block}
 .samples td{border:0;padding:.1rem .6rem .1rem 0;text-align:left}
 """
 
@@ -216,7 +216,9 @@ def samples_part(records: list[Record]) -> str:
         tables += [f'<figure>{head}<table class="samples">{text}</table></figure>'] if text else []
     if not tables:
         return '<p class="soft">No evaluation has left images (evaluate_every).</p>'
-    return f'<div class="scroll" style="display:flex;gap:1rem">{"".join(tables)}</div>'
+    about = '<p class="soft">By iteration. A check mark: right in every respect, by the checker of the prompts.</p>'
+    about = about if any((r.path / "samples").glob("*.json")) else ""
+    return f'{about}<div class="scroll" style="display:flex;flex-wrap:wrap;gap:1rem">{"".join(tables)}</div>'
 
 # %% ../../nbs/viewing/03_page.ipynb #b4ddf26c
 def tree_part(name: str, tree: dict, is_open: bool) -> str:

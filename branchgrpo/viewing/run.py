@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['LARGEST_METRIC', 'QUIET_SECONDS', 'ABOUT', 'MOST_RUNS', 'METRICS', 'COUNTERS', 'MOST_ROWS', 'COLUMNS', 'SHEET',
-           'SIDE', 'usable_number', 'metric_row', 'readable_rows', 'is_alive', 'is_training', 'Record', 'read_info',
-           'read_run', 'read_records', 'series', 'metric_place', 'metric_names', 'begin_and_end', 'metric_text',
-           'printable', 'run_table', 'evenly_spread', 'data_uri', 'first_row_uri', 'read_files', 'sample_rows']
+           'SIDE', 'RIGHT', 'WRONG', 'usable_number', 'metric_row', 'readable_rows', 'is_alive', 'is_training',
+           'Record', 'read_info', 'read_run', 'read_records', 'series', 'metric_place', 'metric_names', 'begin_and_end',
+           'metric_text', 'printable', 'run_table', 'evenly_spread', 'data_uri', 'enlarged', 'marked', 'first_row_uri',
+           'read_files', 'sample_rows']
 
 # %% ../../nbs/viewing/01_run.ipynb #32241960
 import base64
@@ -258,25 +259,54 @@ def evenly_spread(items: list[Any], most: int) -> list[Any]:
     return [items[round(n * (len(items) - 1) / (most - 1))] for n in range(most)]
 
 # %% ../../nbs/viewing/01_run.ipynb #3a15b090
-COLUMNS, SHEET, SIDE = 8, 32, 96  # images in a row, images of a sheet, pixels of a small image
+COLUMNS, SHEET, SIDE = 8, 32, 128  # images in a row, images of a sheet, pixels of an image
+RIGHT, WRONG = "#009E73", "#D55E00"  # readable without red-green vision
 
 # %% ../../nbs/viewing/01_run.ipynb #58c0bee5
-def data_uri(image: Any) -> str:
-    "Return a PIL image as text for a page: PNG where pixels are few, else JPEG."
-    file, small = BytesIO(), image.height <= 48
+def data_uri(image: Any, small: bool | None = None) -> str:
+    "Return a PIL image as text for a page: PNG where pixels are few (`small`), else JPEG."
+    file, small = BytesIO(), image.height <= 48 if small is None else small
     image.convert("RGB").save(file, format="png" if small else "jpeg", **({} if small else {"quality": 88}))
     return f"data:image/{'png' if small else 'jpeg'};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 # %% ../../nbs/viewing/01_run.ipynb #9dca4a2e
+def enlarged(image: Any, least: int = 256) -> Any:
+    "Return a PIL image whose height is at least `least` pixels: each pixel of a small one becomes a square."
+    times = -(-least // image.height)
+    return image.resize((image.width * times, image.height * times), 0) if times > 1 else image
+
+
+def marked(row: Any, right: list[bool]) -> Any:
+    "Return a copy of a row of equal images with a check mark (right) or a cross (wrong) in the corner of each."
+    from PIL import ImageDraw
+
+    row = row.convert("RGB")
+    width, size = row.width // max(1, len(right)), max(8, row.height // 8)
+    pen, stroke = ImageDraw.Draw(row), max(2, size // 6)
+    for n, is_right in enumerate(right):
+        x, y = (n + 1) * width - size, row.height - size
+        pen.rectangle((x, y, x + size, y + size), fill="white")
+        low, high, middle = size * 0.2, size * 0.8, size * 0.5
+        lines = [((low, middle), (size * 0.4, high)), ((size * 0.4, high), (high, low))]
+        lines = lines if is_right else [((low, low), (high, high)), ((low, high), (high, low))]
+        for start, end in lines:
+            ends = [(x + a, y + b) for a, b in (start, end)]
+            pen.line(ends, fill=RIGHT if is_right else WRONG, width=stroke)
+    return row
+
+
 def first_row_uri(path: Path, prompts: int) -> str:
-    "Return the first row of a sheet as a data URI, each image at most `SIDE` pixels high."
+    "Return the first row of a sheet as a data URI, each image about `SIDE` pixels high and marked right or wrong."
     from PIL import Image
 
     with Image.open(path) as sheet:
         row = sheet.crop((0, 0, sheet.width, sheet.height // max(1, min(prompts, SHEET) // COLUMNS)))
+    small = row.height < SIDE
     if row.height > SIDE:
         row = row.resize((max(1, round(row.width * SIDE / row.height)), SIDE))
-    return data_uri(row)
+    file = path.with_suffix(".json")
+    right = json.loads(file.read_bytes()).get("right", []) if file.is_file() else []
+    return data_uri(marked(enlarged(row, SIDE), right[: min(COLUMNS, prompts)]), small)
 
 # %% ../../nbs/viewing/01_run.ipynb #54bd82a4
 def read_files(record: Record, folder: str, suffix: str, most: int, read: Callable) -> list[tuple[int, Any]]:
