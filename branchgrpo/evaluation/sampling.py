@@ -52,7 +52,7 @@ def drawing_steps(name: Any, steps: int | None, otherwise: int) -> int:
     return steps or otherwise
 
 
-def drawing_seed(name: str, seed: int | None) -> int:
+def drawing_seed(name: Any, seed: int | None) -> int:
     "Return the seed that is given, else that of the evaluations of a run, else 0."
     return seed if seed is not None else EVALUATION_SEED if is_run(name) else 0
 
@@ -277,7 +277,7 @@ def sample(
     policy: Any,  # a `Policy`, a backbone's name, or a run's folder
     prompts: str | Sequence[str],
     steps: int | None = None,  # denoising steps; none: of a run its evaluations', else 20
-    seed: int = 0,  # of the initial noises
+    seed: int | None = None,  # of the initial noises; none: of a run its evaluations', else 0
     device: str | None = None,  # none: a GPU if there is one; a `Policy` stays where it is
     **options: Any,  # of `load_policy`: weights, lora, height, guidance_scale, …
 ) -> Tensor:  # (B, 3, H, W), or clips (B, 3, F, H, W), float32 in [0, 1] on the CPU
@@ -286,7 +286,7 @@ def sample(
     for text in texts or [""]:
         if not text.strip():
             raise ValueError(f"prompt: {text!r} is empty; name at least one, such as 'a cat'")
-    steps = drawing_steps(policy, steps, 20)
+    steps, seed = drawing_steps(policy, steps, 20), drawing_seed(policy, seed)
     if options and not isinstance(policy, (str, Path)):
         raise ValueError(f"{min(options)}: is for a name; a policy that is an object draws as it is")
     if isinstance(policy, (str, Path)):
