@@ -165,5 +165,5 @@ def budget(todo: list[Job], tflops: float = 400.0, gpus: int | None = None) -> l
     sums, hours = f"{len(total.owners)} runs", sum(total.hours.values())
     if hours:
         sums += f", {hours:,.1f} GPU-hours at {tflops:g} TFLOP/s ({total.requested:,.1f} if none were shared)"
-        sums += "; rewards, encoders and communication take no time here"
+        sums += "; rewards, encoders and communication take no time here, and published runs take 2 to 3 times this"
     return [*lines, "", sums, "", "files", *weight_lines(needs)]
