@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from importlib.metadata import EntryPoints, entry_points
 from typing import Any
 
 # %% ../nbs/basics/00_registry.ipynb #b5842171
@@ -77,9 +77,7 @@ def installed_in(group: str) -> EntryPoints:
 
 # %% ../nbs/basics/00_registry.ipynb #a65a4398
 def loaded(entry: Any) -> Any:
-    "Return the object that an entry stands for: itself, the object of a target, or that of an entry point."
-    if isinstance(entry, EntryPoint):
-        return entry.load()
+    "Return the object that an entry stands for: itself, or the object of a target."
     return import_target(entry) if isinstance(entry, str) else entry
 
 # %% ../nbs/basics/00_registry.ipynb #69ecf5cb
@@ -111,4 +109,4 @@ class Registry:
         "Return the entry `name`. Raise `ValueError` naming the setting, the value and what is allowed."
         if name not in self.names():
             raise unknown_name_error(self.setting, name, self.names())
-        return loaded(self.entries[name] if name in self.entries else self.installed()[name])
+        return loaded(self.entries[name]) if name in self.entries else self.installed()[name].load()
