@@ -38,7 +38,7 @@ from ..files import is_there
 from ..methods.recipe import adapted
 from ..policy import Policy
 from ..registry import Registry, loaded, reason, shown, unknown_name_error
-from ..rewards.own import import_own, is_own_name
+from ..own import import_own, is_own_name
 
 # %% ../../nbs/backbones/01_loading.ipynb #a63e068e
 FAMILIES = Registry(

@@ -119,7 +119,7 @@ def read_evaluation(folder: Path) -> dict[str, Any]:
 # %% ../../nbs/evaluation/01_evaluate.ipynb #0fc570a7
 def check_place(folder: Path, new: dict[str, Any]) -> bool:
     "Return whether the folder of a record is there. Raise `ValueError` if it cannot be made, or holds something else."
-    from branchgrpo.rewards.own import same_as_recorded
+    from branchgrpo.own import same_as_recorded
 
     check_output(folder)
     if (folder / "evaluation.json").is_file():

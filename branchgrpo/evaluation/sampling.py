@@ -37,7 +37,7 @@ from ..planning import sampling_process
 from ..policy import Policy
 from ..prompts import load_prompts
 from ..registry import import_target, shown
-from ..rewards.own import is_own_name
+from ..own import is_own_name
 from ..rollouts import Predictor, rollout
 from ..training.checkpoints import newest, read_saved_table
 from ..training.runs import Run, recorded_run

@@ -6,7 +6,7 @@
 __all__ = ['REQUIRED', 'OPTIONAL', 'WEIGHT_FILES', 'CLIP_H', 'CLIP_L', 'COMPANIONS', 'OVERHEAD', 'PUBLISHED', 'SMALL',
            'NOT_COUNTED', 'Finding', 'package_finding', 'gpu_finding', 'package_findings', 'is_packaged',
            'is_downloaded', 'backbone_finding', 'server_finding', 'missing_companion', 'video_finding',
-           'reward_finding', 'prompts_finding', 'findings', 'verify_commands', 'hours_text', 'levels_of', 'run_lines',
+           'reward_finding', 'prompts_finding', 'findings', 'verify_commands', 'hours_text', 'levels_of', 'plan_lines',
            'small_lines', 'work_lines', 'cost_lines', 'report', 'cost_facts', 'facts']
 
 # %% ../../nbs/machine/02_doctor.ipynb #fb12e300
@@ -38,7 +38,7 @@ from ..plan import plan_cost
 from ..prompts import load_prompts
 from ..rewards.clip import AestheticReward, WEIGHTS
 from ..rewards.names import Entry, split_name, terms
-from ..rewards.own import is_own_name
+from ..own import is_own_name
 from ..rewards.unified import UnifiedReward
 from ..rewards.videoalign import base_model, last_checkpoint
 from ..training.config import Settings, listed
@@ -227,7 +227,7 @@ def levels_of(s: Settings) -> str:
     return "those of its files' scheduler" if isinstance(s.shift, str) else f"even, shift {s.shift:g}"
 
 
-def run_lines(s: Settings, leaves: int, calls: int, trained_calls: int) -> list[str]:
+def plan_lines(s: Settings, leaves: int, calls: int, trained_calls: int) -> list[str]:
     "Return what a run does, whatever its model."
     return [
         f"recipe        {s.recipe} on {s.backbone}, {s.height}×{s.width} pixels",
@@ -244,7 +244,7 @@ def small_lines(s: Settings) -> list[str]:
     "Return what a run does with a model of the package: whoever counts its operations waits for diffusers to load."
     plan = GpuShare(s, 1).plan
     cost = plan_cost(plan)
-    return [*run_lines(s, cost.leaves, cost.calls, round(calls_after_pruning(s, plan))), SMALL]
+    return [*plan_lines(s, cost.leaves, cost.calls, round(calls_after_pruning(s, plan))), SMALL]
 
 
 def work_lines(s: Settings, e: Estimate, gpus: int, tflops: float) -> list[str]:
@@ -252,7 +252,7 @@ def work_lines(s: Settings, e: Estimate, gpus: int, tflops: float) -> list[str]:
     c = e.counted
     again = " (activations computed again)" if s.gradient_checkpointing else ""
     return [
-        *run_lines(s, e.leaves, e.calls, e.trained_calls),
+        *plan_lines(s, e.leaves, e.calls, e.trained_calls),
         f"denoiser      {c.parameters / 1e9:.3f} B parameters, {c.trained / 1e9:.3g} B trained",
         f"forward       {c.forward / 1e12:.3g} TFLOP per call",
         f"with backward {c.training / 1e12:.3g} TFLOP per call{again}",

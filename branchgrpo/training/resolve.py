@@ -41,7 +41,7 @@ from ..policy import GaussianFlow
 from ..pruning import PRUNINGS
 from ..registry import unknown_name_error, with_setting
 from ..rewards.names import check_name, reward_name, source_digest, terms
-from ..rewards.own import import_own, is_ours, is_own_name, joint_digest, object_digest, short_digest
+from ..own import import_own, is_ours, is_own_name, joint_digest, object_digest, short_digest
 from ..rewards.scorer import part_weights
 from ..selection import FEATURES, SELECTIONS, looks_at_images
 from ..settings import MethodSettings, field_types, read_settings

@@ -44,7 +44,7 @@ from branchgrpo.files import (
     write_text,
 )
 from ..registry import first_of, reason, shown
-from ..rewards.own import same_as_recorded, short_digest
+from ..own import same_as_recorded, short_digest
 from ..settings import RETIRED
 
 # %% ../../nbs/training/09_runs.ipynb #9d7ae096

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from .. import recipes
-from .papers import ERRATA, QUOTES, erratum_text, quoted, quotes_of
-from .recipe import Recipe
+from ..methods.papers import ERRATA, QUOTES, erratum_text, quoted, quotes_of
+from ..methods.recipe import Recipe
 from ..plan import plan_cost
 from ..planning import plan_of
 from ..settings import MethodSettings
