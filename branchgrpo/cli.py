@@ -64,9 +64,10 @@ def exit_after(accelerator: Any, error: BaseException, minutes: float) -> None:
 
 # %% ../nbs/cli/02_main.ipynb #5a720001
 def prompt_rewards(run: Run, iteration: float) -> list[float | None]:
-    "Return the reward of every held-out prompt at an evaluation; nothing of an older run, which has only their mean."
-    path = run.path / "samples" / f"{iteration:06.0f}.json"
-    return json.loads(path.read_text())["reward"] if path.is_file() else []
+    "Return the reward of every held-out prompt at an evaluation; nothing without its file, or of a damaged one."
+    with contextlib.suppress(OSError, ValueError, LookupError):
+        return json.loads((run.path / "samples" / f"{iteration:06.0f}.json").read_text())["reward"]
+    return []
 
 
 def change_line(run: Run) -> str:
