@@ -17,7 +17,7 @@ env: .venv/.stamp  ## make .venv with everything in it
 	@touch $@
 
 quickstart: env  ## train BranchGRPO and DanceGRPO on tiny-flux (about 3 minutes on two cores)
-	@echo "Training BranchGRPO and DanceGRPO on tiny-flux, 40 iterations each: about 3 minutes on two cores."
+	@echo "Training BranchGRPO and DanceGRPO on tiny-flux, 30 iterations each: about 3 minutes on two cores."
 	@$(BIN)/branchgrpo reproduce quickstart --scale quickstart --jobs 2
 	@echo "figures: runs/quickstart/figures/   executed notebook: runs/reproduce/quickstart/quickstart.ipynb"
 

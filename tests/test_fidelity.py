@@ -90,6 +90,6 @@ def test_pruning_steps_follow_the_pilot():
     "Pro-GRPO's recipe prunes where previews rank as they do in the paper, not at the same fraction."
     record = json.loads((ROOT / "figures/testbed/pro_grpo_table9_fig7.json").read_text())
     first, second = at_testbed(recipes.get("pro-grpo")).values.prune_at
-    assert (first, second) == (9, 10)
-    assert record["spearman"][first] > 0.79 and record["spearman"][second] > 0.89
+    assert [first, second] == record["pilot"]["prune_at"] == [7, 9]
+    assert round(record["spearman"][first], 2) >= 0.79 and round(record["spearman"][second], 2) >= 0.90
     assert record["spearman"][first - 1] < 0.7922, "no earlier step ranks as well"

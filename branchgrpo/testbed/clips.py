@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['FRAMES', 'QUICK', 'SLOW', 'MOTIONS', 'CLIP_WORDS', 'CLIP_ASPECTS', 'Clip', 'parse_clip', 'random_clip', 'clip_scenes',
-           'random_start', 'draw_clip', 'render_clips', 'Track', 'measure_track', 'mean_change', 'background_change',
-           'motion_scores', 'MotionReward', 'ink_middle', 'box_centre', 'cut_windows', 'read_frames', 'check_clips',
-           'distinct_captions', 'digit_prompts', 'digits', 'digit_pairs', 'digit_pairs_tuning', 'clip_captions',
-           'first_frames', 'clip_prompts', 'clips', 'clips_tuning']
+           'misheard_clip', 'random_start', 'draw_clip', 'render_clips', 'Track', 'measure_track', 'mean_change',
+           'background_change', 'motion_scores', 'MotionReward', 'ink_middle', 'box_centre', 'cut_windows',
+           'read_frames', 'check_clips', 'distinct_captions', 'digit_prompts', 'digits', 'digit_pairs',
+           'digit_pairs_tuning', 'clip_captions', 'first_frames', 'clip_prompts', 'clips', 'clips_tuning']
 
 # %% ../../nbs/testbed/03_clips.ipynb #582b8590
 import functools
@@ -96,6 +96,11 @@ def clip_scenes(n: int, split: str = "train", seed: int = 0) -> list[Clip]:
         if is_test(clip.caption) == (split == "test"):
             found.append(clip)
     return found
+
+# %% ../../nbs/testbed/03_clips.ipynb #c865a183
+def misheard_clip(clip: Clip, share: float, rng: np.random.Generator) -> Clip:
+    "Return the clip with another motion, drawn as every clip's, with probability `share`."
+    return Clip(clip.glyph, random_clip(rng).velocity) if rng.random() < share else clip
 
 # %% ../../nbs/testbed/03_clips.ipynb #18055022
 def random_start(velocity: tuple[int, int], rng: np.random.Generator) -> list[int]:

@@ -6,7 +6,7 @@
 __all__ = ['SIZE', 'CELL', 'GLYPH', 'GLYPH_COLOURS', 'TEXTURES', 'RELATIONS', 'GLYPH_COUNTS', 'CELLS', 'LAYOUT_PLACES', 'SPLITS',
            'RELATION_WORDS', 'PLURALS', 'CAPTION_WORDS', 'TEXT_LENGTH', 'Glyph', 'Scene', 'parse_glyph',
            'parse_caption', 'handwriting', 'texture_masks', 'draw_glyph', 'render', 'is_test', 'draw_name',
-           'random_glyph', 'random_scene', 'scenes', 'learn_merges', 'clip_tokenizer', 't5_tokenizer']
+           'random_glyph', 'random_scene', 'scenes', 'misheard', 'learn_merges', 'clip_tokenizer', 't5_tokenizer']
 
 # %% ../../nbs/testbed/01_digits.ipynb #3eccceef
 import hashlib
@@ -211,6 +211,15 @@ def scenes(n: int, split: str = "train", seed: int = 0) -> list[Scene]:
         if is_test(scene.caption) == (split == "test"):
             found.append(scene)
     return found
+
+# %% ../../nbs/testbed/01_digits.ipynb #9c75cc1c
+def misheard(scene: Scene, share: float, rng: np.random.Generator) -> Scene:
+    "Return the scene with other digits: each named digit is drawn anew, from all ten, with probability `share`."
+    heard = {}
+    for glyph in dict.fromkeys(scene.glyphs):
+        wrong, digit = rng.random() < share, int(rng.integers(10))
+        heard[glyph] = glyph._replace(digit=digit) if wrong else glyph
+    return Scene(scene.layout, tuple(heard[glyph] for glyph in scene.glyphs))
 
 # %% ../../nbs/testbed/01_digits.ipynb #03c6c755
 RELATION_WORDS = ("a", "left", "right", "of", "above", "below")
