@@ -31,7 +31,7 @@ def test_every_link_of_the_readme_leads_to_a_file():
 def test_the_answers_stand_between_their_markers():
     before, _, rest = README.partition("<!-- answers -->\n")
     answers, _, after = rest.partition("\n<!-- /answers -->\n")
-    assert "## The answers" in before and after and "figures/testbed/study_answers.png" in answers
+    assert "## Results" in before and after and "REPORT.md" in answers
     assert "answers -->" not in answers + after
 
 
