@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['read_config', 'scale_factors', 'part_class', 'meta_pipeline', 'meta_policy', 'equal_runs', 'shortened',
-           'count_all_blocks', 'largest_block', 'CallCost', 'add_adapter', 'set_trainable', 'count_call',
-           'count_update', 'count', 'same_model', 'counted_policy', 'weight_bytes', 'compute_bytes', 'meta_vae',
-           'DecodingCost', 'latent_shape', 'vae_cost', 'decoding_cost']
+           'count_all_blocks', 'largest_block', 'CallCost', 'set_trainable', 'count_call', 'count_update', 'count',
+           'same_model', 'counted_policy', 'weight_bytes', 'compute_bytes', 'meta_vae', 'DecodingCost', 'latent_shape',
+           'vae_cost', 'decoding_cost']
 
 # %% ../../nbs/machine/00_counting.ipynb #6902d553
 import json
@@ -138,21 +138,15 @@ class CallCost:
     activation_bytes: int  # held at the peak of a call with its backward
     kept_bytes: int  # held between a call and its backward
 
-# %% ../../nbs/machine/00_counting.ipynb #ecda59a0
-def add_adapter(policy: Any, rank: int) -> None:
-    "Give a policy without weights an adapter of `rank`, in float32, and let it alone be trained."
-    from peft import LoraConfig
-
-    policy.denoiser.requires_grad_(False)
-    with torch.device("meta"):
-        policy.denoiser.add_adapter(LoraConfig(r=rank, target_modules=list(policy.lora_targets)))
-
 # %% ../../nbs/machine/00_counting.ipynb #ee8721b9
 def set_trainable(policy: Any, rank: int, checkpointing: bool) -> list[torch.nn.Parameter]:
-    "Let a policy without weights be trained as a run trains it; return the trained parameters."
-    policy.denoiser.requires_grad_(True)
+    "Let all of a policy without weights be trained, or a new adapter in float32; return the trained parameters."
+    policy.denoiser.requires_grad_(not rank)
     if rank:
-        add_adapter(policy, rank)
+        from peft import LoraConfig
+
+        with torch.device("meta"):
+            policy.denoiser.add_adapter(LoraConfig(r=rank, target_modules=list(policy.lora_targets)))
     if checkpointing:
         policy.denoiser.enable_gradient_checkpointing()
         policy.denoiser.train()

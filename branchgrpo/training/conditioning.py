@@ -138,8 +138,8 @@ class EmbeddingCache:
         found = [p for p in dict.fromkeys(prompts) if read_entry(self.path(p)) is None]
         return found if found or read_entry(self.common) is not None else prompts[:1]
 
-    def ahead(self, prompts: list[str]) -> int:
-        "Encode the prompts without a readable entry; return how many there were."
+    def ahead(self, prompts: list[str]) -> None:
+        "Encode the prompts without a readable entry."
         missing = self.missing(prompts)
         for start in range(0, len(missing), self.batch):
             part = missing[start : start + self.batch]
@@ -150,7 +150,6 @@ class EmbeddingCache:
             for n, prompt in enumerate(part):
                 write_entry(self.path(prompt), {key: rows[n] for key, rows in made.items() if key not in shared})
         self.made += len(missing)
-        return len(missing)
 
     def get(self, prompts: list[str], device: str | torch.device = "cpu") -> dict[str, Tensor]:
         "Return the embeddings of P prompts: a dict of tensors with P rows."
