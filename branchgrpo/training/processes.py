@@ -61,11 +61,11 @@ def check_ranks(s: Settings, processes: int) -> None:
         raise ValueError(f"prompts_per_iteration: {s.prompts_per_iteration} is not a multiple of {groups} {kind}")
 
 # %% ../../nbs/training/02_processes.ipynb #ad2accf7
-def group_positions(s: Settings, processes: int, process: int) -> tuple[int, ...]:
-    "Return the places, within an iteration, of the prompts of a process's group."
-    groups = processes // s.ranks_per_prompt
+def group_positions(s: Settings, accelerator: Any) -> tuple[int, ...]:
+    "Return the places, within an iteration, of the prompts of this process's group."
+    groups = accelerator.num_processes // s.ranks_per_prompt
     each = s.prompts_per_iteration // groups
-    first = each * (process // s.ranks_per_prompt)
+    first = each * (accelerator.process_index // s.ranks_per_prompt)
     return tuple(range(first, first + each))
 
 # %% ../../nbs/training/02_processes.ipynb #c920d8de
