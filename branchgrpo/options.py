@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['ONLY_FLAGS', 'MESSAGES', 'AGAIN', 'CONTINUING', 'COMPLETED_NAMES', 'COMPLETED_PLACES', 'SHELLS', 'sections_of',
-           'comments_in', 'comments_of', 'flag_of', 'shown_default', 'add_section', 'Help', 'ShowAll', 'Parser',
-           'show_first', 'fill_parser', 'parser_of', 'parse', 'joined', 'from_file', 'one_line', 'not_expected',
-           'nearest_flag', 'CompletionOptions', 'with_names', 'whole_parser']
+           'comments_in', 'flag_of', 'shown_default', 'add_section', 'Help', 'ShowAll', 'Parser', 'show_first',
+           'fill_parser', 'parser_of', 'parse', 'joined', 'from_file', 'one_line', 'not_expected', 'nearest_flag',
+           'CompletionOptions', 'with_names', 'whole_parser']
 
 # %% ../nbs/cli/00_options.ipynb #021d984e
 import argparse
@@ -45,11 +45,6 @@ def comments_in(module: str) -> dict[str, dict[str, str]]:
     texts = {node.name: "\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in classes}
     return {name: dict(re.findall(r"^ +(\w+) *:.*?  # (.+)$", text, re.MULTILINE)) for name, text in texts.items()}
 
-
-def comments_of(cls: type) -> dict[str, str]:
-    "Return the comment beside each field of a dataclass."
-    return comments_in(cls.__module__).get(cls.__name__, {})
-
 # %% ../nbs/cli/00_options.ipynb #e352aee9
 def flag_of(hint: Any, default: Any) -> dict[str, Any]:
     "Return what the parser needs to know of a field's type."
@@ -70,7 +65,7 @@ def shown_default(default: Any) -> str:
 # %% ../nbs/cli/00_options.ipynb #e89cd632
 def add_section(parser: argparse.ArgumentParser, cls: type) -> None:
     "Add the fields that a dataclass declares itself, as one group of flags."
-    hints, comments = typing.get_type_hints(cls), comments_of(cls)
+    hints, comments = typing.get_type_hints(cls), comments_in(cls.__module__).get(cls.__name__, {})
     group = parser.add_argument_group(inspect.cleandoc(cls.__doc__ or "").rstrip("."))
     fields, own = cls.__dataclass_fields__, inspect.get_annotations(cls)  # pyrefly: ignore[missing-attribute]
     for name in [name for name in fields if name in own]:

@@ -9,26 +9,24 @@ __all__ = ['KERNELS', 'polynomial_kernel', 'rbf_kernel', 'median_bandwidth', 'ch
 
 # %% ../../nbs/evaluation/02_distances.ipynb #d7a6dfb2
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..registry import Registry
+from ..registry import unknown_name_error
 
 # %% ../../nbs/evaluation/02_distances.ipynb #a4e0cc6d
-KERNELS = Registry("kernel", "kernels")  # functions (x (m, D), y (n, D), **options) -> (m, n)
+KERNELS = ("polynomial", "rbf")
 
 
-@KERNELS.register("polynomial")
-def polynomial_kernel(x: Tensor, y: Tensor, degree: int = 3, gamma: float | None = None, coef: float = 1.0) -> Tensor:
-    "Return KID's kernel (γ x·y + coef)^degree, `(m, n)`; γ is 1/D if none is given."
-    return (x @ y.T * (1 / x.shape[1] if gamma is None else gamma) + coef) ** degree
+def polynomial_kernel(x: Tensor, y: Tensor) -> Tensor:
+    "Return KID's kernel (x·y / D + 1)³, `(m, n)`."
+    return (x @ y.T * (1 / x.shape[1]) + 1.0) ** 3
 
 # %% ../../nbs/evaluation/02_distances.ipynb #bc8076eb
-@KERNELS.register("rbf")
-def rbf_kernel(x: Tensor, y: Tensor, bandwidth: float = 1.0) -> Tensor:
+def rbf_kernel(x: Tensor, y: Tensor, bandwidth: float) -> Tensor:
     "Return the Gaussian kernel exp(−|x − y|² / 2σ²), `(m, n)`; σ is the bandwidth."
     return (-torch.cdist(x, y).square() / (2 * bandwidth**2)).exp()
 
@@ -47,18 +45,17 @@ def check_features(x: Tensor, y: Tensor) -> None:
         raise ValueError(f"features: {len(x)} and {len(y)} rows; each sample needs at least two")
 
 # %% ../../nbs/evaluation/02_distances.ipynb #125b9811
-def kernel_matrices(x: Tensor, y: Tensor, kernel: str = "polynomial", **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+def kernel_matrices(x: Tensor, y: Tensor, kernel: str = "polynomial") -> tuple[Tensor, Tensor, Tensor]:
     """Return `k(x, x)`, `k(y, y)` and `k(x, y)` in float64.
 
     Raises `ValueError` on another kernel and on features that cannot be compared.
     """
-    function = KERNELS.get(kernel)
+    if kernel not in KERNELS:
+        raise unknown_name_error("kernel", kernel, KERNELS)
     check_features(x, y)
-    if kernel == "rbf" and "bandwidth" not in options:
-        options["bandwidth"] = median_bandwidth(x, y)
-    x = x.double()
-    y = y.double()
-    return function(x, x, **options), function(y, y, **options), function(x, y, **options)
+    x, y = x.double(), y.double()
+    function = partial(rbf_kernel, bandwidth=median_bandwidth(x, y)) if kernel == "rbf" else polynomial_kernel
+    return function(x, x), function(y, y), function(x, y)
 
 # %% ../../nbs/evaluation/02_distances.ipynb #cb556be3
 def within(k: Tensor, weights: Tensor) -> Tensor:
@@ -99,10 +96,9 @@ def mmd2(
     bootstraps: int = 200,
     level: float = 0.95,
     seed: int = 0,
-    **options: Any,  # of the kernel
 ) -> Distance:
     "Return the unbiased squared MMD with its bootstrap interval. Raise `ValueError` as `kernel_matrices` does."
-    matrices = kernel_matrices(x, y, kernel, **options)
+    matrices = kernel_matrices(x, y, kernel)
     device = matrices[0].device
     every_row = [torch.ones(1, len(sample), dtype=torch.float64, device=device) for sample in (x, y)]
     value = weighted_mmd2(matrices, *every_row).item()
@@ -159,20 +155,13 @@ def features(
     return torch.cat([extractor(part).flatten(1).float().cpu() for part in frames.split(max_batch)])
 
 # %% ../../nbs/evaluation/02_distances.ipynb #10963839
-def embed_2d(*samples: Tensor, method: str = "tsne", seed: int = 0) -> list[np.ndarray]:
-    """Return the features `(n, D)` of several samples in two common dimensions, one `(n, 2)` array per sample.
-
-    `method`: tsne or pca. Raises `ValueError` on another.
-    """
-    from sklearn.decomposition import PCA
+def embed_2d(*samples: Tensor, seed: int = 0) -> list[np.ndarray]:
+    "Return the features `(n, D)` of several samples in two common dimensions (t-SNE), one `(n, 2)` array per sample."
     from sklearn.manifold import TSNE
 
-    if method not in ("tsne", "pca"):
-        raise ValueError(f"method: {method!r} is not one of tsne, pca")
     both = torch.cat([sample.float() for sample in samples]).numpy()
     perplexity = min(30, (len(both) - 1) / 3)
-    tsne = TSNE(init="pca", perplexity=perplexity, random_state=seed)
-    places = (tsne if method == "tsne" else PCA(2, random_state=seed)).fit_transform(both)
+    places = TSNE(init="pca", perplexity=perplexity, random_state=seed).fit_transform(both)
     sizes = [len(sample) for sample in samples]
     return [part.numpy() for part in torch.from_numpy(places).split(sizes)]
 

@@ -202,7 +202,7 @@ def encoder_sizes(name: str) -> list[int]:
     return [parameters_of(Path(folder_of(name)) / part) for part in encoder_names(folder_of(name))]
 
 # %% ../../nbs/machine/01_estimate.ipynb #7e76a51d
-def encoder_parts(s: Settings, share: GpuShare) -> list[MemoryPart]:
+def encoder_parts(s: Settings) -> list[MemoryPart]:
     "Return the text and image encoders, and what they hold while they encode."
     sizes = encoder_sizes(s.backbone)
     rows = 32 if s.embeddings else 1  # without a folder, one prompt at a time
@@ -245,7 +245,7 @@ def memory_parts(s: Settings, gpus: int = 1) -> list[MemoryPart]:
         *trained_parts(c, s, share),
         *working_parts(policy, c, s, share),
         *image_parts(policy, s, share),
-        *encoder_parts(s, share),
+        *encoder_parts(s),
         reward_part(s),
         MemoryPart("CUDA and communication", RUNTIME_BYTES),
     ]

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['FORMAT', 'MANIFEST', 'NUMBERS', 'ORIGIN', 'Shapes', 'FILE', 'COUNTS', 'file_digest_of', 'described', 'seal_of',
            'write_manifest', 'Damaged', 'read_manifest', 'file_damage', 'damage', 'checkpoints_of', 'put_in_place',
-           'remove_leftovers', 'set_aside', 'newest', 'superfluous', 'origin_of', 'check_origin', 'check_shapes',
-           'flat', 'file_numbers', 'TensorWriter', 'packed', 'plain_errors', 'write_tensors', 'read_tensors',
-           'saved_shapes', 'shapes_of', 'read_saved_table', 'Progress', 'optimizer_state', 'state_of', 'check_weights',
+           'remove_leftovers', 'set_aside', 'newest', 'superfluous', 'check_origin', 'check_shapes', 'flat',
+           'file_numbers', 'TensorWriter', 'packed', 'plain_errors', 'write_tensors', 'read_tensors', 'saved_shapes',
+           'shapes_of', 'read_saved_table', 'Progress', 'optimizer_state', 'state_of', 'check_weights',
            'checkpoint_facts', 'Saver', 'make_anew', 'thread_group', 'nothing_half', 'begin_checkpoint', 'temporary_of',
            'finish_checkpoint', 'delete_old', 'chosen', 'load_checkpoint']
 
@@ -185,11 +185,6 @@ def superfluous(folders: list[Path], keep: int, keep_every: int) -> list[Path]:
 NUMBERS = 2  # raise it when a change of the code moves numbers
 ORIGIN = ("recipe", "backbone", "lora_rank", "lora_alpha")  # settings that a checkpoint belongs to
 
-
-def origin_of(settings: Settings) -> dict[str, Any]:
-    "Return what a run's checkpoints belong to, for their manifest."
-    return {"numbers": NUMBERS, "origin": {name: getattr(settings, name) for name in ORIGIN}}
-
 # %% ../../nbs/training/10_checkpoints.ipynb #15c643b8
 def check_origin(place: str, manifest: dict[str, Any], settings: Settings) -> None:
     "Raise `ValueError` if a manifest belongs to another recipe, model or numbers; `place` names the checkpoint."
@@ -357,7 +352,8 @@ def checkpoint_facts(learner: Learner, progress: Progress) -> dict[str, Any]:
     "Return what a checkpoint's manifest says besides its files."
     scaler = learner.accelerator.scaler  # of fp16
     return {
-        **origin_of(learner.settings),
+        "numbers": NUMBERS,
+        "origin": {name: getattr(learner.settings, name) for name in ORIGIN},
         **asdict(progress),
         "averaging_steps": learner.ema.steps,
         "processes": learner.accelerator.num_processes,

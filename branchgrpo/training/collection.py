@@ -24,11 +24,11 @@ from ..prompts import PromptSet
 from ..rewards.scorer import Scorer, do_nothing, part_weights
 from ..rollouts import Judge, rollout
 from ..selection import AdaptiveSplits, FEATURES, Seen, choose, looks_at_images
-from .conditioning import Conditioner, draw_prompts, positions
+from .conditioning import Conditioner, draw_prompts
 from .config import Settings
 from .kept_trees import MOST_INNER, Sketch, tree_is_due
 from .learner import DTYPES
-from .processes import RankGroup, SharedPredictor, make_group
+from .processes import RankGroup, SharedPredictor, group_positions, make_group
 from branchgrpo.training.scoring import (
     RolloutRewards,
     earliest_fault,
@@ -78,11 +78,11 @@ class Collector:
 
     def noise(self, iteration: int) -> Noise:
         "Return the source of an iteration's noise for this process's prompts."
-        return Noise(self.settings.seed, iteration, positions(self.settings, self.accelerator))
+        return Noise(self.settings.seed, iteration, group_positions(self.settings, self.accelerator))
 
     def draw(self, iteration: int) -> list[str]:
         "Return this process's prompts of an iteration."
-        return draw_prompts(self.settings, self.prompts, positions(self.settings, self.accelerator), iteration)
+        return draw_prompts(self.settings, self.prompts, group_positions(self.settings, self.accelerator), iteration)
 
     def __call__(self, iteration: int) -> Collected:
         return collect(self, iteration)

@@ -192,14 +192,12 @@ def first_images(processes: Any, shown: dict[int, Tensor], count: int) -> Tensor
     return torch.stack(images) if images else empty
 
 # %% ../../nbs/training/11_held_out.ipynb #78637ef6
-def image_sheet(images: Tensor, most: int = SHEET_IMAGES, columns: int = 8) -> np.ndarray:
-    "Return the first `most` images (B, 3, H, W), or clips as strips of frames, as one image of bytes (H', W', 3)."
+def image_sheet(images: Tensor) -> np.ndarray:
+    "Return images (B, 3, H, W), or clips as strips of frames, as one image of bytes (H', W', 3), eight in a row."
     if images.ndim == 5:
         images = images.transpose(2, 3).flatten(3)
-    rows = images[:most].cpu().nan_to_num().mul(255).round().byte().permute(0, 2, 3, 1).numpy()
-    if len(rows) > columns:
-        rows = rows[: len(rows) - len(rows) % columns]
-    lines = np.split(rows, max(1, len(rows) // columns))
+    rows = images.cpu().nan_to_num().mul(255).round().byte().permute(0, 2, 3, 1).numpy()
+    lines = np.split(rows[: len(rows) - len(rows) % 8], len(rows) // 8) if len(rows) > 8 else [rows]
     return np.concatenate([np.concatenate(list(line), 1) for line in lines], 0)
 
 # %% ../../nbs/training/11_held_out.ipynb #30e0654b

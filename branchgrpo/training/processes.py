@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['GONE', 'LATE', 'check_launch', 'check_processes', 'check_ranks', 'group_positions', 'RankGroup', 'make_group',
-           'SharedPredictor', 'any_process', 'most_of', 'from_main', 'outcome', 'raise_together', 'together',
-           'lost_process_error', 'make_hosts', 'any_host', 'check_stop', 'check_alone', 'watch']
+           'SharedPredictor', 'any_process', 'most_of', 'from_main', 'raise_together', 'together', 'lost_process_error',
+           'make_hosts', 'any_host', 'check_stop', 'check_alone', 'watch']
 
 # %% ../../nbs/training/02_processes.ipynb #ec8a1c16
 import os
@@ -61,11 +61,11 @@ def check_ranks(s: Settings, processes: int) -> None:
         raise ValueError(f"prompts_per_iteration: {s.prompts_per_iteration} is not a multiple of {groups} {kind}")
 
 # %% ../../nbs/training/02_processes.ipynb #ad2accf7
-def group_positions(s: Settings, processes: int, process: int) -> tuple[int, ...]:
-    "Return the places, within an iteration, of the prompts of a process's group."
-    groups = processes // s.ranks_per_prompt
+def group_positions(s: Settings, accelerator: Any) -> tuple[int, ...]:
+    "Return the places, within an iteration, of the prompts of this process's group."
+    groups = accelerator.num_processes // s.ranks_per_prompt
     each = s.prompts_per_iteration // groups
-    first = each * (process // s.ranks_per_prompt)
+    first = each * (accelerator.process_index // s.ranks_per_prompt)
     return tuple(range(first, first + each))
 
 # %% ../../nbs/training/02_processes.ipynb #c920d8de
@@ -144,20 +144,17 @@ def most_of(accelerator: Any, count: int) -> int:
 # %% ../../nbs/training/02_processes.ipynb #c528218e
 def from_main(accelerator: Any, decide: Callable[[], Any]) -> Any:
     "Return what the main process decides; an error of it is raised on all. Collective."
-    decided = [outcome(decide) if accelerator.is_main_process else None]
+    decided: list[Any] = [None]
+    if accelerator.is_main_process:
+        try:
+            decided = [decide()]
+        except Exception as error:
+            decided = [error]
     if accelerator.num_processes > 1:
         dist.broadcast_object_list(decided, src=0, device=accelerator.device)
     if isinstance(decided[0], Exception):
         raise decided[0]
     return decided[0]
-
-# %% ../../nbs/training/02_processes.ipynb #b0d16c74
-def outcome(decide: Callable[[], Any]) -> Any:
-    "Return what a call returns, or the error that it raises."
-    try:
-        return decide()
-    except Exception as error:
-        return error
 
 # %% ../../nbs/training/02_processes.ipynb #fd9cd1c8
 def raise_together(accelerator: Any, error: Exception | None) -> None:

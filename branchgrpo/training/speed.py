@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['TORCH', 'GRAPHS', 'SMALL_MODEL', 'check_attention', 'check_speed', 'blocks_of', 'repeated_blocks', 'compile_blocks',
            'compiled_graphs', 'set_attention', 'use_tf32', 'use_one_thread', 'every_nth', 'checkpoint_blocks',
-           'skip_adapter_casts', 'speed_up', 'join_group', 'mesh_of', 'shard', 'fill_sharded', 'sharded_parts',
-           'gathered', 'local', 'whole_tensor', 'full_state', 'plain_class']
+           'skip_adapter_casts', 'speed_up', 'mesh_of', 'shard', 'fill_sharded', 'sharded_parts', 'gathered', 'local',
+           'whole_tensor', 'full_state', 'plain_class']
 
 # %% ../../nbs/training/16_speed.ipynb #cbd93826
 import os
@@ -158,17 +158,12 @@ def speed_up(policy: Any, s: Settings, backend: str = "inductor") -> None:
     if s.compile:
         compile_blocks(denoiser, backend)
 
-# %% ../../nbs/training/16_speed.ipynb #b7f1a9c2
-def join_group(device_type: str) -> None:
-    "Make a group of one process, if torchrun has not made a larger one: a sharded model needs some group."
-    if not dist.is_initialized():
-        backend = "nccl" if device_type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-
 # %% ../../nbs/training/16_speed.ipynb #0c1fcbdb
 def mesh_of(device_type: str, hybrid: bool = False) -> DeviceMesh:
     "Return the processes as a row (all share the weights), or as nodes × GPUs of a node (`hybrid`)."
-    join_group(device_type)
+    if not dist.is_initialized():  # torchrun has made no group, and a sharded model needs one: of this process
+        backend = "nccl" if device_type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     processes = dist.get_world_size()
     if not hybrid:
         return init_device_mesh(device_type, (processes,))
