@@ -2287,8 +2287,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                     'branchgrpo/rewards/videoalign.py'),
                                                'branchgrpo.rewards.videoalign.open_checkpoint': ( 'rewards/videoalign.html#open_checkpoint',
                                                                                                   'branchgrpo/rewards/videoalign.py'),
-                                               'branchgrpo.rewards.videoalign.open_merged': ( 'rewards/videoalign.html#open_merged',
-                                                                                              'branchgrpo/rewards/videoalign.py'),
                                                'branchgrpo.rewards.videoalign.open_parts': ( 'rewards/videoalign.html#open_parts',
                                                                                              'branchgrpo/rewards/videoalign.py'),
                                                'branchgrpo.rewards.videoalign.read_heads': ( 'rewards/videoalign.html#read_heads',
