@@ -6,7 +6,7 @@
 __all__ = ['PUBLISHED_SAMPLING', 'ASPECTS', 'ASPECT_TOKENS', 'VIDEO_QUESTION', 'CHAT', 'QWEN', 'CHECKPOINT_FILES', 'Sampling',
            'frame_count', 'fitted_size', 'normalised_frames', 'video_patches', 'read_heads', 'Parts', 'reward_folder',
            'last_checkpoint', 'base_model', 'todays_name', 'checkpoint_weights', 'adapter_numbers', 'open_checkpoint',
-           'open_parts', 'token_inputs', 'last_hidden', 'VideoAlign', 'VideoAlignReward']
+           'open_parts', 'token_inputs', 'last_hidden', 'VideoAlignReward']
 
 # %% ../../nbs/rewards/08_videoalign.ipynb #dd930f6b
 import json
@@ -251,26 +251,31 @@ def last_hidden(parts: Parts, clips: Tensor, prompts: list[str]) -> tuple[Tensor
     return out.last_hidden_state, inputs["input_ids"]
 
 # %% ../../nbs/rewards/08_videoalign.ipynb #6b3a85e5
-class VideoAlign:
-    """Score clips by the three z-scores of VideoAlign; `folder`, or its `parts`, as `open_parts` returns them.
+class VideoAlignReward:
+    """Score clips by one aspect of VideoAlign, a z-score: MQ (motion quality), VQ, TA, or their sum (`Overall`).
 
     `fps`: the frames per second that the clips are meant to be shown at; a run sets it to those of its model.
+    `parts`: in place of those of `folder`, as `open_parts` returns them.
+    Raises `ValueError` on images that are no clips. Source: VideoAlign (Liu et al.); BranchGRPO's motion quality.
     """
 
     def __init__(
         self,
         folder: str,
         device: Any = "cpu",
+        aspect: str = "MQ",
         fps: float = 16.0,
         max_batch: int = 4,
-        parts: Parts | tuple | None = None,
+        parts: Parts | None = None,
     ):
+        if aspect not in (*ASPECTS, "Overall"):
+            raise ValueError(f"aspect: {aspect!r} is not one of {', '.join(ASPECTS)}, Overall")
         self.folder = folder
         self.device = device
         self.fps = fps
         self.max_batch = max_batch
-        found = parts or open_parts(folder)
-        self.parts = found if isinstance(found, Parts) else Parts(*found)
+        self.aspect = aspect
+        self.parts = parts or open_parts(folder)
         self.parts.model.to(device).eval().requires_grad_(False)
         self.parts.head.to(device).requires_grad_(False)
         self.special = self.parts.tokenizer.convert_tokens_to_ids(list(ASPECT_TOKENS))
@@ -287,19 +292,6 @@ class VideoAlign:
             for kind, usual in (("mean", 0.0), ("std", 1.0))
         )
         return (scores - mean) / std
-
-# %% ../../nbs/rewards/08_videoalign.ipynb #83de4edc
-class VideoAlignReward(VideoAlign):
-    """Score clips by one aspect of VideoAlign, a z-score: MQ (motion quality), VQ, TA, or their sum (`Overall`).
-
-    Raises `ValueError` on images that are no clips. Source: VideoAlign (Liu et al.); BranchGRPO's motion quality.
-    """
-
-    def __init__(self, folder: str, device: Any = "cpu", aspect: str = "MQ", **options):
-        if aspect not in (*ASPECTS, "Overall"):
-            raise ValueError(f"aspect: {aspect!r} is not one of {', '.join(ASPECTS)}, Overall")
-        super().__init__(folder, device, **options)
-        self.aspect = aspect
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict] | None = None) -> Tensor:
         if images.ndim != 5:
