@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['ROUNDING', 'STDS', 'ADVANTAGES', 'REWARD_SUMS', 'flat_groups', 'centre', 'own_process', 'own_std', 'pooled_std',
            'global_std', 'no_std', 'depthwise_advantages', 'CreditOptions', 'clips_itself', 'needs_previews',
-           'estimate_advantages', 'depthwise', 'joint', 'within_families', 'siblings', 'others_mean', 'leave_one_out',
-           'normalised_leaves', 'leaf_backup', 'broadcast', 'over_all', 'decoupled_advantages']
+           'estimate_advantages', 'depthwise', 'over_depths', 'joint', 'within_families', 'siblings', 'others_mean',
+           'leave_one_out', 'normalised_leaves', 'leaf_backup', 'broadcast', 'over_all', 'decoupled_advantages']
 
 # %% ../nbs/09_credit.ipynb #f77eb19b
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -161,13 +161,19 @@ def depthwise(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> list[
     return depthwise_advantages(values, clip=None, std=options.std, min_nodes=options.min_nodes, reduce=options.reduce)
 
 # %% ../nbs/09_credit.ipynb #8da7fa23
+def over_depths(values: list[Tensor], depths: Sequence[int], options: CreditOptions) -> list[Tensor]:
+    "Return `values`, per depth `(P, W_d)`, normalised over all nodes of some depths of a tree; 0 at the others."
+    group = torch.cat([values[d] for d in depths], 1)
+    together = depthwise_advantages([group], clip=None, std=options.std, reduce=options.reduce)[0]
+    parts = dict(zip(depths, together.split([values[d].shape[1] for d in depths], 1)))
+    return [parts.get(d, torch.zeros_like(value)) for d, value in enumerate(values)]
+
+
 @ADVANTAGES.register("joint")
 def joint(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> list[Tensor]:
     "Return the fused rewards normalised over all nodes of a tree but the root, a list over depths of `(P, W_d)`."
-    root, *values = fuse_rewards(tree, leaf_rewards, options.beta, options.weights, options.leaf_mask)
-    group = torch.cat(values, 1)
-    together = depthwise_advantages([group], clip=None, std=options.std, reduce=options.reduce)[0]
-    return [torch.zeros_like(root), *together.split([value.shape[1] for value in values], 1)]
+    values = fuse_rewards(tree, leaf_rewards, options.beta, options.weights, options.leaf_mask)
+    return over_depths(values, range(1, len(values)), options)
 
 # %% ../nbs/09_credit.ipynb #9a3d99b1
 def within_families(value: Tensor, parents: Tensor, children: int, options: CreditOptions) -> Tensor:

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .credit import CreditOptions, ROUNDING, depthwise_advantages, needs_previews, siblings, within_families
+from branchgrpo.credit import (
+    CreditOptions,
+    ROUNDING,
+    depthwise_advantages,
+    needs_previews,
+    over_depths,
+    siblings,
+    within_families,
+)
 from .fusion import fuse_rewards
 from .tree import Tree
 
@@ -53,11 +61,7 @@ def gains(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> list[Tens
 def joint_gains(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> list[Tensor]:
     "Return the gains normalised over all edges of a tree that draw noise. Source: arXiv 2603.28718."
     found = gains_of(tree, node_values(tree, leaf_rewards, options))
-    depths = [step + 1 for step in sorted(tree.plan.drawn)]
-    group = torch.cat([found[d] for d in depths], 1)
-    together = depthwise_advantages([group], clip=None, std=options.std, reduce=options.reduce)[0]
-    parts = dict(zip(depths, together.split([found[d].shape[1] for d in depths], 1)))
-    return [parts.get(d, torch.zeros_like(gain)) for d, gain in enumerate(found)]
+    return over_depths(found, [step + 1 for step in sorted(tree.plan.drawn)], options)
 
 # %% ../nbs/10_gains.ipynb #75a90225
 def turn_masks(

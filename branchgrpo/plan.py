@@ -8,7 +8,7 @@ __all__ = ['PREVIEW_LEVELS', 'Families', 'RolloutPlan', 'picked', 'papers_cost',
 
 # %% ../nbs/04_plan.ipynb #f8a8eefd
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -293,11 +293,6 @@ class Cost:
     trained_edges: int
     flops: float  # rollout and update, in the unit of `plan_cost`'s arguments
     latent_bytes: int  # of all stored latents
-
-    @property
-    def per_leaf(self) -> dict[str, float]:
-        "Return everything divided by the number of leaves."
-        return {name: value / self.leaves for name, value in asdict(self).items()}
 
 # %% ../nbs/04_plan.ipynb #c676de13
 def plan_cost(

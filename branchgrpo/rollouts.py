@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['chunks', 'filled', 'Predict', 'Predictor', 'Judge', 'completion_grid', 'complete', 'Growth', 'draw_children', 'go_on',
            'branch_off', 'add_split', 'prune_or_split', 'show_previews', 'take_step', 'check_rollout', 'rollout',
-           'parents_of', 'revisit', 'replay']
+           'revisit', 'replay']
 
 # %% ../nbs/07_rollouts.ipynb #e46e12cf
 from collections.abc import Callable
@@ -273,12 +273,6 @@ def rollout(
         take_step(growth, i)
     return tree
 
-# %% ../nbs/07_rollouts.ipynb #de1055bf
-def parents_of(tree: Tree, step: int) -> Tensor:
-    "Return the nodes `(P, W′)` that take `step`: every K-th child names its parent; after a pruning step, survivors."
-    first, _, factor = tree.plan.families(step)
-    return tree.parents[step + 1][:, first::factor]
-
 # %% ../nbs/07_rollouts.ipynb #5b117003
 def revisit(
     tree: Tree,
@@ -293,7 +287,7 @@ def revisit(
 
     `rows` on the tree's device spare a copy; `pad_to` spares a GPU new shapes, and may change the rounding."""
     first, _, factor = tree.plan.families(step)
-    parents = parents_of(tree, step)
+    parents = tree.parents[step + 1][:, first::factor]  # each family's first child names it; survivors, if pruned
     width = parents.shape[1]
     rows = torch.arange(parents.numel(), device=tree.device) if rows is None else rows.to(tree.device)
     asked = filled(rows, pad_to)

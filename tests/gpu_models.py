@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
-from branchgrpo.backbones.flux import FLUX_DEV, FluxPolicy
+from branchgrpo.backbones.flux import FluxPolicy
 from branchgrpo.backbones.sd3 import SD35_MEDIUM, SD3Policy
 from branchgrpo.rewards.hps import VIT_H14, pad_square
 
@@ -75,7 +75,7 @@ def flux(device, side: int, tiny: bool, dtype: torch.dtype = torch.bfloat16) -> 
     "Return FLUX.1-dev at `side` × `side` pixels."
     from diffusers import AutoencoderKL, FluxPipeline, FluxTransformer2DModel
 
-    config = FLUX_DEV | SMALL | {"num_single_layers": 2} if tiny else FLUX_DEV
+    config = FluxPolicy.published[1] | (SMALL | {"num_single_layers": 2} if tiny else {})
     parts = SimpleNamespace(
         transformer=built(FluxTransformer2DModel, config, device, dtype),
         vae=built(AutoencoderKL, SMALL_VAE if tiny else VAE, device, dtype),

@@ -106,7 +106,7 @@ def shared(plan, fields):
 
 @pytest.mark.parametrize("name", recipes.names())
 def test_a_recipes_state_makes_its_plan(js, name):
-    settings = replace(recipes.get(name).settings(), adaptive=False)
+    settings = replace(recipes.get(name).values, adaptive=False)
     state = recipe_state(recipes.get(name))
     for at in at_places(settings):
         here = state | ({"window_start": window_steps(at)[0]} if settings.window != "none" else {})

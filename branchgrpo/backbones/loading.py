@@ -4,13 +4,12 @@
 
 # %% auto #0
 __all__ = ['FAMILIES', 'TINY', 'BACKBONES', 'PIPELINE_ERRORS', 'ENCODER_PLACES', 'LORA_FILES', 'FACTOR', 'TEXT', 'declared',
-           'Backbone', 'adapt_recipe', 'is_hub_model', 'folder_of', 'pipeline_error', 'read_index', 'pipeline_class',
-           'family', 'part_config', 'denoiser_config', 'default_sizes', 'default_guidance', 'takes_guidance',
-           'check_guidance', 'with_family_sizes', 'encoder_names', 'left_out', 'read_checked', 'read_pipeline',
-           'without_remarks', 'move_parts', 'empty_model', 'empty_denoiser', 'machine_ranks', 'is_reader',
-           'machine_group', 'send_weights', 'read_once', 'load_pipeline', 'policy_around', 'own_policy',
-           'load_backbone', 'save_memory', 'encoders_of', 'awake', 'largest_rank', 'lora_file', 'with_alpha',
-           'add_lora', 'load_lora']
+           'Backbone', 'adapt_recipe', 'is_hub_model', 'folder_of', 'pipeline_error', 'read_index', 'family',
+           'part_config', 'denoiser_config', 'default_sizes', 'default_guidance', 'takes_guidance', 'check_guidance',
+           'with_family_sizes', 'encoder_names', 'left_out', 'read_checked', 'read_pipeline', 'without_remarks',
+           'move_parts', 'empty_model', 'empty_denoiser', 'machine_ranks', 'is_reader', 'machine_group', 'send_weights',
+           'read_once', 'load_pipeline', 'policy_around', 'own_policy', 'load_backbone', 'save_memory', 'encoders_of',
+           'awake', 'largest_rank', 'lora_file', 'with_alpha', 'add_lora', 'load_lora']
 
 # %% ../../nbs/backbones/01_loading.ipynb #f35a8196
 import inspect
@@ -131,29 +130,25 @@ def read_index(folder: str) -> Any:
 
     return Index.load_config(folder)
 
-# %% ../../nbs/backbones/01_loading.ipynb #05da8085
-def pipeline_class(name: str) -> str | None:
-    "Return the class name in a backbone's `model_index.json`, if it has one. Raises `ValueError` if there is no file."
-    folder = folder_of(name)
-    try:
-        config = read_index(folder)
-        return config.get("_class_name") if isinstance(config, dict) else None
-    except PIPELINE_ERRORS as error:
-        raise pipeline_error(name, error) from None
-
 # %% ../../nbs/backbones/01_loading.ipynb #68e3d23c
 def family(name: str) -> type:
     """Return the policy class of a backbone's name.
 
     Raises `ValueError` if its pipeline belongs to no known family, cannot be found, or has parts that none uses."""
-    kind = PUBLISHED[name].family if name in PUBLISHED else pipeline_class(name)
+    if name in PUBLISHED:
+        return FAMILIES.get(PUBLISHED[name].family)
+    folder = folder_of(name)
+    try:
+        index = read_index(folder)
+    except PIPELINE_ERRORS as error:
+        raise pipeline_error(name, error) from None
+    kind = index.get("_class_name") if isinstance(index, dict) else None
     if kind not in FAMILIES.names():
         what = f"is a {kind}" if kind else "does not say in its model_index.json what it is"
         raise ValueError(f"backbone: {name!r} {what}; known are {', '.join(FAMILIES.names())}")
     found = FAMILIES.get(kind)
-    error = None if name in PUBLISHED else unsupported_error(found, read_index(folder_of(name)), repr(name))
-    if error:
-        raise ValueError(error)
+    if unsupported := unsupported_error(found, index, repr(name)):
+        raise ValueError(unsupported)
     return found
 
 # %% ../../nbs/backbones/01_loading.ipynb #99831e36

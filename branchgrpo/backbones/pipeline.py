@@ -53,7 +53,7 @@ class FamilyDefaults:
     fps = None  # frames per second of a clip; none: images
     first_frames = None  # function: P prompts -> P first frames (3, H, W) in [0, 1], for image-to-video
     decode_batch = None  # images per call of the VAE; none: as many as `DECODE_BYTES` hold
-    published = ("", {})  # the published denoiser: its class in diffusers, and its configuration
+    published = ("", {})  # the published denoiser: its class in diffusers, and what differs from the class's defaults
     factors = {"vae_scale_factor": 8}  # pixels per latent pixel, named as in the published pipeline
     parts: tuple[str, ...] | None = None  # of the pipeline, that read a prompt; none: what it has is not checked
     optional: tuple[str, ...] = ()  # those of them that may be absent

@@ -48,16 +48,9 @@ def predict_sd3(policy, latents: Tensor, time: Tensor, conditioning: dict[str, T
 
 # %% ../../nbs/backbones/03_sd3.ipynb #96bbc215
 SD35_MEDIUM = dict(
-    sample_size=128,
-    patch_size=2,
-    in_channels=16,
     num_layers=24,
-    attention_head_dim=64,
     num_attention_heads=24,
-    joint_attention_dim=4096,
     caption_projection_dim=1536,
-    pooled_projection_dim=2048,
-    out_channels=16,
     pos_embed_max_size=384,
     dual_attention_layers=tuple(range(13)),
     qk_norm="rms_norm",

@@ -180,10 +180,10 @@ def video_finding(what: str, place: str) -> Finding:
     hub = is_hub_model(place)
     config = cached(place, "model_config.json") if hub else Path(place, "model_config.json")
     folder = config.parent if config is not None and config.is_file() else None
-    if folder is None or not (last_checkpoint(folder) or (folder / "rm_head.pt").is_file()):
+    if folder is None or not last_checkpoint(folder):
         advice = f"hf download {place}" if hub else "put model_config.json and checkpoint-N there"
         return Finding("missing", what, advice)
-    base = base_model(folder) if last_checkpoint(folder) else str(folder)
+    base = base_model(folder)
     if not is_downloaded(base, "config.json"):
         return Finding("missing", what, f"hf download {base}")
     return Finding("ok", what, place)

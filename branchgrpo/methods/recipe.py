@@ -29,10 +29,6 @@ class Recipe:
     equation: str = ""  # in the symbols of the lessons
     sizes_for: dict[str, str] = field(default_factory=dict)  # {size or guidance: the pipeline it is stated for}
 
-    def settings(self) -> MethodSettings:
-        "Return the values alone."
-        return self.values
-
     def rows(self) -> list[tuple[str, Any, str]]:
         "Return `(setting, value, source)` of every setting that the recipe states."
         return [(name, getattr(self.values, name), source) for name, source in self.sources.items()]

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Reward', 'as_scores', 'type_with_article', 'known_signature', 'binds', 'takes_metadata', 'check_prompt_count',
-           'Checked', 'label', 'frames_as_images', 'mean_over_frames', 'tell_frame_rate', 'sum_within_prompts',
+           'Checked', 'label', 'frames_as_images', 'mean_over_frames', 'members_of', 'tell_frame_rate',
            'within_prompts', 'within_memory', 'RewardSum']
 
 # %% ../../nbs/rewards/00_contract.ipynb #f5b18972
@@ -120,18 +120,17 @@ def mean_over_frames(scores: Tensor, frames: int) -> Tensor:
     return scores.float().unflatten(0, (len(scores) // frames, frames)).mean(1)
 
 
+def members_of(reward: Reward) -> dict[str, tuple[float, Any]]:
+    "Return the weighted rewards `{name: (weight, reward)}` of a sum; a single reward alone, without a name."
+    return getattr(reward, "members", {"": (1.0, reward)})
+
+
 def tell_frame_rate(reward: Reward, policy: Any) -> None:
     "Set `fps` of a reward that has it, or of those of a sum, to the frames per second of a policy's clips."
     fps = getattr(policy, "fps", None)
-    for _, member in getattr(reward, "members", {"": (1.0, reward)}).values():
+    for _, member in members_of(reward).values():
         if fps is not None and hasattr(member, "fps"):
             member.fps = fps
-
-# %% ../../nbs/rewards/00_contract.ipynb #03732687
-def sum_within_prompts(values: Tensor, group: Tensor, groups: int) -> Tensor:
-    "Return, for each of `values (B,)`, the sum over the values of its prompt; `group (B,)` numbers the prompts."
-    total = torch.zeros(groups, device=values.device).scatter_add(0, group, values)
-    return total[group]
 
 # %% ../../nbs/rewards/00_contract.ipynb #92abc791
 def within_prompts(scores: Tensor, prompts: Sequence[Hashable], eps: float = 1e-6) -> Tensor:
@@ -145,7 +144,8 @@ def within_prompts(scores: Tensor, prompts: Sequence[Hashable], eps: float = 1e-
     known = scores.isfinite()
 
     def total(values: Tensor) -> Tensor:
-        return sum_within_prompts(torch.where(known, values, 0.0), group, len(number))
+        sums = torch.zeros(len(number), device=values.device).scatter_add(0, group, torch.where(known, values, 0.0))
+        return sums[group]
 
     n = total(torch.ones_like(scores)).clamp(min=1)
     # r − r̄

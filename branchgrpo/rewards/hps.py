@@ -110,9 +110,7 @@ _TEXT_H14 = dict(
     num_attention_heads=16,
     projection_dim=1024,
     hidden_act="gelu",
-    vocab_size=49408,
-    max_position_embeddings=77,
-    **dict(bos_token_id=49406, eos_token_id=49407, pad_token_id=0),
+    pad_token_id=0,
 )
 VIT_H14 = dict(text_config=_TEXT_H14, vision_config=_VISION_H14, projection_dim=1024)
 

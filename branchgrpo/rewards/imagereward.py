@@ -56,26 +56,16 @@ def split_checkpoint(state: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     }
 
 # %% ../../nbs/rewards/07_imagereward.ipynb #1214d108
-BLIP_LARGE = dict(
+BLIP_LARGE = dict(  # what differs from the defaults of transformers
     vision=dict(
         hidden_size=1024,
         intermediate_size=4096,
         num_hidden_layers=24,
         num_attention_heads=16,
         image_size=224,
-        patch_size=16,
         layer_norm_eps=1e-6,
     ),
-    text=dict(
-        vocab_size=30524,
-        hidden_size=768,
-        encoder_hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        max_position_embeddings=512,
-        is_decoder=True,
-    ),
+    text=dict(encoder_hidden_size=1024, num_attention_heads=12),
 )
 SCORE_MEAN = 0.16717362830052426
 SCORE_STD = 1.0333394966054072
@@ -92,7 +82,7 @@ class ImageRewardModel(nn.Module):
 
         self.vision = BlipVisionModel(BlipVisionConfig(**vision))
         self.text = BlipTextModel(BlipTextConfig(**text), add_pooling_layer=False)
-        self.head = AestheticHead(text["hidden_size"])
+        self.head = AestheticHead(self.text.config.hidden_size)
 
     def first_token(self, ids: Tensor, mask: Tensor, image: Tensor) -> Tensor:
         "Return the last hidden state `(B, D)` of the first token, with cross-attention to `image (B, N, E)`."

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['TESTBED', 'REWARDS', 'TOKEN', 'LARGEST_WEIGHT', 'LONGEST', 'Entry', 'about', 'makes_reward', 'parameters',
-           'build_reward', 'check_call', 'make', 'as_checked', 'check_no_secret', 'Named', 'place_of', 'split_name',
-           'terms', 'load_one', 'load_reward', 'check_name', 'reward_name', 'source_digest']
+           'build_reward', 'check_call', 'make', 'check_no_secret', 'Named', 'place_of', 'split_name', 'terms',
+           'load_one', 'load_reward', 'check_name', 'reward_name', 'source_digest']
 
 # %% ../../nbs/rewards/02_names.ipynb #a0a66434
 import inspect
@@ -131,23 +131,20 @@ def check_call(entry: Any, name: Any) -> None:
 
 # %% ../../nbs/rewards/02_names.ipynb #f895ce1b
 def make(entry: Any, where: str | None, name: str, device: torch.device | str) -> Reward:
-    """Return the reward of an entry, a class, a factory or a callable.
+    """Return the reward of an entry, a class, a factory or a callable; one that is not ours has its scores checked.
 
     Raises `ValueError` if `entry` is none of them, or if a place is given to a reward that takes none.
     """
     if isinstance(entry, Entry):
-        return as_checked(import_target(entry.target)(where, device=device), name)
-    if not callable(entry):
+        reward = import_target(entry.target)(where, device=device)
+    elif not callable(entry):
         raise ValueError(f"reward: {name!r} is not callable")
-    if makes_reward(entry):
-        return as_checked(build_reward(entry, where, name, device), name)
-    if where is not None:
+    elif makes_reward(entry):
+        reward = build_reward(entry, where, name, device)
+    elif where is not None:
         raise ValueError(f"reward: {name!r} takes no place {where!r}")
-    return as_checked(entry, name)
-
-# %% ../../nbs/rewards/02_names.ipynb #aa9e5dd5
-def as_checked(reward: Reward, name: str) -> Reward:
-    "Return a reward of this package as it is, and any other one with its scores checked."
+    else:
+        reward = entry
     return reward if is_ours(type(reward)) else Checked(reward, name)
 
 # %% ../../nbs/rewards/02_names.ipynb #fe55a4e3

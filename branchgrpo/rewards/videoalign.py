@@ -6,12 +6,13 @@
 __all__ = ['PUBLISHED_SAMPLING', 'ASPECTS', 'ASPECT_TOKENS', 'VIDEO_QUESTION', 'CHAT', 'QWEN', 'CHECKPOINT_FILES', 'Sampling',
            'frame_count', 'fitted_size', 'normalised_frames', 'video_patches', 'read_heads', 'Parts', 'reward_folder',
            'last_checkpoint', 'base_model', 'todays_name', 'checkpoint_weights', 'adapter_numbers', 'open_checkpoint',
-           'open_merged', 'open_parts', 'token_inputs', 'last_hidden', 'VideoAlign', 'VideoAlignReward']
+           'open_parts', 'token_inputs', 'last_hidden', 'VideoAlignReward']
 
 # %% ../../nbs/rewards/08_videoalign.ipynb #dd930f6b
 import json
 import math
 import re
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,72 +95,7 @@ def video_patches(
 ASPECTS = ("VQ", "MQ", "TA")
 ASPECT_TOKENS = tuple(f"<|{aspect}_reward|>" for aspect in ASPECTS)
 # Source: VideoAlign, prompt_template.py, the template `detailed_special`
-VIDEO_QUESTION = (
-    "\n"
-    "You are tasked with evaluating a generated video based on three distinct criteria: Visual Quality, Motion "
-    "Quality, and Text Alignment. Please provide a rating from 0 to 10 for each of the three categories, with 0 "
-    "being the worst and 10 being the best. Each evaluation should be independent of the others.\n"
-    "\n"
-    "**Visual Quality:**  \n"
-    "Evaluate the overall visual quality of the video, with a focus on static factors. The following "
-    "sub-dimensions should be considered:\n"
-    "- **Reasonableness:** The video should not contain any significant biological or logical errors, such as "
-    "abnormal body structures or nonsensical environmental setups.\n"
-    "- **Clarity:** Evaluate the sharpness and visibility of the video. The image should be clear and easy to "
-    "interpret, with no blurring or indistinct areas.\n"
-    "- **Detail Richness:** Consider the level of detail in textures, materials, lighting, and other visual "
-    "elements (e.g., hair, clothing, shadows).\n"
-    "- **Aesthetic and Creativity:** Assess the artistic aspects of the video, including the color scheme, "
-    "composition, atmosphere, depth of field, and the overall creative appeal. The scene should convey a sense "
-    "of harmony and balance.\n"
-    "- **Safety:** The video should not contain harmful or inappropriate content, such as political, violent, or "
-    "adult material. If such content is present, the image quality and satisfaction score should be the lowest "
-    "possible. \n"
-    "\n"
-    "Please provide the ratings of Visual Quality: <|VQ_reward|>\n"
-    "END\n"
-    "\n"
-    "**Motion Quality:**  \n"
-    "Assess the dynamic aspects of the video, with a focus on dynamic factors. Consider the following "
-    "sub-dimensions:\n"
-    "- **Stability:** Evaluate the continuity and stability between frames. There should be no sudden, unnatural "
-    "jumps, and the video should maintain stable attributes (e.g., no fluctuating colors, textures, or missing "
-    "body parts).\n"
-    "- **Naturalness:** The movement should align with physical laws and be realistic. For example, clothing "
-    "should flow naturally with motion, and facial expressions should change appropriately (e.g., blinking, "
-    "mouth movements).\n"
-    "- **Aesthetic Quality:** The movement should be smooth and fluid. The transitions between different motions "
-    "or camera angles should be seamless, and the overall dynamic feel should be visually pleasing.\n"
-    "- **Fusion:** Ensure that elements in motion (e.g., edges of the subject, hair, clothing) blend naturally "
-    "with the background, without obvious artifacts or the feeling of cut-and-paste effects.\n"
-    "- **Clarity of Motion:** The video should be clear and smooth in motion. Pay attention to any areas where "
-    "the video might have blurry or unsteady sections that hinder visual continuity.\n"
-    "- **Amplitude:** If the video is largely static or has little movement, assign a low score for motion "
-    "quality.\n"
-    "\n"
-    "Please provide the ratings of Motion Quality: <|MQ_reward|>\n"
-    "END\n"
-    "\n"
-    "**Text Alignment:**  \n"
-    "Assess how well the video matches the textual prompt across the following sub-dimensions:\n"
-    "- **Subject Relevance** Evaluate how accurately the subject(s) in the video (e.g., person, animal, object) "
-    "align with the textual description. The subject should match the description in terms of number, "
-    "appearance, and behavior.\n"
-    "- **Motion Relevance:** Evaluate if the dynamic actions (e.g., gestures, posture, facial expressions like "
-    "talking or blinking) align with the described prompt. The motion should match the prompt in terms of type, "
-    "scale, and direction.\n"
-    "- **Environment Relevance:** Assess whether the background and scene fit the prompt. This includes checking "
-    "if real-world locations or scenes are accurately represented, though some stylistic adaptation is "
-    "acceptable.  \n"
-    "- **Style Relevance:** If the prompt specifies a particular artistic or stylistic style, evaluate how well "
-    "the video adheres to this style.\n"
-    "- **Camera Movement Relevance:** Check if the camera movements (e.g., following the subject, focus shifts) "
-    "are consistent with the expected behavior from the prompt.\n"
-    "\n"
-    "Textual prompt - {text_prompt}\n"
-    "Please provide the ratings of Text Alignment: <|TA_reward|>\n"
-    "END\n"
-)
+VIDEO_QUESTION = (files("branchgrpo") / "rewards/videoalign.txt").read_text(encoding="utf-8")
 CHAT = (
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
     "<|im_start|>user\n<|vision_start|>{video}<|vision_end|>{question}<|im_end|>\n<|im_start|>assistant\n"
@@ -201,7 +137,7 @@ def reward_folder(where: str) -> Path:
         return Path(where)
     from huggingface_hub import snapshot_download
 
-    wanted = ["*.json", "*.pt", "*.safetensors", "*.txt", "checkpoint-*"]
+    wanted = ["model_config.json", "checkpoint-*"]
     return Path(snapshot_download(where, allow_patterns=wanted, ignore_patterns=["*optimizer*", "*training_args*"]))
 
 
@@ -276,23 +212,14 @@ def open_checkpoint(folder: Path, config: dict) -> tuple:
     return model, tokenizer, head
 
 
-def open_merged(folder: Path) -> tuple:
-    "Return model, tokeniser and head of a folder with the adapter merged. Raises `OSError` if a file is missing."
-    from transformers import AutoTokenizer, Qwen2VLModel
-
-    model = Qwen2VLModel.from_pretrained(folder, dtype=torch.bfloat16)
-    state = torch.load(folder / "rm_head.pt", map_location="cpu", weights_only=True)
-    head = nn.Linear(*reversed(state["weight"].shape), bias=False)
-    head.load_state_dict(state)
-    return model, AutoTokenizer.from_pretrained(folder, trust_remote_code=False), head
-
-
 def open_parts(where: str) -> Parts:
     "Return the parts of a folder or hub name. Raises `OSError` if a file is missing."
     folder = reward_folder(where)
     config = json.loads((folder / "model_config.json").read_text())
     newest = last_checkpoint(folder)
-    model, tokenizer, head = open_checkpoint(newest, config) if newest else open_merged(folder)
+    if newest is None:
+        raise FileNotFoundError(f"{folder} has no checkpoint-N with {' or '.join(CHECKPOINT_FILES)}")
+    model, tokenizer, head = open_checkpoint(newest, config)
     data, usual = config.get("data_config") or {}, PUBLISHED_SAMPLING
     looks = (data.get("fps") or usual.fps, data.get("num_frames"), data.get("max_frame_pixels") or usual.most)
     # the frequencies of the rotary embedding, too, are rounded to bfloat16, as by `model.to` in train_reward.py
@@ -324,26 +251,31 @@ def last_hidden(parts: Parts, clips: Tensor, prompts: list[str]) -> tuple[Tensor
     return out.last_hidden_state, inputs["input_ids"]
 
 # %% ../../nbs/rewards/08_videoalign.ipynb #6b3a85e5
-class VideoAlign:
-    """Score clips by the three z-scores of VideoAlign; `folder`, or its `parts`, as `open_parts` returns them.
+class VideoAlignReward:
+    """Score clips by one aspect of VideoAlign, a z-score: MQ (motion quality), VQ, TA, or their sum (`Overall`).
 
     `fps`: the frames per second that the clips are meant to be shown at; a run sets it to those of its model.
+    `parts`: in place of those of `folder`, as `open_parts` returns them.
+    Raises `ValueError` on images that are no clips. Source: VideoAlign (Liu et al.); BranchGRPO's motion quality.
     """
 
     def __init__(
         self,
         folder: str,
         device: Any = "cpu",
+        aspect: str = "MQ",
         fps: float = 16.0,
         max_batch: int = 4,
-        parts: Parts | tuple | None = None,
+        parts: Parts | None = None,
     ):
+        if aspect not in (*ASPECTS, "Overall"):
+            raise ValueError(f"aspect: {aspect!r} is not one of {', '.join(ASPECTS)}, Overall")
         self.folder = folder
         self.device = device
         self.fps = fps
         self.max_batch = max_batch
-        found = parts or open_parts(folder)
-        self.parts = found if isinstance(found, Parts) else Parts(*found)
+        self.aspect = aspect
+        self.parts = parts or open_parts(folder)
         self.parts.model.to(device).eval().requires_grad_(False)
         self.parts.head.to(device).requires_grad_(False)
         self.special = self.parts.tokenizer.convert_tokens_to_ids(list(ASPECT_TOKENS))
@@ -360,19 +292,6 @@ class VideoAlign:
             for kind, usual in (("mean", 0.0), ("std", 1.0))
         )
         return (scores - mean) / std
-
-# %% ../../nbs/rewards/08_videoalign.ipynb #83de4edc
-class VideoAlignReward(VideoAlign):
-    """Score clips by one aspect of VideoAlign, a z-score: MQ (motion quality), VQ, TA, or their sum (`Overall`).
-
-    Raises `ValueError` on images that are no clips. Source: VideoAlign (Liu et al.); BranchGRPO's motion quality.
-    """
-
-    def __init__(self, folder: str, device: Any = "cpu", aspect: str = "MQ", **options):
-        if aspect not in (*ASPECTS, "Overall"):
-            raise ValueError(f"aspect: {aspect!r} is not one of {', '.join(ASPECTS)}, Overall")
-        super().__init__(folder, device, **options)
-        self.aspect = aspect
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict] | None = None) -> Tensor:
         if images.ndim != 5:

@@ -94,7 +94,7 @@ def _followed(s: MethodSettings, plan: RolloutPlan) -> dict[str, Any]:
 # %% ../../nbs/site/01_explorer.ipynb #50f8f274
 def recipe_state(recipe: Recipe) -> dict[str, Any]:
     "Return the state in which the page shows a recipe."
-    s = dataclasses.replace(recipe.settings(), adaptive=False)
+    s = dataclasses.replace(recipe.values, adaptive=False)
     plan = plan_of(s)
     rules = {name: getattr(s, name) for name in NO_RULES if name != "reference"}
     return plan_state(plan) | _followed(s, plan) | rules | {"reference": s.kl > 0}

@@ -118,7 +118,7 @@ QUESTIONS: dict[str, Callable[[MethodSettings], str]] = {
 
 def index_row(recipe: Recipe) -> dict[str, Any]:
     "Return a method's answers to the four questions, and its cost per prompt at its own sizes."
-    s = recipe.settings()
+    s = recipe.values
     cost = plan_cost(plan_of(dataclasses.replace(s, adaptive=False)))  # adaptive splits: at their latest places
     answers = {question: answer(s) for question, answer in QUESTIONS.items()}
     counts = {"images": cost.leaves, "calls": cost.calls, "trained calls": cost.trained_calls}
@@ -145,7 +145,7 @@ def usage(name: str) -> str:
 def what_it_does(name: str) -> str:
     "Return a method's equation and its answers to the four questions."
     recipe = recipes.get(name)
-    s = recipe.settings()
+    s = recipe.values
     rows = [(f"**{question}**", answer(s)) for question, answer in QUESTIONS.items()]
     return f"{recipe.summary}. {recipe.paper}.\n\n```text\n{recipe.equation}\n```\n\n" + text_table(("", ""), rows)
 
@@ -168,7 +168,7 @@ def costs(*names: str) -> str:
 
     found = []
     for name in names:
-        s: Any = dataclasses.replace(recipes.get(name).settings(), adaptive=False)
+        s: Any = dataclasses.replace(recipes.get(name).values, adaptive=False)
         plan = plan_of(s)
         cost = plan_cost(plan)
         found.append((f"`{name}`", cost.leaves, cost.calls, round(calls_after_pruning(s, plan))))
@@ -196,7 +196,7 @@ ONE_STEP = "exactly 1: a rollout has one optimiser step", "0: a rollout has one 
 
 def metrics_table(name: str) -> str:
     "Return the metrics that a run of a method logs, what they are, and the range of a healthy run."
-    s = recipes.get(name).settings()
+    s = recipes.get(name).values
     healthy = dict(HEALTHY)
     if s.passes * s.steps_per_pass == 1:
         healthy["ratio"], healthy["clip_fraction"] = ONE_STEP

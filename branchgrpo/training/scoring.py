@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ..prompts import rows_of
 from ..rewards.names import load_reward
-from ..rewards.scorer import Scorer, is_remote, do_nothing, part_names, start_scoring
+from ..rewards.contract import members_of
+from ..rewards.scorer import Scorer, is_remote, do_nothing, start_scoring
 from ..rollouts import chunks
 from .config import Settings, listed
 from .processes import RankGroup, together
@@ -85,7 +86,7 @@ def joined_scores(waiting: list[Future], scorer: Scorer, watch: Callable[[], Non
         while not wait([future], LOOK).done:
             watch()
     parts = [future.result() for future in waiting]
-    return {name: torch.cat([part[name] for part in parts] or [torch.zeros(0)]) for name in part_names(scorer.reward)}
+    return {name: torch.cat([part[name] for part in parts] or [torch.zeros(0)]) for name in members_of(scorer.reward)}
 
 # %% ../../nbs/training/05_scoring.ipynb #c6c50686
 @dataclass
