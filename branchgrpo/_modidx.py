@@ -1170,8 +1170,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'branchgrpo/reproduction/budget.py'),
                                                 'branchgrpo.reproduction.budget.file_line': ( 'reproduction/budget.html#file_line',
                                                                                               'branchgrpo/reproduction/budget.py'),
-                                                'branchgrpo.reproduction.budget.gpu_hours': ( 'reproduction/budget.html#gpu_hours',
-                                                                                              'branchgrpo/reproduction/budget.py'),
                                                 'branchgrpo.reproduction.budget.gpus_of': ( 'reproduction/budget.html#gpus_of',
                                                                                             'branchgrpo/reproduction/budget.py'),
                                                 'branchgrpo.reproduction.budget.memory_text': ( 'reproduction/budget.html#memory_text',
