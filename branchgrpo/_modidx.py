@@ -857,8 +857,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                   'branchgrpo/mechanism/measure.py'),
                                               'branchgrpo.mechanism.measure.gradient_samples': ( 'mechanism/measure.html#gradient_samples',
                                                                                                  'branchgrpo/mechanism/measure.py'),
-                                              'branchgrpo.mechanism.measure.is_measured': ( 'mechanism/measure.html#is_measured',
-                                                                                            'branchgrpo/mechanism/measure.py'),
                                               'branchgrpo.mechanism.measure.load_or_measure_reference': ( 'mechanism/measure.html#load_or_measure_reference',
                                                                                                           'branchgrpo/mechanism/measure.py'),
                                               'branchgrpo.mechanism.measure.measure': ( 'mechanism/measure.html#measure',
