@@ -6,8 +6,8 @@
 __all__ = ['AFTER_ROLLOUT', 'signal_and_noise', 'Reference', 'reference_of', 'GradientSamples', 'signed_square',
            'bootstrap_cosines', 'value_and_ends', 'alignment_rows', 'shown_to_differ', 'alignment_table', 'Study',
            'two_halves', 'recipe_config', 'rollout_key', 'recipes_by_rollout', 'trainer_with_weights',
-           'measure_reference', 'load_or_measure_reference', 'measure_rollout', 'measure', 'is_measured',
-           'study_moment', 'gradient_samples', 'share_by_step', 'write_samples', 'read_samples']
+           'measure_reference', 'load_or_measure_reference', 'measure_rollout', 'measure', 'study_moment',
+           'gradient_samples', 'share_by_step', 'write_samples', 'read_samples']
 
 # %% ../../nbs/mechanism/02_measure.ipynb #1605cde0
 import json
@@ -248,11 +248,6 @@ def measure(study: Study, t: Trainer, variants: dict[str, Settings], reference: 
             found[name].append(measure_rollout(rolled, learner, known[s.ratio], iteration in study.whole))
     return found
 
-# %% ../../nbs/mechanism/02_measure.ipynb #437259d6
-def is_measured(path: Path, facts: dict) -> bool:
-    "Return whether a recipe's file is there and was made with the same facts."
-    return path.exists() and json.loads(path.read_text(encoding="utf-8"))["facts"] == facts
-
 # %% ../../nbs/mechanism/02_measure.ipynb #c6334869
 def study_moment(
     base: TrainConfig,
@@ -268,8 +263,9 @@ def study_moment(
     paths = {name: Path(folder) / f"{name}.json" for name in settings}
     first = trainer_with_weights(base, study, next(iter(settings)), theirs, weights)
     reference = load_or_measure_reference(Path(folder) / "reference.pt", study, first)
+    there = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.exists()}
     for group in recipes_by_rollout(settings):
-        missing = {name: settings[name] for name in group if not is_measured(paths[name], facts[name])}
+        missing = {name: settings[name] for name in group if there.get(name, {"facts": None})["facts"] != facts[name]}
         if missing:
             t = trainer_with_weights(base, study, next(iter(missing)), ours, weights)
             for name, rows in measure(study, t, missing, reference).items():
