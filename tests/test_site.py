@@ -58,7 +58,7 @@ def small_repository(root, text):
     shutil.copy(ROOT / "nbs/site/00_build.ipynb", root / "nbs/site")  # the lesson of the module in the reference
     (root / "reproduce/a/fig1.ipynb").write_text(notebook("# Figure 1\n> A claim.", "#| export\nz = 3"))
     (root / "figures/README.md").write_text(REPORT)
-    shutil.copy(ROOT / "figures/tree.png", root / "figures/testbed/fig1.png")
+    shutil.copy(ROOT / "figures/testbed/quickstart_front.png", root / "figures/testbed/fig1.png")
     (root / "docs/reference.md").write_text(REFERENCE)
     (root / "docs/explorer.md").write_text("# The explorer\n")
     return root

@@ -530,17 +530,15 @@ def right_images(quick: dict[str, Any]) -> dict[str, dict[str, str]]:
 # %% ../../nbs/reproduction/14_report.ipynb #108dffab
 OPENING, CLOSING = "<!-- answers -->", "<!-- /answers -->"
 ANSWERS = """{% set branch, dance = quick['branchgrpo'], quick['dancegrpo'] %}
-A tiny FLUX that draws every digit but often another than it is asked for, {{ iterations }} iterations,
-{{ seeds }} seeds, two cores: {{ branch.before }} of its images are right before,
-**{{ branch.after }} after BranchGRPO** ({{ branch.calls }} calls) and {{ dance.after }} after DanceGRPO
-({{ dance.calls }} calls). An earlier study on models that obeyed better ([report](../REPORT.md): 16 claims registered
-before the runs, {{ study_seeds }}) says:
+A tiny FLUX ({{ iterations }} iterations, {{ seeds }} seeds): {{ branch.before }} of its images are right before,
+**{{ branch.after }} after BranchGRPO** ({{ branch.calls }} calls), {{ dance.after }} after DanceGRPO
+({{ dance.calls }}). On earlier base models ([report](../REPORT.md): 16 registered claims, {{ study_seeds }}):
 
-- *Faster for the same compute?* Yes: BranchGRPO gains {{ found['branchgrpo-cheaper'] }} more than DanceGRPO,
-  Pro-GRPO {{ found['pro-grpo-cheaper'] }} more than Flow-GRPO.
+- *Faster for the same compute?* Yes: BranchGRPO gains {{ found['branchgrpo-cheaper'] }} over DanceGRPO,
+  Pro-GRPO {{ found['pro-grpo-cheaper'] }} over Flow-GRPO.
 - *Better per update?* Not shown: {{ found['branchgrpo-higher'] }} and {{ found['pro-grpo-higher'] }}.
-- *Do other scores fall?* Some of those that were not trained: {{ harm }}.
-- *Better than guidance alone, without training?* In {{ guidance }} cases, no (one seed)."""
+- *Do untrained scores fall?* {{ harm }}.
+- *Better than guidance alone?* In {{ guidance }} cases, no (one seed)."""
 
 
 def filled_answers(text: str, block: str) -> str:

@@ -99,7 +99,7 @@ PILOT = "Pro-GRPO Appendix C: the earliest previews with Spearman 0.79 and 0.90,
 PILOTED: dict[str, Sourced] = {  # two pruning steps of 12, by backbone
     "tiny-flux": ((7, 9), f"{PILOT} 0.79 and 0.93 on tiny-flux"),
     "tiny-sd3": ((8, 9), f"{PILOT} 0.82 and 0.90 on tiny-sd3"),
-    "tiny-sd": ((7, 8), f"{PILOT} 0.84 and 0.91 on tiny-sd"),
+    "tiny-sd": ((7, 8), f"{PILOT} 0.83 and 0.90 on tiny-sd"),
 }
 
 # %% ../../nbs/testbed/05_scaling.ipynb #6f65432a
