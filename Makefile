@@ -16,7 +16,7 @@ env: .venv/.stamp  ## make .venv with everything in it
 	$(BIN)/pip install --quiet --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 
-quickstart: env  ## train BranchGRPO and DanceGRPO on tiny-flux (about 3 minutes on two cores)
+quickstart: env  ## train BranchGRPO and DanceGRPO on tiny-flux (3 minutes on two cores, after installing)
 	@echo "Training BranchGRPO and DanceGRPO on tiny-flux, 30 iterations each: about 3 minutes on two cores."
 	@$(BIN)/branchgrpo reproduce quickstart --scale quickstart --jobs 2
 	@echo "figures: runs/quickstart/figures/   executed notebook: runs/reproduce/quickstart/quickstart.ipynb"
