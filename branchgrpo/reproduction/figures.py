@@ -7,7 +7,7 @@ __all__ = ['PALETTE', 'COLOURS', 'NEUTRAL', 'SHADES', 'LINES', 'STYLE', 'MOST', 
            'FOUR_AXES', 'WIDTHS', 'LONG', 'colour_of', 'scale_colours', 'LineStyle', 'shade', 'line_styles',
            'next_line_style', 'use_style', 'has_pictures', 'save_small_png', 'save_figure', 'small_figure', 'smoothed',
            'column', 'end_bar', 'draw_line', 'plot_curve', 'log_axis', 'draw_intervals', 'ordered_legend',
-           'progress_panels', 'draw_family', 'label_once', 'family_panels', 'mark_right', 'side_by_side', 'own_recipes',
+           'progress_panels', 'draw_family', 'label_once', 'family_panels', 'side_by_side', 'own_recipes',
            'reward_label', 'draw_curves', 'methods_below_base', 'name_methods_below_base', 'comparison_panels',
            'make_room', 'legend_in_order', 'largest_gap', 'mean_metric', 'decade_numbers', 'forest_panel', 'claim_rows']
 
@@ -355,13 +355,6 @@ def family_panels(
     return fig
 
 # %% ../../nbs/reproduction/11_figures.ipynb #553ff7f7
-def mark_right(ax: Axes, is_right: bool) -> None:
-    "Mark the image of `ax` with ✓ or ✗, in its lower right corner."
-    mark, colour = ("✓", "#009E73") if is_right else ("✗", "#D55E00")
-    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
-    ax.text(0.97, 0.03, mark, transform=ax.transAxes, ha="right", va="bottom", color=colour, bbox=box)
-
-
 def side_by_side(columns: dict, captions: list[str], size: float = 1.0, right: dict | None = None) -> Figure:
     """Draw one row per caption and one column per key of `columns` `{title: images (B, 3, H, W) in [0, 1]}`.
 
@@ -375,7 +368,9 @@ def side_by_side(columns: dict, captions: list[str], size: float = 1.0, right: d
             ax.imshow(np.asarray(image).transpose(1, 2, 0), interpolation="nearest")
             ax.axis("off")
         for ax, is_right in zip(axes[:, j], (right or {}).get(title, ())):
-            mark_right(ax, is_right)
+            mark, colour = ("✓", "#009E73") if is_right else ("✗", "#D55E00")
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+            ax.text(0.97, 0.03, mark, transform=ax.transAxes, ha="right", va="bottom", color=colour, bbox=box)
     for ax, caption in zip(axes[:, 0], captions):
         plain = {"fontsize": 7, "parse_math": False}  # a prompt may hold a $
         ax.text(-0.08, 0.5, caption, transform=ax.transAxes, ha="right", va="center", **plain)

@@ -9,7 +9,8 @@ __all__ = ['ROOT', 'LINK_TARGET', 'VERDICT_COLUMNS', 'HEAD', 'FIRST', 'FILES', '
            'page_files', 'captions', 'seen_from', 'age', 'part_of', 'file_of', 'summary', 'write_page', 'found_text',
            'power_words', 'power_text', 'sentence', 'claim_label', 'draw_answer', 'key_line', 'answers_figure',
            'how_many', 'by_endpoint', 'to_come', 'p_text', 'found_here', 'claim_lines', 'fill', 'written_report',
-           'harm_words', 'guidance_words', 'right_images', 'filled_answers', 'first_answers', 'write_report']
+           'harm_words', 'guidance_words', 'right_images', 'filled_answers', 'short_answer', 'first_answers',
+           'write_report']
 
 # %% ../../nbs/reproduction/14_report.ipynb #7a46fd64
 import contextlib
@@ -524,19 +525,21 @@ def right_images(quick: dict[str, Any]) -> dict[str, dict[str, str]]:
         rows = [row for name, row in quick["numbers"].items() if name.rpartition("-")[0] == method]
         before, after = (sum(row[place]["eval_check_all"] for row in rows) / len(rows) for place in ("before", "after"))
         calls = sum(row["denoiser_calls"] for row in rows) / len(rows)
-        found[method] = {"before": f"{before:.0%}", "after": f"{after:.0%}", "calls": f"{calls:,.0f}"}
+        found[method] = {"before": f"{100 * before:.0f} %", "after": f"{100 * after:.0f} %", "calls": f"{calls:,.0f}"}
     return found
 
 # %% ../../nbs/reproduction/14_report.ipynb #108dffab
 OPENING, CLOSING = "<!-- answers -->", "<!-- /answers -->"
 ANSWERS = """{% set branch, dance = quick['branchgrpo'], quick['dancegrpo'] %}
-A tiny FLUX ({{ iterations }} iterations, {{ seeds }} seeds): {{ branch.before }} of its images are right before,
-**{{ branch.after }} after BranchGRPO** ({{ branch.calls }} calls), {{ dance.after }} after DanceGRPO
-({{ dance.calls }}). On earlier base models ([report](../REPORT.md): 16 registered claims, {{ study_seeds }}):
+A tiny FLUX ({{ iterations }} iterations, {{ seeds }} seeds, {{ device }}, {{ date }}):
+{{ branch.before }} of its images are right before,
+**{{ branch.after }} after BranchGRPO** ({{ branch.calls }} calls),
+{{ dance.after }} after DanceGRPO ({{ dance.calls }}).
+On earlier base models ([report](../REPORT.md): {{ claims }} registered claims, {{ study_seeds }}):
 
-- *Faster for the same compute?* Yes: BranchGRPO gains {{ found['branchgrpo-cheaper'] }} over DanceGRPO,
+- *Faster for the same compute?* {{ cheaper }}: BranchGRPO gains {{ found['branchgrpo-cheaper'] }} over DanceGRPO,
   Pro-GRPO {{ found['pro-grpo-cheaper'] }} over Flow-GRPO.
-- *Better per update?* Not shown: {{ found['branchgrpo-higher'] }} and {{ found['pro-grpo-higher'] }}.
+- *Better per update?* {{ higher }}: {{ found['branchgrpo-higher'] }} and {{ found['pro-grpo-higher'] }}.
 - *Do untrained scores fall?* {{ harm }}.
 - *Better than guidance alone?* In {{ guidance }} cases, no (one seed)."""
 
@@ -553,6 +556,12 @@ def filled_answers(text: str, block: str) -> str:
 FRONT_PAGE = "nbs/index.ipynb"
 
 
+def short_answer(record: dict[str, Any], *claims: str) -> str:
+    "Return what claims with one question say together: yes, no, or not shown where they differ or stay open."
+    kinds = {answer["answer"] for answer in record["answers"] if answer["claim"] in claims}
+    return {(HOLDS,): "Yes", (FAILS,): "No"}.get(tuple(kinds), "Not shown")
+
+
 def first_answers(root: Path = ROOT) -> str:
     "Return the answers of the first notebook, from the records of `root`."
     record, models, quick = (
@@ -566,6 +575,11 @@ def first_answers(root: Path = ROOT) -> str:
         quick=right_images(quick),
         iterations=quick["iterations"],
         seeds=len(quick["seeds"]),
+        device=quick["device"],
+        date=quick["date"],
+        claims=len(record["answers"]),
+        cheaper=short_answer(record, "branchgrpo-cheaper", "pro-grpo-cheaper"),
+        higher=short_answer(record, "branchgrpo-higher", "pro-grpo-higher"),
         study_seeds=seeds_text(record["seeds"].values()),
         found={answer["claim"]: found_here(answer) for answer in record["answers"]},
         harm=harm_words(record, rewards),
