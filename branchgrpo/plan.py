@@ -167,6 +167,12 @@ class RolloutPlan:
         "Return the denoiser calls of the rollout, those of previews included."
         return sum(self.widths) + self.preview_calls
 
+    @property
+    def shared_calls(self) -> int:
+        "Return the rollout's edges that share their parent's denoiser call; the papers count every edge as a call."
+        families = [self.families(step) for step in range(self.steps)]
+        return sum(found.parents * (found.children - 1) for found in families)
+
 # %% ../nbs/04_plan.ipynb #860dbef2
 def _step_set(name: str, given: Iterable[int], steps: int) -> frozenset[int]:
     "Return the steps in `given`, each checked to be in 0…steps−1."

@@ -53,7 +53,6 @@ class SlurmOptions:
 def reproduce(given: dict[str, Any]) -> int:
     "Run notebooks of reproduce/ at a scale; the same command again continues (code 1: one failed)."
     from branchgrpo.reproduction import pages
-    from branchgrpo.reproduction.study import check_given
 
     o, slurm = options(PageOptions, given), options(SlurmOptions, given)
     if bool(o.names) == o.all:
@@ -62,8 +61,6 @@ def reproduce(given: dict[str, Any]) -> int:
     check_options(o, slurm)
     parameters = given_parameters(o.set)
     jobs = pages.jobs(list(o.names), o.scale, o.folder, o.output, parameters)
-    for job in jobs:
-        check_given(job.parameters.get("world", ""), parameters)
     if not (o.dry_run or o.redraw):
         ready_folders(jobs, o.recorded)
     if slurm.slurm:

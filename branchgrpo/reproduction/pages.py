@@ -38,19 +38,19 @@ def base_config(
     **extra: Any,  # further fields of TrainConfig, for example recipe or mixed_precision
 ) -> TrainConfig:
     "Return the config that every page of `reproduce/` starts from."
-    return TrainConfig(
-        backbone=backbone,
-        reward=reward,
-        held_out=held_out or None,
-        prompts=prompts,
-        iterations=iterations,
-        evaluation_prompts=evaluation_prompts,
-        evaluate_every=10,
-        checkpoint_every=20,
-        tracker="none",
-        tree_every=0,
-        **extra,
-    )
+    settings: dict[str, Any] = {
+        "backbone": backbone,
+        "reward": reward,
+        "held_out": held_out or None,
+        "prompts": prompts,
+        "iterations": iterations,
+        "evaluation_prompts": evaluation_prompts,
+        "evaluate_every": 10,
+        "checkpoint_every": 20,
+        "tracker": "none",
+        "tree_every": 0,
+    }
+    return TrainConfig(**settings | extra)
 
 # %% ../../nbs/reproduction/04_pages.ipynb #4dc0a5b8
 @dataclass(frozen=True)

@@ -225,7 +225,7 @@ def errata(paper: str) -> str:
 def results(label: str, record: str | Path = "../../figures/testbed/study_answers.json") -> str:
     "Return what the registered study found of a method, by its printed name."
     table = json.loads(Path(record).read_text(encoding="utf-8"))
-    found = [f"- {answer['sentence']}" for answer in table["answers"] if f"{label} " in answer["sentence"]]
+    found = [f"- {sentence}" for sentence in table["sentences"] if f"{label} " in sentence]
     if not found:
         return f"The registered study has no claim on {label}."
     return "\n".join([f"From the record of {table['date']} ({table['device']}, tiny models):", "", *found])
