@@ -7,8 +7,8 @@ __all__ = ['ROOT', 'LINK_TARGET', 'VERDICT_COLUMNS', 'HEAD', 'FIRST', 'FILES', '
            'CLOSING', 'ANSWERS', 'FRONT_PAGE', 'folded', 'shown_rows', 'tables_named_by', 'page_tables', 'verdict_line',
            'verdicts', 'seeds_text', 'origin', 'ReportPart', 'page_files', 'captions', 'seen_from', 'age', 'part_of',
            'file_of', 'summary', 'write_page', 'p_text', 'answer_rows', 'found_here', 'sentence', 'how_many',
-           'draw_answer', 'answers_figure', 'fill', 'report_facts', 'harm_words', 'right_images', 'filled_answers',
-           'written_report', 'first_answers', 'write_report']
+           'draw_answer', 'answers_figure', 'fill', 'report_facts', 'harm_words', 'guidance_words', 'right_images',
+           'filled_answers', 'written_report', 'first_answers', 'write_report']
 
 # %% ../../nbs/reproduction/13_report.ipynb #7a46fd64
 import contextlib
@@ -208,19 +208,19 @@ def part_of(name: str, path: Path, folder: Path, figures: str | Path, report: st
 
 # %% ../../nbs/reproduction/13_report.ipynb #8ff02401
 VERDICT_COLUMNS = {
-    "hold": "hold",
-    "do not hold": "does not|do not|differ",
+    "hold": "hold|confirmed",
+    "do not hold": "does not|do not|differ|refuted",
     "equal": "equal|the same",
-    "cannot be judged": "cannot|open|not|no ",
+    "cannot be judged": "cannot|undecided|not|no ",
 }
 HEAD = """# Every figure and number
 
 Made by `branchgrpo reproduce`. A JSON file beside each figure holds its numbers, with the run of each, the date and \
 the machine.
 
-- **Registered claims** are tested in [Answers](#answers) alone. There the verdict is the answer, and *open* is \
-counted as not to be judged. All registered claims and looks share 5 % of error, so an open claim's 95 % interval \
-may exclude zero.
+- **Registered claims** are tested in [Answers](#answers) alone. There *confirmed* is counted \
+as a claim that holds, *undecided* as not to be judged. All registered claims and looks share 5 % of error, so the \
+95 % interval of an undecided claim may exclude zero.
 - **All other pages explore.** That one setting beats another *holds* if the 95 % t interval of the difference, \
 paired by seed, lies above zero. It *does not hold* if the interval lies below zero; it is *equal* if two one-sided \
 tests at 5 % place it within a tenth of what the second setting gains; else it *cannot be judged* at this scale.
@@ -302,7 +302,7 @@ def answer_rows(registered: Registration, record: dict[str, Any]) -> list[dict[s
         answer = answers[claim.name]
         found = {axis: Difference(**numbers) for axis, numbers in answer["found"].items()}
         asked = ["end"] if claim.at == "end" else [*COUNTS]
-        rows.append({"claim": claim, "asked": [axis for axis in asked if axis in found]} | answer | {"found": found})
+        rows.append(answer | {"claim": claim, "asked": [axis for axis in asked if axis in found], "found": found})
     return rows
 
 
@@ -313,13 +313,14 @@ def found_here(row: dict[str, Any]) -> str:
 
 def sentence(row: dict[str, Any]) -> str:
     "Return an answer as a line of Markdown: the answer, the claim, our numbers and the paper's."
-    claim = row["claim"]
-    p = max((row["found"][axis].p_zero for axis in row["asked"]), default=None)
-    lost = f"; p against a loss of {100 * claim.margin:.0f} %: {p_text(row['found']['end'].p_margin)}"
-    about = "" if p is None else f", p {p_text(p)}{lost if claim.kind == 'not below' else ''}"
-    here = f"{found_here(row)} of the baseline's gain{about}, {row['seeds']} seeds"
-    text = f"**{row['answer'].capitalize()}.** {claim.statement}"
-    return f"{text}{f' Here: {here}.' if row['asked'] else ''} Printed: {claim.printed}."
+    claim, here = row["claim"], ""
+    if row["asked"]:
+        found = [row["found"][axis] for axis in row["asked"]]
+        p = f"p {p_text(max(one.p_zero for one in found))}"
+        if claim.kind == "not below":
+            p += f", against a loss of {100 * claim.margin:.0f} % {p_text(max(one.p_margin for one in found))}"
+        here = f" Here: {found_here(row)} of the baseline's gain, {p}, {row['seeds']} seeds."
+    return f"**{row['answer'].capitalize()}.** {claim.statement}{here} Printed: {claim.printed}."
 
 
 def how_many(answers: list[dict[str, Any]]) -> str:
@@ -354,7 +355,9 @@ def answers_figure(rows: list[dict[str, Any]]) -> Figure:
     for place, row in enumerate(rows):
         draw_answer(ax, place, row)
         claim = row["claim"]
-        labels.append(f"{claim.label} {SIGNS[claim.kind]} {claim.other}, at {claim.at.replace('end', 'the end')}, {claim.task}")
+        labels.append(
+            f"{claim.label} {SIGNS[claim.kind]} {claim.other}, at {claim.at.replace('end', 'the end')}, {claim.task}"
+        )
     ax.axvline(0, color="0.5", lw=0.8)
     ax.set_xlabel("difference, % of the baseline's gain")
     ax.set_yticks(range(len(rows)), labels, fontsize=8)
@@ -381,11 +384,16 @@ def report_facts(root: Path = ROOT) -> dict[str, Any]:
     facts = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items()}
     registered, record = read_registration(root / "reproduce/registered.yaml"), facts["record"]
     rows = answer_rows(registered, record)
-    said = {"rows": rows, "how_many": how_many(record["answers"]), "found": {r["claim"].name: found_here(r) for r in rows}}
+    said = {
+        "rows": rows,
+        "how_many": how_many(record["answers"]),
+        "found": {r["claim"].name: found_here(r) for r in rows},
+    }
     said |= {"words": {row["claim"].name: row["answer"] for row in rows}, "found_here": found_here, "p_text": p_text}
     said |= {"tables": {task: markdown_table(change_table(some)) for task, some in record["changes"].items()}}
     said["levels"] = ", ".join(f"{p:.2g} at {look}" for look, p in registered.levels.items())
-    said |= {"harm": harm_words(record), "seeds": seeds_text(record["seeds"].values())}
+    said |= {"harm": harm_words(record), "guidance": guidance_words(record)}
+    said["seeds"] = seeds_text(record["seeds"].values())
     return facts | said | {"registered": registered, "right": right_images(facts["quick"])}
 
 # %% ../../nbs/reproduction/13_report.ipynb #ec628cd4
@@ -396,6 +404,15 @@ def harm_words(record: dict[str, Any]) -> str:
         others = [change["verdict"] for change in changes if not change["trained"]]
         asked[task], fell[task] = len(others), others.count(LOWER)
     return ", ".join(f"{fell[task]} of {asked[task]} on `{task}`" for task in asked if fell[task]) or "none"
+
+
+def guidance_words(record: dict[str, Any]) -> str:
+    "Return on how many tasks the best trained model lies above guidance alone, with the numbers of the first."
+    rows = record["guidance"]
+    above = sum(float(row["trained"]) > float(row["guided"]) for row in rows)
+    first = rows[0]
+    numbers = f"{first['base']} before, {first['guided']} by guidance, {first['trained']} trained"
+    return f"On {above} of {len(rows)} tasks ({first['task']}: {numbers})"
 
 
 def right_images(quick: dict[str, Any]) -> dict[str, dict[str, str]]:
@@ -418,11 +435,12 @@ A tiny FLUX ({{ quick.iterations }} iterations, {{ quick.seeds | length }} seeds
 The [registered study](../REPORT.md) ({{ seeds }}; shares of the baseline's gain, 95 %) asks:
 
 - *Faster for the same compute?* BranchGRPO than DanceGRPO: {{ words['branchgrpo-cost'] }}
-  ({{ found['branchgrpo-cost'] }}, by two counts). Pro-GRPO than Flow-GRPO: {{ words['pro-grpo-cost'] }} ({{ found['pro-grpo-cost'] }}).
+  ({{ found['branchgrpo-cost'] }}, by two counts).
+  Pro-GRPO than Flow-GRPO: {{ words['pro-grpo-cost'] }} ({{ found['pro-grpo-cost'] }}).
 - *Better per update?* {{ words['branchgrpo-end'] | capitalize }} ({{ found['branchgrpo-end'] }}) and
   {{ words['pro-grpo-end'] }} ({{ found['pro-grpo-end'] }}).
 - *Do untrained scores fall?* {{ harm | capitalize }}.
-- *Better than guidance alone?* {% for row in record.guidance %}`{{ row.task }}`: {{ row.guided }} by guidance, {{ row.trained }} trained{{ ', ' if not loop.last else '.' }}{% endfor %}"""
+- *Better than guidance alone?* {{ guidance }}."""
 
 
 def filled_answers(text: str, block: str) -> str:

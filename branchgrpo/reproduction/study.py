@@ -24,7 +24,15 @@ from ..plan import papers_cost
 from ..planning import plan_of
 from ..registry import shown, unknown_name_error
 from .comparison import train_all, with_cost
-from .records import RecordedRun, Runs, read_runs, recorded_runs, run_record, table_of, write_runs
+from branchgrpo.reproduction.records import (
+    RecordedRun,
+    Runs,
+    read_runs,
+    recorded_runs,
+    run_record,
+    table_of,
+    write_runs,
+)
 from .statistics import OPEN, Pair, mean_interval, mean_p, possible, sequence, spent, t_interval
 from ..settings import Bounds, bounded, read_settings
 from ..training.config import TrainConfig
@@ -221,15 +229,16 @@ def budget_of(claim: Claim, curves: Curves, seeds: list[int], count: str) -> flo
 
 def pair_of(claim: Claim, curves: Curves, seeds: list[int], count: str | None) -> Pair:
     "Return the rewards of a claim's two methods at equal cost, by one of `COUNTS`, or at the end (None), and the unit."
-    budget = None if count is None else budget_of(claim, curves, seeds, count)
 
     def score(rows: Curve) -> float:
         if count is None:
             return rows[-1]["eval_reward"]
+        budget = budget_of(claim, curves, seeds, count)
         return float(np.interp(budget, [row[count] for row in rows], [row["eval_reward"] for row in rows]))
 
     ours, theirs = ([score(curves[label][seed]) for seed in seeds] for label in (claim.label, claim.other))
-    gains = [rows[-1]["eval_reward"] - rows[0]["eval_reward"] for rows in map(curves[claim.recipes[0]].get, seeds)]
+    baseline = [curves[claim.recipes[0]][seed] for seed in seeds]
+    gains = [rows[-1]["eval_reward"] - rows[0]["eval_reward"] for rows in baseline]
     return Pair(claim.label, claim.other, ours, theirs, gains)
 
 # %% ../../nbs/reproduction/12_study.ipynb #74b4ae65
@@ -302,9 +311,10 @@ def differences(claim: Claim, curves: Curves, seeds: list[int]) -> dict[str, Dif
         values, unit = pair.differences(), float(np.mean(pair.unit))
         spent_by_other = np.mean([curves[claim.other][seed][-1][count] for seed in seeds]) if count else 1.0
         budget = budget_of(claim, curves, seeds, count) if count else 1.0
-        ends = (float(x / unit) for x in (values.mean(), *t_interval(values)))
-        about = (float(values.mean()), mean_p(values), pair.above(-claim.margin), float(budget / spent_by_other))
-        found[count or "end"] = Difference(*ends, *about)
+        share, low, high = (float(x / unit) for x in (values.mean(), *t_interval(values)))
+        p = {"p_zero": mean_p(values), "p_margin": pair.above(-claim.margin)}
+        spent = {"reward": float(values.mean()), "budget": float(budget / spent_by_other)}
+        found[count or "end"] = Difference(share, low, high, **p, **spent)
     return found
 
 
