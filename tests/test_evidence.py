@@ -9,11 +9,10 @@ import pytest
 from slow import often
 
 from branchgrpo.recipes import RECIPES
-from branchgrpo.reproduction.records import read_runs
-from branchgrpo.reproduction.report import sentence
+from branchgrpo.reproduction.pages import jobs, planned_runs
 from branchgrpo.reproduction.runs import cache_key
 from branchgrpo.reproduction.statistics import FAILS, HOLDS, OPEN, SAME, Pair, decide, possible
-from branchgrpo.reproduction.study import NOT_RUN, Claim, Registration, answers, read_registration, recipes_of
+from branchgrpo.reproduction.study import NOT_RUN, Claim, Registration, StudyArms, answers, read_registration
 from branchgrpo.training.resolve import resolve
 
 ROOT = Path(__file__).parents[1]
@@ -23,7 +22,8 @@ LOOKS = [5, 10, 20]
 def curve(ends, cost=10.0):
     "Return a run's evaluations: it starts at 0.5, and rises evenly to `ends` over six evaluations."
     values = np.linspace(0.5, ends, 7)
-    return [{"iteration": 5 * n, "cost": cost * n, "eval_reward": float(v)} for n, v in enumerate(values)]
+    rows = enumerate(values)
+    return [{"cost": cost * n, "nfe": cost * n, "eval_reward": float(v)} for n, v in rows]
 
 
 def page(spread=0.01, seeds=20, **ends):
@@ -34,36 +34,28 @@ def page(spread=0.01, seeds=20, **ends):
 
 def claim(**changes):
     "Return a claim that `ours` ends above `theirs`."
-    first = Claim("higher", "own", "…", "–", "ours", "theirs", "value at the end", 0.1, "flux")
+    first = Claim("higher", "branchgrpo", "…", "–", "digits", "ours", "theirs", "end", 0.1)
     return dataclasses.replace(first, **changes)
 
 
 def answered(curves, *claims):
     "Return the answers to the claims on one page."
-    return answers(Registration(list(claims or (claim(),)), LOOKS), {"flux": curves})
+    return answers(Registration(list(claims or (claim(),)), {}, LOOKS), {"digits": curves})
 
 
 def test_the_registered_file_is_valid():
-    registered = read_registration(ROOT / "reproduce" / "registered.yaml")
-    papers = [found.paper for found in registered.claims]
-    assert 12 <= len(papers) <= 16
-    assert papers.count("own") == 2
-    assert {"branchgrpo", "pro-grpo"} < set(papers)
-    assert max(found.seeds for found in registered.claims) == registered.looks[-1] == 20
-
-
-def test_registered_claims_compare_recipes():
-    for found in read_registration(ROOT / "reproduce" / "registered.yaml").claims:
-        for label in {found.label, found.other, found.baseline or found.other}:
-            assert RECIPES.get(label), f"{found.name}: {label}"
+    registered = read_registration()
+    assert len(registered.claims) <= 12
+    assert {found.paper for found in registered.claims} == {"branchgrpo", "pro-grpo"}
+    assert registered.looks == (5, 10, 20)
+    assert all(RECIPES.get(recipe) for found in registered.claims for recipe in found.recipes)
 
 
 def test_without_runs_no_claim_is_answered():
-    registered = read_registration(ROOT / "reproduce" / "registered.yaml")
+    registered = read_registration()
     found = answers(registered, {})
     assert {answer.answer for answer in found} == {NOT_RUN}
-    assert [answer.claim.name for answer in found] == [each.name for each in registered.claims]
-    assert all(sentence(answer) for answer in found)
+    assert [answer.claim for answer in found] == [each.name for each in registered.claims]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +74,7 @@ def test_an_answer_stays_though_later_seeds_differ():
     later = answered(curves)[0]
     assert (first.answer, later.answer) == (HOLDS, HOLDS)
     assert (first.decided_at, later.decided_at) == (5, 5)
-    assert later.difference < first.difference
+    assert later.found["end"].share < first.found["end"].share
 
 
 def test_a_claim_before_its_first_look_is_open():
@@ -92,7 +84,7 @@ def test_a_claim_before_its_first_look_is_open():
 def test_more_registered_claims_make_each_harder():
     curves = page(0.02, seeds=5, ours=0.735, theirs=0.7)
     alone = answered(curves)[0]
-    others = [claim(name=f"other {n}", world="elsewhere") for n in range(30)]
+    others = [claim(name=f"other {n}", task="elsewhere") for n in range(30)]
     assert (alone.answer, answered(curves, claim(), *others)[0].answer) in {(HOLDS, OPEN), (HOLDS, HOLDS), (OPEN, OPEN)}
     strong = answered(page(ours=0.9, theirs=0.7), claim(), *others)[0]
     assert strong.answer == HOLDS, "a clear one still holds"
@@ -108,12 +100,12 @@ def test_a_missing_run_ends_what_is_counted():
     assert (answered(curves)[0].answer, answered(curves)[0].seeds) == (OPEN, 3)
 
 
-def test_a_look_is_not_changed_by_worlds_that_run_later():
+def test_a_look_is_not_changed_by_tasks_that_run_later():
     weak = page(0.06, ours=0.74, theirs=0.7)
-    others = [claim(name=f"other {n}", world="later") for n in range(9)]
-    registered = Registration([claim(), *others], LOOKS)
-    alone = answers(registered, {"flux": weak})[0]
-    together = answers(registered, {"flux": weak, "later": page(ours=0.9, theirs=0.7)})[0]
+    others = [claim(name=f"other {n}", task="later") for n in range(9)]
+    registered = Registration([claim(), *others], {}, LOOKS)
+    alone = answers(registered, {"digits": weak})[0]
+    together = answers(registered, {"digits": weak, "later": page(ours=0.9, theirs=0.7)})[0]
     assert (alone.answer, alone.decided_at) == (together.answer, together.decided_at)
 
 
@@ -121,15 +113,15 @@ def test_a_look_is_not_changed_by_worlds_that_run_later():
 def test_of_sixteen_claims_without_a_difference_any_is_rarely_called_different(margin):
     "Whether or not the same claims are found to be the same, which they are."
     draws = np.random.default_rng(int(100 * margin))
-    claims = [claim(name=str(n), world=str(n), margin=margin) for n in range(16)]
+    claims = [claim(name=str(n), task=str(n), margin=margin) for n in range(16)]
     wrong = 0
     for _ in range(60):
         ends = 0.7 + 0.02 * draws.normal(size=(16, 2, 8))
-        worlds = {
+        tasks = {
             str(n): {label: dict(enumerate(map(curve, row))) for label, row in zip(("ours", "theirs"), pair)}
             for n, pair in enumerate(ends)
         }
-        found = answers(Registration(claims, [8]), worlds)
+        found = answers(Registration(claims, {}, [8]), tasks)
         wrong += any(answer.answer in (HOLDS, FAILS) for answer in found)
     assert wrong / 60 <= 0.12
 
@@ -146,14 +138,29 @@ def test_wrong_answers_are_rare_for_every_true_difference():
         assert wrong / 300 < 0.08, truth
 
 
-def test_every_world_is_valid_and_compares_like_with_like():
-    "The recipes of a world have the same model, reward, captions and iterations, whatever else differs."
-    registered = read_registration(ROOT / "reproduce" / "registered.yaml")
-    for name, recipes in recipes_of(registered).items():
-        settings = [resolve(registered.worlds[name].config(recipe, 0)) for recipe in recipes]
+def test_the_recipes_of_a_task_are_compared_like_with_like():
+    "They have the same model, reward, captions and iterations, whatever else differs."
+    registered = read_registration()
+    for name, task in registered.tasks.items():
+        settings = [resolve(task.config(recipe, 0)) for recipe in registered.recipes(name)]
         for field in ("backbone", "reward", "prompts", "iterations", "evaluation_prompts", "prompts_per_iteration"):
             assert len({getattr(found, field) for found in settings}) == 1, (name, field)
-        assert {found.seed for found in settings} == {0}
+
+
+def test_pages_share_the_runs_of_the_study():
+    "Table 1 and the figures of the same recipes take them from there."
+    registered = read_registration()
+    study = {key(config) for config in StudyArms(registered, {"digits": 5, "groups": 5}, "").configs().values()}
+    shared = {}
+    for page in ("branchgrpo/table1", "pro_grpo/table1_fig5"):
+        (job,) = jobs([page], "testbed", ROOT / "reproduce")
+        shared[page] = len({key(config) for config, _ in planned_runs(job)} & study) / 5
+    assert shared == {"branchgrpo/table1": 6, "pro_grpo/table1_fig5": 2}
+
+
+def key(config):
+    "Return the name of a run."
+    return cache_key(resolve(config).to_dict())
 
 
 def test_the_committed_runs_are_one_table():
@@ -164,15 +171,3 @@ def test_the_committed_runs_are_one_table():
     assert {f"{page}.parquet" for page in pages} == {path.name for path in (ROOT / "figures/testbed/runs").iterdir()}
     size = sum(path.stat().st_size for path in (ROOT / "figures/testbed/runs").iterdir())
     assert size < 15e6
-
-
-def test_runs_that_wait_are_of_registered_seeds_that_no_answer_has_used():
-    "They are named by their settings, and come after the seeds of the table of answers."
-    tables = ROOT / "figures/testbed/runs"
-    waiting = tables / "study_waiting.parquet"  # not there when no run waits
-    seeds = read_registration(ROOT / "reproduce/registered.yaml").seeds(20)
-    answered = {int(seed) for found in read_runs(tables / "study_answers.parquet").values() for seed in found}
-    for name, found in (read_runs(waiting) if waiting.exists() else {}).items():
-        for seed, run in found.items():
-            assert int(seed) in set(seeds) - answered, name
-            assert cache_key(run["settings"]) == name

@@ -16,7 +16,6 @@ from slow import often
 
 from branchgrpo.files import parse_table
 from branchgrpo.recipes import get
-from branchgrpo.reproduction import study
 from branchgrpo.reproduction.pages import jobs as all_jobs
 from branchgrpo.reproduction.pages import templates
 from branchgrpo.reproduction.records import read_record
@@ -42,7 +41,7 @@ def declares_its_runs(path) -> bool:
     others = "".join(cell.source for cell in cells if "arms" not in cell.metadata.get("tags", []))
     trains = [word for word in ("get_or_train", "base_config", ".fit()") if word in others]
     loads = [word for word in ("compare(", "import torch", "Trainer") if word in declared]
-    same = bool(re.search(r"arms = (with_study_settings\(\s*)?Arms\(", declared)) == ("compare(arms" in others)
+    same = bool(re.search(r"arms = Arms\(", declared)) == ("compare(arms" in others)
     return same and not trains and not loads
 
 
@@ -173,11 +172,3 @@ def test_the_printed_numbers_are_there():
     for paper, tables in (("branchgrpo", (1, 2, 3, 4)), ("pro_grpo", range(1, 15))):
         for n in tables:
             assert published(paper, f"Table {n}", folder)
-
-
-def test_pages_of_ones_own_need_no_registration(tmp_path, monkeypatch):
-    "An installed package has no reproduce/registered.yaml; a page without a world does not ask for it."
-    monkeypatch.setattr(study, "REGISTERED", tmp_path / "registered.yaml")
-    study.check_given("", {"reward": "aesthetic"})
-    with pytest.raises(ValueError, match="registered.yaml"):
-        study.check_given("flux", {"reward": "aesthetic"})

@@ -4,20 +4,17 @@
 
 # %% auto #0
 __all__ = ['averaged_weights', 'plain_denoiser', 'scales', 'write_lora', 'forget_last_call', 'write_model', 'write_result',
-           'exported_state', 'export', 'low_rank', 'linear_layers', 'add_difference', 'write_small_adapter',
-           'shrink_run']
+           'exported_state', 'export']
 
 # %% ../../nbs/training/13_export.ipynb #0f595cca
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from ..files import delete, replace_folder, to_disk, write_text
+from ..files import delete, replace_folder, to_disk
 from .learner import Learner
 from .processes import from_main
 from .speed import full_state, local, plain_class, whole_tensor
@@ -132,65 +129,3 @@ def export(learner: Learner, folder: Path, averaged: bool = False) -> Path:
         state = exported_state(learner)
         from_main(learner.accelerator, lambda: write_result(learner, target, state))
     return target
-
-# %% ../../nbs/training/13_export.ipynb #9f0a1386
-def low_rank(difference: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    "Return A (rank, in) and B (out, rank), whose product B·A is the nearest matrix of that rank to `difference`."
-    u, s, vh = torch.linalg.svd(difference.float(), full_matrices=False)
-    root = s[:rank].sqrt()
-    return root[:, None] * vh[:rank], u[:, :rank] * root
-
-# %% ../../nbs/training/13_export.ipynb #f13a6546
-def linear_layers(model: nn.Module) -> list[str]:
-    "Return the names of a model's linear layers."
-    return [name for name, layer in model.named_modules() if type(layer) is nn.Linear]
-
-
-def add_difference(policy: Any, trained: Mapping[str, Tensor], rank: int) -> float:
-    """Give a policy's denoiser an adapter that stands for the way to the weights `trained`.
-
-    Return the share of the change's squared length that it keeps. Raise `ValueError` on a name that `trained` lacks."""
-    from peft import LoraConfig
-
-    base = {name: value.detach().float().clone() for name, value in policy.denoiser.state_dict().items()}
-    if missing := sorted(base.keys() - trained.keys()):
-        raise ValueError(f"trained: it has no {missing[0]}")
-    names = linear_layers(policy.denoiser)
-    policy.denoiser.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=names))
-    change = {name: trained[name].to(value) - value for name, value in base.items()}
-    kept = sum(_fill(policy.denoiser.get_submodule(name), change[f"{name}.weight"], rank) for name in names)
-    whole = sum(float(value.square().sum()) for value in change.values())
-    return kept / whole if whole else 1.0
-
-
-@torch.no_grad()
-def _fill(layer: Any, difference: Tensor, rank: int) -> float:
-    "Put the factors of a difference into a layer's adapter; return the squared length of what they keep."
-    a, b = low_rank(difference, rank)
-    layer.lora_A["default"].weight[: len(a)] = a.to(layer.lora_A["default"].weight)
-    layer.lora_B["default"].weight[:, : len(a)] = b.to(layer.lora_B["default"].weight)
-    return float((b @ a).square().sum())
-
-# %% ../../nbs/training/13_export.ipynb #34867317
-def write_small_adapter(policy: Any, folder: str | Path, dtype: torch.dtype = torch.float16) -> Path:
-    "Write a policy's adapter to a folder, as diffusers does; return the file."
-    target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
-    state = policy.denoiser.state_dict()
-    write_lora(policy, target, {name: value.to(dtype) for name, value in state.items() if "lora_" in name})
-    return target / "pytorch_lora_weights.safetensors"
-
-# %% ../../nbs/training/13_export.ipynb #45f1ab92
-def shrink_run(run: str | Path, base: Any, trained: Any, folder: str | Path, rank: int = 16) -> float:
-    """Write a finished run, whose weights were all trained, as a folder with an adapter.
-
-    `base` and `trained` are its policies, before and after; `base` gets the adapter.
-    Return the share of the change's squared length that it keeps. Raise `ValueError` on a run with an adapter."""
-    info = json.loads((Path(run) / "run.json").read_text(encoding="utf-8"))
-    if info["settings"]["lora_rank"]:
-        raise ValueError(f"run: {str(run)!r} has an adapter already")
-    kept = add_difference(base, trained.denoiser.state_dict(), rank)
-    write_small_adapter(base, Path(folder) / "lora")
-    settings = info["settings"] | {"lora_rank": rank, "lora_alpha": rank}
-    write_text(Path(folder) / "run.json", json.dumps(info | {"settings": settings}, indent=1))
-    return kept
