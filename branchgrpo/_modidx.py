@@ -1765,8 +1765,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'branchgrpo/reproduction/study.py'),
                                                'branchgrpo.reproduction.study.seeds_made': ( 'reproduction/study.html#seeds_made',
                                                                                              'branchgrpo/reproduction/study.py'),
-                                               'branchgrpo.reproduction.study.side': ( 'reproduction/study.html#side',
-                                                                                       'branchgrpo/reproduction/study.py'),
                                                'branchgrpo.reproduction.study.study_runs': ( 'reproduction/study.html#study_runs',
                                                                                              'branchgrpo/reproduction/study.py'),
                                                'branchgrpo.reproduction.study.why_not': ( 'reproduction/study.html#why_not',

@@ -68,7 +68,7 @@ def test_nothing_is_read_off_a_line_from_the_base_model():
     claim = Comparison({"wide": wide, "narrow": narrow}, [0, 1]).test_claim(
         "wide", "narrow", "eval_reward", "denoiser_calls"
     )
-    assert claim["difference"] is None and claim["verdict"].startswith("cannot be judged")
+    assert claim["difference"] is None and claim["verdict"].startswith("unclear")
 
 
 def test_the_same_is_an_answer_and_claims_are_counted():

@@ -32,11 +32,11 @@ from ..files import write_text
 from .figures import colour_of
 from .pages import earlier, jobs, templates
 from .records import read_record
+from .statistics import LOWER
 from branchgrpo.reproduction.study import (
     COUNTS,
     Claim,
     Difference,
-    LOWER,
     Registration,
     change_table,
     read_registration,
@@ -208,10 +208,10 @@ def part_of(name: str, path: Path, folder: Path, figures: str | Path, report: st
 
 # %% ../../nbs/reproduction/13_report.ipynb #8ff02401
 VERDICT_COLUMNS = {
-    "hold": "hold|confirmed",
-    "do not hold": "does not|do not|differ|refuted",
+    "higher, or holds": "higher|hold|confirmed",
+    "lower, or does not hold": "lower|does not|do not|differ|refuted",
     "equal": "equal|the same",
-    "cannot be judged": "cannot|undecided|not|no ",
+    "unclear": "unclear|cannot|undecided|not|no ",
 }
 HEAD = """# Every figure and number
 
@@ -219,13 +219,13 @@ Made by `branchgrpo reproduce`. A JSON file beside each figure holds its numbers
 the machine.
 
 - **Registered claims** are tested in [Answers](#answers) alone. There *confirmed* is counted \
-as a claim that holds, *undecided* as not to be judged. All registered claims and looks share 5 % of error, so the \
+as a claim that holds, *undecided* as unclear. All registered claims and looks share 5 % of error, so the \
 95 % interval of an undecided claim may exclude zero.
-- **All other pages explore.** That one setting beats another *holds* if the 95 % t interval of the difference, \
-paired by seed, lies above zero. It *does not hold* if the interval lies below zero; it is *equal* if two one-sided \
-tests at 5 % place it within a tenth of what the second setting gains; else it *cannot be judged* at this scale.
+- **All other pages explore.** One setting is *higher* or *lower* than another if the 95 % t interval of the \
+difference, paired by seed, lies above or below zero; *equal* if two one-sided tests at 5 % place it within a tenth of \
+what the second setting gains; else the difference is *unclear*. A page's other claims hold, or do not.
 - **Intervals** are per claim, not corrected for their number; p, where a record has it, is corrected for all claims \
-of its page (false discovery rate). So *holds* can stand beside a p above 0.05.
+of its page (false discovery rate). So *higher* can stand beside a p above 0.05.
 - **Earlier** marks a page whose runs are not those that it would train today: it says what has changed, and its \
 claims are about the earlier runs.
 - **Cost** counts the calls of the rollouts and three per trained call, four with a reference model, as Pro-GRPO \
