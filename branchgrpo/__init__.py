@@ -7,7 +7,7 @@ import logging
 import warnings
 from importlib import import_module
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _PUBLIC = {
     # the method

@@ -312,7 +312,7 @@ def image_rows(path: str) -> list[dict[str, Any]]:
 class BenchOptions:
     "What to measure"
 
-    backbone: str = "tiny-flux"  # a name, a pipeline's folder, or a hub name
+    backbone: str = "tiny-flux"  # a name, a pipeline's folder, a hub name, or your own: my_file.py:MyPolicy
     recipes: tuple[str, ...] = (  # recipes whose seconds per iteration are compared with the first's
         "dancegrpo",
         "branchgrpo",
@@ -333,8 +333,10 @@ def check_bench(o: BenchOptions) -> None:
     from branchgrpo import recipes
     from branchgrpo.backbones.loading import folder_of
     from branchgrpo.files import check_file
+    from branchgrpo.own import is_own_name
 
-    folder_of(o.backbone)
+    if not is_own_name(o.backbone):
+        folder_of(o.backbone)
     for setting in ("factors", "recipes"):
         twice = [value for value, times in Counter(getattr(o, setting)).items() if times > 1]
         if twice:

@@ -62,6 +62,16 @@ def test_bench_keeps_to_minutes_and_says_what_is_left(tmp_path, capfd):
     assert all(title in said.out for title in record["tables"])
 
 
+def test_a_policy_of_your_own_is_measured(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(
+        "from branchgrpo import GaussianFlow\n\n\ndef make():\n    return GaussianFlow(shape=(3, 8, 8))\n"
+    )
+    (tmp_path / "small.yaml").write_text("steps: 4\nsplits: [0, 2]\n")
+    words = f"bench --backbone {tmp_path}/mine.py:make --minutes 0.01 --settings {tmp_path}/small.yaml"
+    assert cli.main([*words.split(), "--recipes", "dancegrpo", "branchgrpo", "--factors", "2"]) == 0
+    assert f"{tmp_path}/mine.py:make, 1 prompts" in capsys.readouterr().out
+
+
 def test_bench_takes_four_minutes_by_default():
     from branchgrpo.commands import BenchOptions
 

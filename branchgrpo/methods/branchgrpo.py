@@ -48,7 +48,7 @@ TABLE2 = neutral().variant(
 # %% ../../nbs/methods/01_branchgrpo.ipynb #a364b439
 BRANCHGRPO = TABLE2.variant(
     "branchgrpo",
-    "a tree from one noise, path-weighted rewards, depth-wise advantages",
+    "draws a tree from one noise, weights rewards by path, and normalises advantages at each depth",
     paper="BranchGRPO, arXiv 2509.06040",
     equation="r̄(n) = Σ_ℓ softmax(β·log p(ℓ|n))·r_ℓ;  A_d(n) = (r̄(n) − mean_d) / std_d",
     roots=(1, "BranchGRPO Sec. 3.2: a root node with one initial noise"),
@@ -66,17 +66,17 @@ BRANCHGRPO = TABLE2.variant(
 # %% ../../nbs/methods/01_branchgrpo.ipynb #11994f26
 BRANCHGRPO_MIXED = BRANCHGRPO.variant(
     "branchgrpo-mixed",
-    "BranchGRPO with later splits",
+    "is BranchGRPO, but splits later",
     splits=((0, 4, 8, 12), "BranchGRPO Sec. 4.2: Mixed"),
 )
 BRANCHGRPO_SPARSE = BRANCHGRPO.variant(
     "branchgrpo-sparse",
-    "BranchGRPO with splits far apart",
+    "is BranchGRPO, but its splits are far apart",
     splits=((0, 5, 10, 15), "BranchGRPO Sec. 4.2: Sparse"),
 )
 BRANCHGRPO_ADAPTIVE = BRANCHGRPO.variant(
     "branchgrpo-adaptive",
-    "splits placed by the std of preview rewards",
+    "is BranchGRPO, but splits where the rewards of previews vary most",
     paper="ours, after BranchGRPO's future work",
     adaptive=(True, "ours, after BranchGRPO Appendix D: future work"),
     splits=((0, 3, 6, 12), "ours: their number, and the latest place of the last"),
@@ -90,12 +90,12 @@ WINDOW_OF_FOUR = {
 
 BRANCHGRPO_WIDPRU = BRANCHGRPO.variant(
     "branchgrpo-widpru",
-    "trains one child of each last split",
+    "is BranchGRPO, but trains only the best child below each last split",
     prune=("parent-top1", "BranchGRPO Sec. 3.4: Parent-Top1; Table 1: WidPru"),
 )
 BRANCHGRPO_EXTREME = BRANCHGRPO.variant(
     "branchgrpo-extreme",
-    "trains the chains of each tree's best and worst leaves",
+    "is BranchGRPO, but trains only the chains of each tree's best and worst leaves",
     prune=("extreme", "BranchGRPO Sec. 3.4: Extreme selection; Sec. 4.4: Extreme-b"),
     prune_keep=(4, "derived: b is not given; 4 keeps half of 16"),
 )
@@ -103,7 +103,7 @@ BRANCHGRPO_EXTREME = BRANCHGRPO.variant(
 # %% ../../nbs/methods/01_branchgrpo.ipynb #bb95bf98
 BRANCHGRPO_DEPPRU = BRANCHGRPO.variant(
     "branchgrpo-deppru",
-    "leaves out a window of depths that slides later",
+    "is BranchGRPO, but does not train a window of depths, which slides later during training",
     **WINDOW_OF_FOUR,
     prune=("depth-window", "BranchGRPO Sec. 4.4; Table 1: DepPru"),
     window_start=(None, "BranchGRPO Sec. 4.4: initialised at the last split"),
@@ -111,7 +111,7 @@ BRANCHGRPO_DEPPRU = BRANCHGRPO.variant(
 )
 BRANCHGRPO_MIX = BRANCHGRPO.variant(
     "branchgrpo-mix",
-    "noise at the splits and inside a sliding window, ODE elsewhere",
+    "is BranchGRPO, but draws noise only at the splits and inside a sliding window",
     **WINDOW_OF_FOUR,
     stochastic=("splits+window", "BranchGRPO Sec. 4.4: hybrid ODE–SDE"),
     window=("progressive", "BranchGRPO Sec. 4.4: a sliding window"),
@@ -122,7 +122,7 @@ BRANCHGRPO_MIX = BRANCHGRPO.variant(
 # %% ../../nbs/methods/01_branchgrpo.ipynb #23711068
 DANCEGRPO = TABLE2.variant(
     "dancegrpo",
-    "16 chains from one noise, group-normalised rewards, all steps but the last trained",
+    "draws 16 chains from one noise, normalises rewards within the group, and trains all steps but the last",
     paper="DanceGRPO, arXiv 2505.07818",
     equation="A = (r − mean r) / std r;  loss −min(ρA, clip(ρ, 1 ± ε)A) on every step",
     splits=((0,), "DanceGRPO: train_grpo_flux.py l. 333-338: one initial noise, a star"),
@@ -132,7 +132,7 @@ DANCEGRPO = TABLE2.variant(
 )
 DANCEGRPO_TF06 = DANCEGRPO.variant(
     "dancegrpo-tf0.6",
-    "DanceGRPO, training a fresh random 60 % of the steps of each trajectory",
+    "is DanceGRPO, but trains a random 60 % of the steps of each trajectory, drawn anew each time",
     equation="A = (r − mean r) / std r;  loss −min(ρA, clip(ρ, 1 ± ε)A) on the steps drawn for a trajectory",
     train_fraction=(0.6, "BranchGRPO Table 1: DanceGRPO (tf = 0.6)"),
 )
@@ -140,7 +140,7 @@ DANCEGRPO_TF06 = DANCEGRPO.variant(
 # %% ../../nbs/methods/01_branchgrpo.ipynb #3e4015bd
 MIXGRPO = DANCEGRPO.variant(
     "mixgrpo",
-    "noise only inside a sliding window, ODE outside; every chain computed alone",
+    "draws noise only inside a sliding window, takes ODE steps outside, and computes every chain alone",
     paper="MixGRPO, arXiv 2507.21802",
     equation="g_i = 0 for i outside W(iteration);  only i in W is trained",
     splits=((), "MixGRPO: train_grpo_flux.py l. 202-256, every trajectory alone"),
@@ -155,14 +155,14 @@ MIXGRPO = DANCEGRPO.variant(
 )
 MIXGRPO_FLASH = MIXGRPO.variant(
     "mixgrpo-flash",
-    "MixGRPO with a second-order solver after the window",
+    "is MixGRPO, but a second-order solver takes the steps after the window",
     tail_ratio=(0.4, "MixGRPO: finetune_flux_grpo_MixGRPO_Flash.sh l. 75-79, DPM-Solver++ of order 2"),
 )
 
 # %% ../../nbs/methods/01_branchgrpo.ipynb #50491c2f
 MIXGRPO_SHARED = MIXGRPO.variant(
     "mixgrpo-shared",
-    "MixGRPO with its deterministic beginning computed once",
+    "is MixGRPO, but computes the deterministic beginning once for all chains",
     paper="ours, after MixGRPO, arXiv 2507.21802",
     roots=(1, "ours: one chain until the window"),
     same_root=(False, "ours: there is one root"),
@@ -192,7 +192,7 @@ BRANCH_PY = "train_branchgrpo_flux.py"
 
 BRANCHGRPO_RELEASED = neutral().variant(
     "branchgrpo-released",
-    "what the public script of BranchGRPO computes",
+    "computes what the public script of BranchGRPO computes",
     family="FluxPipeline",
     paper="BranchGRPO's public script",
     equation="r̄(n) = mean of the leaves below;  noise of split steps × s, with the density of noise × 1",
@@ -240,7 +240,7 @@ DANCE_PY = "train_grpo_flux.py"
 
 DANCEGRPO_RELEASED = neutral().variant(
     "dancegrpo-released",
-    "what the public script of DanceGRPO computes",
+    "computes what the public script of DanceGRPO computes",
     family="FluxPipeline",
     paper="DanceGRPO's public script",
     equation="A = (r − mean r) / std r;  60 % of the steps, drawn for each trajectory",

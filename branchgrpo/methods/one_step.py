@@ -14,7 +14,7 @@ from .recipe import neutral
 # %% ../../nbs/methods/03_one_step.ipynb #e3e15bb0
 TEMPFLOW = FLOW_GRPO.variant(
     "tempflow-grpo",
-    "six branches with one noisy step at every step of four chains without noise, weighted by the step's noise",
+    "grows six branches at every step of four chains without noise; each has one noisy step, weighted by its noise",
     family="StableDiffusion3Pipeline",
     paper="TempFlow-GRPO, arXiv 2508.04324",
     equation="A = (r − mean r) / std r within the branches of a node;  loss weight ∝ g_i·√h_i, mean 1",
@@ -45,7 +45,7 @@ G2RPO_PY = "G²RPO: train_g2rpo_hps_clip.py"
 
 G2RPO_ONE = neutral().variant(
     "g2rpo-one",
-    "twelve branches with one noisy step at each of the first eight steps of one chain without noise",
+    "grows twelve branches at each of the first eight steps of one chain without noise; each has one noisy step",
     family="FluxPipeline",
     paper="G²RPO (Granular-GRPO), arXiv 2510.01982",
     equation="A_k = (R(x_0←k) − mean) / std within the branches of step k;  Λ = {1}",
@@ -88,7 +88,7 @@ G2RPO_ONE = neutral().variant(
 # %% ../../nbs/methods/03_one_step.ipynb #80f9ee4e
 G2RPO = G2RPO_ONE.variant(
     "g2rpo",
-    "one noisy step at a time from a chain without noise, judged by completions of three strides",
+    "grows branches with one noisy step from a chain without noise; completions of three strides judge them",
     equation="A_k = Σ_λ (R_λ(x_0←k) − mean) / std within the branches of step k;  Λ = {1, 2, 3}",
     previews=("ode/2+ode/3", "G²RPO, notes on v3: Λ = {1, 2, 3}, the leaves being λ = 1 (the released code: {1, 2})"),
     preview_at=("after", f"{G2RPO_PY}, each child of a noisy step"),
@@ -103,7 +103,7 @@ FLASH_STEP = "Flash-GRPO: wan2_1_pipeline_with_logprob2.py"
 
 FLASH = FLOW_GRPO.variant(
     "flash-grpo",
-    "eight chains that draw noise at one step, drawn anew each time and weighted against its gradient's scale",
+    "draws noise at one step of eight chains, chooses that step anew each time, and evens out its gradient's scale",
     family="WanPipeline",
     paper="Flash-GRPO, arXiv 2605.15980",
     equation="i ~ U{0…9};  A = (r − mean r) / std;  loss weight ∝ 1 / λ_i, λ_i = √h/g + g√h(1 − σ)/(2σ)",
@@ -144,7 +144,7 @@ DENSE = "DenseGRPO"
 
 DENSE_GRPO = FLOW_GRPO.variant(
     "dense-grpo",
-    "24 chains; every latent is completed by ODE, and a step is worth the gain of its preview",
+    "draws 24 chains, completes every latent by ODE, and rewards a step by the gain of its preview",
     family="StableDiffusion3Pipeline",
     paper="DenseGRPO, arXiv 2601.20218",
     equation="ΔR(n) = R(ODE(n)) − R(ODE(parent));  A_d(n) = (ΔR(n) − mean_d) / std_d",
@@ -180,7 +180,7 @@ STEPWISE = "Stepwise-Flow-GRPO"
 
 STEPWISE_FLOW_GRPO = FLOW_GRPO.variant(
     "stepwise-flow-grpo",
-    "16 chains from one noise; a step is worth the gain of a short preview, in one group for all steps",
+    "draws 16 chains from one noise, rewards a step by a short preview's gain, and compares all steps in one group",
     family="StableDiffusion3Pipeline",
     paper="Stepwise-Flow-GRPO, arXiv 2603.28718",
     equation="g(n) = R(x̂₀(n)) − R(x̂₀(parent));  A(n) = (g(n) − mean) / std, over all edges of a prompt",
@@ -213,7 +213,7 @@ TP_SH = "common_op3.sh"
 
 TP_GRPO = FLOW_GRPO.variant(
     "tp-grpo",
-    "24 chains; gains of previews, and where a path turns, the gain from there to the end",
+    "draws 24 chains; a step's reward is its preview's gain or, where a path turns, the gain from there to the end",
     paper="TP-GRPO, arXiv 2602.06422",
     equation="A_d ∝ R(ODE(n)) − R(ODE(parent));  R(leaf) − R(ODE(parent)) where the path turns",
     steps=(10, "TP-GRPO: my_grpo.py l. 297-361"),

@@ -14,7 +14,7 @@ from .recipe import neutral
 # %% ../../nbs/methods/02_pro_grpo.ipynb #5eaac4f3
 FLOW_GRPO = neutral().variant(
     "flow-grpo",
-    "24 chains from their own noises, KL to the reference",
+    "draws 24 chains, each from its own noise, and penalises the KL divergence from the reference model",
     family="StableDiffusion3Pipeline",
     paper="Flow-GRPO, arXiv 2505.05470",
     equation="A = (r − mean r) / std;  loss −min(ρA, clip(ρ, 1 ± ε)A) + β_KL·KL(π_θ ‖ π_ref)",
@@ -69,14 +69,14 @@ FLOW_GRPO = neutral().variant(
 # %% ../../nbs/methods/02_pro_grpo.ipynb #fd195ae7
 UNIFORM_SUBSAMPLE = FLOW_GRPO.variant(
     "uniform-subsample",
-    "Flow-GRPO, training a random half of the group",
+    "is Flow-GRPO, but trains a random half of the group",
     paper="Pro-GRPO (Expand and Prune), arXiv 2512.15347",
     group_selection=("random", "Pro-GRPO Fig. 1b"),
     group_keep=(12, "Pro-GRPO Fig. 1: k = 12 of 24"),
 )
 OVF = FLOW_GRPO.variant(
     "ovf",
-    "Flow-GRPO, training the half of largest variance",
+    "is Flow-GRPO, but trains the half of the group whose rewards vary most",
     paper="Pro-GRPO (Expand and Prune), arXiv 2512.15347",
     equation="S = argmax Var(r_S) over subsets of k;  only S is trained",
     group_selection=("ovf", "Pro-GRPO Eq. 10"),
@@ -95,14 +95,14 @@ def funnel(group_sizes: tuple[int, ...], prune_at: tuple[int, ...], source: str)
 # %% ../../nbs/methods/02_pro_grpo.ipynb #7ccb8ceb
 PRO_GRPO = FLOW_GRPO.variant(
     "pro-grpo",
-    "48 chains, cut to 24 and 12 in flight by the variance of previews' rewards",
+    "starts 48 chains and cuts them to 24 and 12 during denoising; it keeps those whose previews' rewards vary most",
     paper="Pro-GRPO (Expand and Prune), arXiv 2512.15347",
     equation="at each pruning step: S = argmax Var(r(x̂₀)_S), |S| = N_k;  only S goes on",
     **funnel((48, 24, 12), (5, 7), "Pro-GRPO Sec. 6.1, Table 7"),
 )
 PRO_GRPO_FLASH = FLOW_GRPO.variant(
     "pro-grpo-flash",
-    "Pro-GRPO from 24 chains by way of 16",
+    "is Pro-GRPO, but starts 24 chains and cuts them to 16 and 12",
     paper="Pro-GRPO (Expand and Prune), arXiv 2512.15347",
     equation="at each pruning step: S = argmax Var(r(x̂₀)_S), |S| = N_k;  only S goes on",
     **funnel((24, 16, 12), (5, 7), "Pro-GRPO Sec. 6.1, Table 7 (Flash)"),
@@ -153,14 +153,14 @@ SD = neutral().variant(
 # %% ../../nbs/methods/02_pro_grpo.ipynb #35e6742e
 DANCEGRPO_SD = SD.variant(
     "dancegrpo-sd",
-    "DanceGRPO for a diffusion model: 16 chains of 50 steps from one noise",
+    "is DanceGRPO for a diffusion model: it draws 16 chains of 50 steps from one noise",
     paper="DanceGRPO, arXiv 2505.07818",
     equation="A = (r − mean r) / std r on DDIM's steps with η = 1",
     roots=(16, "Pro-GRPO Sec. 6.1: G = 16; DanceGRPO: dgx.py l. 53, num_generations"),
 )
 PRO_GRPO_SD = SD.variant(
     "pro-grpo-sd",
-    "DanceGRPO on SD-1.x with a group cut in flight: 48, 32, 8",
+    "is DanceGRPO on SD-1.x, but starts 48 chains and cuts them to 32 and 8 during denoising",
     paper="Pro-GRPO (Expand and Prune), arXiv 2512.15347",
     equation="at each pruning step: S = argmax Var(r(x̂₀)_S), |S| = N_k;  only S goes on",
     same_root=(True, "DanceGRPO: train_grpo_sd.py l. 415-435; Pro-GRPO draws one noise per trajectory (errata)"),

@@ -16,7 +16,7 @@ from .pro_grpo import FLOW_GRPO, OVF
 # %% ../../nbs/methods/04_variants.ipynb #3e3076ef
 BRANCH_PRO = BRANCHGRPO.variant(
     "branch-pro",
-    "a tree of four children per split, its nodes cut by OVF before the next",
+    "draws a tree with four children per split; OVF cuts its nodes before the next split",
     paper="ours, after BranchGRPO and Pro-GRPO",
     branch_factor=(4, "ours"),
     prune_at=({3: 2, 6: 2, 9: 4}, "ours: 4 → 2, 8 → 2, 8 → 4 before each split; 16 leaves"),
@@ -26,7 +26,7 @@ BRANCH_PRO = BRANCHGRPO.variant(
 # %% ../../nbs/methods/04_variants.ipynb #aa933676
 TREEGRPO = FLOW_GRPO.variant(
     "treegrpo",
-    "a tree inside a window placed at random, leaves normalised and backed up",
+    "draws a tree inside a window at a random place, normalises the leaves' rewards, and passes them up the tree",
     paper="TreeGRPO, arXiv 2512.08153",
     equation="A(ℓ) = (r_ℓ − mean r) / std r;  A(n) = Σ_c softmax(log p_c)·A(c) over the children c of n",
     roots=(1, "TreeGRPO: one tree per prompt"),
@@ -54,7 +54,7 @@ OTHER_TREES = (BRANCH_PRO, TREEGRPO)
 # %% ../../nbs/methods/04_variants.ipynb #7ca93743
 GROWING = MIXGRPO.variant(
     "growing-noise-tree",
-    "a binary tree inside a sliding window, whose noise grows with depth; the rest without noise",
+    "draws a binary tree inside a sliding window, with noise that grows with depth; steps outside draw none",
     paper="ours, after Dynamic-TreeRPO, arXiv 2509.23352",
     equation="g_k = η·(1 + k/(2d)) at depth k of the window's tree of depth d",
     roots=(1, "Dynamic-TreeRPO, abstract: 'sharing prefix paths of the tree'; one tree is ours"),
@@ -76,7 +76,7 @@ E_PY = "E-GRPO: VisualGRPO ae619bf"
 # %% ../../nbs/methods/04_variants.ipynb #a3352772
 E_GRPO = G2RPO_ONE.variant(
     "e-grpo",
-    "twelve branches at each step of the first half of one chain without noise, late steps taken two at a time",
+    "grows twelve branches at each step of the first half of one chain without noise; it takes late steps in pairs",
     family="FluxPipeline",
     paper="E-GRPO, arXiv 2601.00423",
     equation="l_m = min l with 2πe·g²(σ_m − σ_m₊ₗ) ≥ τ;  A = (r − mean r) / std r within the branches of a step",
@@ -123,7 +123,7 @@ CPS_CONFIG = "Flow-CPS: config/grpo.py"
 
 FLOW_CPS = FLOW_GRPO.variant(
     "flow-cps",
-    "Flow-GRPO with steps that keep the coefficients of latent and noise, and densities without their variance",
+    "is Flow-GRPO, but its steps keep the coefficients of latent and noise, and its densities leave out their variance",
     paper="Flow-CPS, arXiv 2509.05952",
     equation="x' = (1 − σ')·x̂₀ + √(σ'² − std²)·x̂₁ + std·ξ,  std = σ'·sin(η·π/2);  log p = −mean (x' − μ)²",
     transition=("cps", f"{CPS_PY} l. 52-55: coefficients-preserving sampling"),
@@ -140,7 +140,7 @@ GUARD_CONFIG = "GRPO-Guard: config/grpo_guard.py"
 
 GRPO_GUARD = FLOW_GRPO.variant(
     "grpo-guard",
-    "Flow-GRPO with a log-ratio that is centred and scaled, and a loss that is divided by the step's size",
+    "is Flow-GRPO, but centres and scales the log-ratio, and divides the loss by the step's size",
     paper="GRPO-Guard, arXiv 2510.22319",
     equation="log ρ' = (log ρ + ‖Δμ‖²/(2 std²))·std;  loss −min(ρ'A, clip(ρ', 1 ± ε)A) / h",
     ratio=("guard", f"GRPO-Guard Eq. 8, with log-densities as means over a latent's elements; {GUARD_PY} l. 915-919"),
@@ -160,7 +160,7 @@ GDPO_PY = "GDPO: trl-GDPO/trl-0.18.0-gdpo/trl/trainer/grpo_trainer.py"
 
 GDPO = FLOW_GRPO.variant(
     "gdpo",
-    "Flow-GRPO's chains, each reward of a sum normalised by itself, then the batch",
+    "draws Flow-GRPO's chains, normalises each reward of a sum by itself, then the whole batch",
     paper="GDPO, arXiv 2601.05242",
     equation="A_k = (r_k − mean_k) / std_k;  S = Σ_k w_k·A_k;  A = (S − mean of the batch) / std of the batch",
     reward_sum=("decoupled+batch", f"{GDPO_PY} l. 1228-1248"),
@@ -170,7 +170,7 @@ GDPO = FLOW_GRPO.variant(
 # %% ../../nbs/methods/04_variants.ipynb #1c8406c0
 MULTI_GRPO = FLOW_GRPO.variant(
     "multi-grpo",
-    "four trees with early splits: the nodes of a step are a group, for each reward by itself",
+    "draws four trees with early splits, and compares the nodes of one step, for each reward by itself",
     paper="Multi-GRPO, arXiv 2512.00743",
     equation="A(n) = Σ_m w_m·(r̄_m(n) − mean_d,m) / std_d,m over the nodes of a depth, all roots together",
     roots=(4, "ours: the figure draws several initial noises; their number is not given"),
@@ -189,7 +189,7 @@ DPPO_PY = "Flow-DPPO: unirl/algorithms/flowdppo.py"
 
 FLOW_DPPO = FLOW_GRPO.variant(
     "flow-dppo",
-    "Flow-GRPO with a KL trust region in place of the clip",
+    "is Flow-GRPO, but a KL trust region replaces the clip",
     family="StableDiffusion3Pipeline",
     paper="Flow-DPPO, arXiv 2606.11025",
     equation="loss −ρA, 0 where KL ≥ τ and (ρ − 1)·A > 0",
@@ -233,7 +233,7 @@ FLOW_DPPO = FLOW_GRPO.variant(
 # %% ../../nbs/methods/04_variants.ipynb #b2954992
 GARDO = FLOW_GRPO.variant(
     "gardo",
-    "Flow-GRPO with the KL term on the tenth of the samples whose reward looks too good",
+    "is Flow-GRPO, but has the KL term only on the tenth of the samples whose reward looks too good",
     paper="GARDO, arXiv 2512.24138",
     equation="U = w(r) − mean of w(judges);  loss −min(ρA, clip(ρ, 1 ± ε)A) + β_KL·KL where U is among the highest k",
     kl=(0.04, "GARDO Table 1: β = 0.04"),
@@ -258,7 +258,7 @@ PODS_PY = "PODS: trainer/maxvargrpo_trainer.py"
 
 PODS = FLOW_GRPO.variant(
     "pods",
-    "64 chains, of which the 16 of largest reward variance are trained",
+    "draws 64 chains and trains the 16 whose rewards vary most",
     paper="PODS, arXiv 2504.13818",
     equation="S = argmax Var(r_S) over subsets of m;  A = (r − mean r_S) / std r_S, only S is trained",
     roots=(64, "PODS: n = 64 (results/Instruct-GSM8K-512-64-16-Run1.json)"),
@@ -271,7 +271,7 @@ PODS = FLOW_GRPO.variant(
 # %% ../../nbs/methods/04_variants.ipynb #ebc6d8ba
 OVF_DIVERSE = OVF.variant(
     "ovf-diverse",
-    "training the half that differs most in reward and in looks",
+    "is Flow-GRPO, but trains the half of the group that differs most in reward and in looks",
     paper="ours, after Pro-GRPO (Expand and Prune), arXiv 2512.15347",
     equation="S = argmax Σ_ij in S of (1 − w)·(r_i − r_j)² + w·d_ij, each over its mean;  only S is trained",
     group_selection=("diverse", "ours: Pro-GRPO Eq. 10 with a second mean over pairs"),

@@ -93,7 +93,7 @@ def all_results(root: Path) -> dict[str, str]:
     return {notebook: place for part in parts for notebook, place in part.items()}
 
 # %% ../../nbs/site/00_build.ipynb #ca09ec64
-GLANCE = ["nbs/00_tour.ipynb", "docs/explorer.md", "nbs/24_gallery.ipynb", "nbs/methods/06_index.ipynb"]
+GLANCE = ["docs/explorer.md", "nbs/00_tour.ipynb", "nbs/24_gallery.ipynb", "nbs/methods/06_index.ipynb"]
 GLANCE += ["reproduce/study/answers.ipynb"]
 METHODS = "nbs/methods/06_index.ipynb"  # the pages of its folder that no list names stand below it
 PROJECT = ["CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md"]

@@ -147,7 +147,9 @@ def what_it_does(name: str) -> str:
     recipe = recipes.get(name)
     s = recipe.values
     rows = [(f"**{question}**", answer(s)) for question, answer in QUESTIONS.items()]
-    return f"{recipe.summary}. {recipe.paper}.\n\n```text\n{recipe.equation}\n```\n\n" + text_table(("", ""), rows)
+    return f"`{name}` {recipe.summary}. {recipe.paper}.\n\n```text\n{recipe.equation}\n```\n\n" + text_table(
+        ("", ""), rows
+    )
 
 
 def settings_table(name: str) -> str:
@@ -207,10 +209,13 @@ def metrics_table(name: str) -> str:
     return text_table(("metric", "what it is", "healthy"), [(f"`{k}`", METRICS[k], v) for k, v in healthy.items()])
 
 
-def differ_table(paper: str, code: str) -> str:
-    "Return the settings in which a paper's recipe and that of its released script differ, each with its source."
+def differ_table(paper: str, code: str | dict[str, tuple[Any, str]]) -> str:
+    """Return the settings in which a paper's recipe and its released code differ, each with its source.
+
+    `code` is the recipe of that code, or `{setting: (value, file and line)}` if no recipe follows it."""
     stated, rows = recipes.get(paper), []
-    for name, value, source in recipes.get(code).rows():
+    found = code if isinstance(code, dict) else {name: rest for name, *rest in recipes.get(code).rows()}
+    for name, (value, source) in found.items():
         own = getattr(stated.values, name)
         if own != value:
             rows.append((f"`{name}`", str(own), stated.sources[name], str(value), source))
