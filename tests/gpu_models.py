@@ -92,13 +92,14 @@ def flux(device, side: int, tiny: bool, dtype: torch.dtype = torch.bfloat16) -> 
 
 def sd3(device, side: int, tiny: bool, dtype: torch.dtype = torch.bfloat16) -> RandomSD3:
     "Return SD3.5-Medium at `side` × `side` pixels."
-    from diffusers import AutoencoderKL, SD3Transformer2DModel
+    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
 
     small = {"caption_projection_dim": 128, "dual_attention_layers": (0,)}
     config = SD35_MEDIUM | SMALL | small if tiny else SD35_MEDIUM
     parts = SimpleNamespace(
         transformer=built(SD3Transformer2DModel, config, device, dtype),
         vae=built(AutoencoderKL, SMALL_VAE if tiny else VAE, device, dtype),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae_scale_factor=8,
     )
     policy = RandomSD3(parts, side, side, 4.5)
