@@ -3,10 +3,12 @@
     python tests/gpu_bench.py smoke    --json figures/gpu/smoke.json
     python tests/gpu_bench.py train    --json figures/gpu/train.json
     python tests/gpu_bench.py variants --json figures/gpu/variants.json
+    python tests/gpu_bench.py first-half-hour --json figures/gpu/first.json    # again, until every step is done
 
 smoke     every family and many recipes through fit, evaluate, save, resume and export; rollout mismatch by batch sizes
 train     FLUX.1-dev at 720², LoRA 32: floors, rollout and update of five recipes; SD3.5-Medium with Pro-GRPO's funnel
 variants  attention kernels, compiled blocks, checkpointing, casts, decoding of 1 to 64 images
+first-half-hour  the three above and more, in steps with a time limit each; the same call goes on where it stopped
 
 The json is written after every line, so what a time limit cuts off is kept; a part that fails leaves its error as a
 line. `--tiny` runs the same at a small size on any machine.
@@ -24,6 +26,9 @@ import argparse
 import gc
 import json
 import resource
+import signal
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -33,18 +38,20 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from gpu_models import RandomReward, flux, sd3, without_adapter
+from gpu_models import RandomReward, flux, sd, sd3, wan, without_adapter
 
+from branchgrpo import cli
 from branchgrpo.machine.bench import interleaved, seconds_of
 from branchgrpo.planning import process_of
 from branchgrpo.prompts import PromptSet
 from branchgrpo.testbed.making import quiet
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.credit import assign_credit
-from branchgrpo.training.runs import environment
+from branchgrpo.training.learner import autocast
+from branchgrpo.training.runs import Run, environment
 from branchgrpo.training.speed import checkpoint_blocks, compile_blocks, compiled_graphs, set_attention, use_tf32
 from branchgrpo.training.trainer import Trainer
-from branchgrpo.training.update import update
+from branchgrpo.training.update import MISMATCH_LIMIT, edge_sums, edge_terms, shared_micro_batches, update
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PROMPTS = PromptSet([f"prompt {n}" for n in range(64)], [f"test {n}" for n in range(16)])
@@ -59,6 +66,10 @@ class Lines:
     def __init__(self, part: str, tiny: bool, limit: float, path: str | None):
         self.start, self.limit, self.tiny, self.path = time.time(), limit, tiny, path
         self.record = {"part": part, "tiny": tiny, "date": time.strftime("%Y-%m-%d"), **environment(), "lines": []}
+        if path and part == "first-half-hour" and Path(path).is_file():  # it goes on
+            known = json.loads(Path(path).read_text())
+            if (known["tiny"], known["device"]) == (tiny, self.record["device"]):
+                self.record |= {name: known[name] for name in ("lines", "steps")}
 
     def add(self, table: str, **values) -> None:
         "Add one line to a table."
@@ -269,11 +280,12 @@ def trees(lines: Lines, reward) -> None:
         lines.attempt("FLUX.1-dev", recipe, job, needed)
 
 
-def funnel(lines: Lines, reward) -> None:
+def funnel(lines: Lines, reward, prompts: int = 1) -> None:
     "Add SD3.5-Medium with Pro-GRPO's funnel: 48 chains, cut to 24 and 12."
     policy = sd3(DEVICE, 64 if lines.tiny else 512, lines.tiny)
     chains = {"roots": 4, "prune_at": {1: 2}, "splits": ()} if lines.tiny else {}
-    trainer = large(lines, policy, reward, recipe="pro-grpo", max_batch=2 if lines.tiny else 12, **chains)
+    chains |= {"prompts_per_iteration": prompts, "max_batch": 2 if lines.tiny else 12}
+    trainer = large(lines, policy, reward, recipe="pro-grpo", **chains)
     floors = floors_of(lines, "SD3.5-M", policy, (1, 2) if lines.tiny else (1, 4, 12))
     iteration(trainer, lines, "SD3.5-M", "pro-grpo", floors)
 
@@ -373,7 +385,154 @@ def variants(lines: Lines) -> None:
     lines.add("tf32", name="reward, TF32", seconds=interleaved({"r": lambda: reward(images, None)}, 3, DEVICE)["r"])
 
 
-PARTS = {"smoke": smoke, "train": train, "variants": variants}
+def by_step(lines: Lines, trainer: Trainer, name: str) -> None:
+    "Add the largest |ρ − 1| of every step before an update, and what to do where it is too large."
+    learner, s = trainer.learner, trainer.settings
+    rolled, _ = assign_credit(
+        learner, trainer.collector(0), process_of(s, trainer.policy, 0), trainer.collector.noise(0)
+    )
+    found: dict[int, float] = {}
+    for batch in shared_micro_batches(learner, rolled.tree, rolled.edge_mask):
+        with torch.no_grad(), autocast(learner):
+            worst = edge_sums(batch, edge_terms(learner, rolled, batch))[1].item()
+        found[batch.step] = max(found.get(batch.step, 0.0), worst)
+    worst = max(found.values())
+    cures = (
+        [f"--max-batch {s.max_batch} without --train-batch"] if worst > min(s.clip_range / 4, MISMATCH_LIMIT) else []
+    )
+    cures += ["--recompute-old"] if cures and s.steps_per_pass > 1 else []
+    values = {"by_step": {step: round(value, 7) for step, value in found.items()}, "worst": worst}
+    lines.add("guided", name=name, **values, clip_range=s.clip_range, stops=worst > MISMATCH_LIMIT, remedy=cures)
+
+
+GUIDED = ({}, {"train_batch": 1}, {"gradient_checkpointing": False})
+
+
+def guided(lines: Lines) -> None:
+    "SD-1.5 with Pro-GRPO's funnel and Wan: the mismatch of rollout and update under guidance, by step."
+    reward = RandomReward(DEVICE, lines.tiny)
+    funnel = {"recipe": "pro-grpo-sd"} | ({"roots": 4, "prune_at": {1: 3}, "group_keep": 2} if lines.tiny else {})
+    funnel |= {"splits": (), "max_batch": 2 if lines.tiny else 8}
+    for name, model, changes in (("SD-1.5", sd, funnel), ("Wan2.1-1.3B", wan, {} if lines.tiny else SHORT)):
+        policy = lines.attempt("guided", name, partial(model, DEVICE, lines.tiny))
+        for more in GUIDED[:2] if lines.tiny else GUIDED:
+
+            def job(policy=policy, name=name, changes=changes, more=more):
+                by_step(lines, large(lines, policy, reward, **changes | more), f"{name} {more or 'the same batches'}")
+
+            lines.attempt("guided", f"{name} {more}", job, 1 if lines.tiny else 30)
+
+
+def start(lines: Lines) -> None:
+    "One iteration of tiny-flux on the device, and compiled blocks with TF32."
+    roofs(lines)
+    whole_run(lines, "tiny-flux", "branchgrpo", "bf16", {})
+    compiled_run(lines)
+
+
+def commands(lines: Lines) -> None:
+    "`sample` and `evaluate` on the device; a run that is told to stop, and started again, has the rows of a whole one."
+    place = Path(tempfile.mkdtemp())
+    drawn = ["sample", "--prompt", "a red 3", "--backbone", "tiny-flux", "--output", f"{place}/drawn.png"]
+    scored = ["evaluate", "--backbone", "tiny-flux", "--limit", "4", "--output", f"{place}/scored"]
+    for words in (drawn, scored):
+        before = torch.cuda.memory_allocated() if DEVICE.type == "cuda" else 0
+        code, peak = peak_memory(partial(cli.main, words))
+        used = peak * 1e9 > before + 1e6 if DEVICE.type == "cuda" else None
+        lines.add("commands", name=words[0], code=code, peak_gb=peak, cuda_used=used)
+    iterations = 4 if lines.tiny else 30
+    (place / "run.yaml").write_text(f"{{steps: 3, splits: [0, 1], prompts_per_iteration: 2, iterations: {iterations}}}")
+    words = ["train", "--config", f"{place}/run.yaml", "--evaluate-every", "0", "--tracker", "none", "--output"]
+    assert cli.main([*words, f"{place}/whole"]) == 0
+    run = [sys.executable, "-m", "branchgrpo.cli", *words, f"{place}/told"]
+    told, metrics = subprocess.Popen(run), place / "told/metrics.jsonl"
+    while told.poll() is None and not (metrics.exists() and metrics.stat().st_size):
+        time.sleep(0.05)
+    told.send_signal(signal.SIGUSR2)
+    codes = [told.wait(), subprocess.run(run, check=False).returncode]
+    rows = [[row["reward"] for row in Run(place / name).metrics] for name in ("whole", "told")]
+    lines.add("commands", name="SIGUSR2, then again", codes=codes, equal_rows=rows[0] == rows[1])
+
+
+def train_flux(lines: Lines) -> None:
+    "FLUX.1-dev at 720² with an adapter."
+    trees(lines, RandomReward(DEVICE, lines.tiny))
+
+
+def small_card(lines: Lines) -> None:
+    "SD3.5-Medium with Pro-GRPO's funnel and 8 prompts, whose peaks decide what a card of 24 GB holds."
+    funnel(lines, RandomReward(DEVICE, lines.tiny), 1 if lines.tiny else 8)
+
+
+def no_errors(found: list[dict]) -> bool:
+    return not any("error" in line for line in found)
+
+
+def commands_work(found: list[dict]) -> bool:
+    codes = [line.get("code", 0) == 0 and line.get("codes", [75, 0]) == [75, 0] for line in found]
+    where = [line.get("cuda_used") is not False and line.get("equal_rows", True) for line in found]
+    return no_errors(found) and all(codes + where)
+
+
+def peaks_below(gb: float):
+    peaks = ("rollout_peak_gb", "update_peak_gb")
+    return lambda found: no_errors(found) and all(line.get(peak, 0) <= gb for line in found for peak in peaks)
+
+
+STEPS = {  # seconds that a step may take, and what it does
+    "start": (120, start),
+    "smoke": (400, smoke),
+    "commands": (120, commands),
+    "train": (400, train_flux),
+    "small card": (120, small_card),
+    "guided": (180, guided),
+    "variants": (300, variants),
+}
+RULES = {  # of a step's lines: whether it holds, and what to do if not
+    "start": (no_errors, "stop, and repair this first: no other step runs"),
+    "smoke": (no_errors, "leave out the families with an error line in what follows"),
+    "commands": (
+        commands_work,
+        "sample or evaluate ran on the CPU, or a stopped run does not go on: repair before any long run",
+    ),
+    "train": (peaks_below(40), "correct the doctor's memory, and its speed by the floors"),
+    "small card": (peaks_below(0.9 * 25.7), "a card of 24 GB does not hold what the page says"),
+    "guided": (lambda found: not any(line.get("stops") for line in found), "train only with the remedy of the line"),
+    "variants": (no_errors, "leave the setting off whose line has an error"),
+}
+
+
+def told_to_end(signum, frame):
+    raise TimeoutError("the step's time is over")
+
+
+def first_half_hour(lines: Lines) -> None:
+    """Make the steps that are not done yet, in order, each within its time; stop before one that may end too late.
+
+    The first step is a condition of all others. A step that was cut off is not made again."""
+    done = lines.record.setdefault("steps", {})
+    limit, before = lines.limit, signal.signal(signal.SIGALRM, told_to_end)
+    for name, (seconds, job) in STEPS.items():
+        if name in done or done.get("start", {}).get("holds") is False:
+            continue
+        lines.limit = limit
+        if lines.left() < seconds:
+            lines.add("steps", name=name, next_call=f"{lines.left():.0f} s left, {seconds} s needed")
+            break
+        first, began = len(lines.record["lines"]), time.time()
+        lines.limit = began - lines.start + seconds  # nothing of the step begins that would end later
+        signal.alarm(seconds)
+        lines.attempt(name, "the whole step", partial(job, lines), 0)
+        signal.alarm(0)
+        rule, advice = RULES.get(name, (no_errors, ""))
+        holds = bool(rule(lines.record["lines"][first:]))
+        done[name] = {"seconds": round(time.time() - began), "holds": holds}
+        lines.add("steps", name=name, **done[name], **({} if holds else {"advice": advice}))
+    lines.limit = limit
+    signal.signal(signal.SIGALRM, before)
+
+
+PARTS = {"smoke": smoke, "train": train, "variants": variants, "first-half-hour": first_half_hour}
 
 
 def main(words: list[str] | None = None) -> dict:

@@ -1,4 +1,4 @@
-"""Real architectures with random weights: FLUX.1-dev, SD3.5-Medium, their autoencoder, HPS's vision tower.
+"""Real architectures with random weights: FLUX.1-dev, SD3.5-Medium, SD-1.5, Wan2.1-1.3B, HPS's vision tower.
 
 Speed and memory do not depend on the weights, so no download is needed. `tiny` is the same at a small size.
 """
@@ -9,7 +9,10 @@ from types import SimpleNamespace
 import torch
 
 from branchgrpo.backbones.flux import FluxPolicy
+from branchgrpo.backbones.published import kl_config
+from branchgrpo.backbones.sd import SDPolicy
 from branchgrpo.backbones.sd3 import SD35_MEDIUM, SD3Policy
+from branchgrpo.backbones.wan import WanPolicy
 from branchgrpo.rewards.hps import VIT_H14, pad_square
 
 SMALL = {"num_layers": 2, "num_attention_heads": 2}
@@ -89,18 +92,69 @@ def flux(device, side: int, tiny: bool, dtype: torch.dtype = torch.bfloat16) -> 
 
 def sd3(device, side: int, tiny: bool, dtype: torch.dtype = torch.bfloat16) -> RandomSD3:
     "Return SD3.5-Medium at `side` × `side` pixels."
-    from diffusers import AutoencoderKL, SD3Transformer2DModel
+    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
 
     small = {"caption_projection_dim": 128, "dual_attention_layers": (0,)}
     config = SD35_MEDIUM | SMALL | small if tiny else SD35_MEDIUM
     parts = SimpleNamespace(
         transformer=built(SD3Transformer2DModel, config, device, dtype),
         vae=built(AutoencoderKL, SMALL_VAE if tiny else VAE, device, dtype),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae_scale_factor=8,
     )
     policy = RandomSD3(parts, side, side, 4.5)
     policy.tokens = 16 if tiny else RandomSD3.tokens
     return policy
+
+
+class RandomSD(SDPolicy):
+    "Stable Diffusion 1.5's architecture: 0.86 billion random weights."
+
+    def encode(self, prompts: list[str]) -> dict[str, torch.Tensor]:
+        return random_rows(self, prompts, 77)
+
+
+class RandomWan(WanPolicy):
+    "Wan2.1 1.3B's architecture: 1.4 billion random weights."
+
+    def encode(self, prompts: list[str]) -> dict[str, torch.Tensor]:
+        return random_rows(self, prompts, 512)
+
+
+SMALL_UNET = {"block_out_channels": (32, 32), "layers_per_block": 1, "norm_num_groups": 8, "cross_attention_dim": 32}
+SMALL_UNET |= {"down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "attention_head_dim": 8}
+SMALL_UNET |= {"up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D")}
+SMALL_WAN = {"num_attention_heads": 2, "attention_head_dim": 12, "ffn_dim": 32, "num_layers": 1, "text_dim": 32}
+
+
+def sd(device, tiny: bool, dtype: torch.dtype = torch.bfloat16) -> RandomSD:
+    "Return Stable Diffusion 1.5 at 512 × 512 pixels, guided by 5."
+    from diffusers import AutoencoderKL, DDIMScheduler, UNet2DConditionModel
+
+    betas = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}  # runwayml's scheduler
+    parts = SimpleNamespace(
+        unet=built(UNet2DConditionModel, SDPolicy.published[1] | (SMALL_UNET if tiny else {}), device, dtype),
+        vae=built(AutoencoderKL, SMALL_VAE | {"latent_channels": 4} if tiny else kl_config(4, True), device, dtype),
+        scheduler=DDIMScheduler(**betas, clip_sample=False, set_alpha_to_one=False, steps_offset=1),
+        vae_scale_factor=8,
+    )
+    side = 64 if tiny else 512
+    return RandomSD(parts, side, side, 5.0)
+
+
+def wan(device, tiny: bool, dtype: torch.dtype = torch.bfloat16) -> RandomWan:
+    "Return Wan2.1 1.3B at 480 × 480 pixels and 33 frames, guided by 5."
+    from diffusers import AutoencoderKLWan, WanTransformer3DModel
+
+    config = WanPolicy.published[1] | (SMALL_WAN if tiny else {})
+    parts = SimpleNamespace(
+        transformer=built(WanTransformer3DModel, config, device, dtype),
+        vae=built(AutoencoderKLWan, {"base_dim": 8, "num_res_blocks": 1} if tiny else {}, device, dtype),
+        vae_scale_factor_spatial=8,
+        vae_scale_factor_temporal=4,
+    )
+    side, frames = (32, 5) if tiny else (480, 33)
+    return RandomWan(parts, side, side, 5.0, frames=frames)
 
 
 class RandomReward:
@@ -117,6 +171,7 @@ class RandomReward:
 
     @torch.no_grad()
     def __call__(self, images, prompts, metadata=None):
+        images = images[:, :, 0] if images.dim() == 5 else images  # the first frame of a clip
         return self.model(pad_square(images.to(self.device).float(), 224)).pooler_output @ self.weights
 
 

@@ -19,6 +19,8 @@ ROOT = Path(__file__).parents[1]
 TABLES = {
     "smoke": {"machine", "runs", "mismatch", "compiled"},
     "train": {"machine", "floors", "FLUX.1-dev", "SD3.5-M"},
+    "first-half-hour": {"steps", "machine", "runs", "mismatch", "commands", "floors", "FLUX.1-dev", "SD3.5-M", "guided"}
+    | {"attention", "casts", "decode", "tf32", "checkpoint", "compiled"},
     "variants": {"machine", "attention", "casts", "decode", "tf32", "checkpoint", "compiled", "mismatch"},
 }
 NEEDS_A_GPU = {"_native_cudnn"}
@@ -106,12 +108,14 @@ def test_a_part_at_a_small_size(part, tmp_path, capsys):
     errors = [line for line in record["lines"] if "error" in line and line["name"] not in NEEDS_A_GPU]
     assert not errors
     assert record["device"] and record["packages"]["torch"]
+    failed = [name for name, step in record.get("steps", {}).items() if not step["holds"]]
+    assert failed in ([], ["variants"]), "the kernels of `variants` need a GPU"
     capsys.readouterr()
     shown = page(path.parent, tmp_path)
     printed = capsys.readouterr().out
     assert f"{part}: {record['device']}" in printed and "small sizes, not the real ones" in printed
     assert all(f"\n{table}\n" in printed for table in TABLES[part])
-    assert [row["recipe"] for row in shown["rows"]] == (["branchgrpo"] if part == "train" else [])
+    assert [row["recipe"] for row in shown["rows"]] == (["branchgrpo"] if part in ("train", "first-half-hour") else [])
 
 
 def test_what_fails_becomes_a_line(tmp_path):
@@ -121,3 +125,43 @@ def test_what_fails_becomes_a_line(tmp_path):
     errors = [line["error"] for line in json.loads((tmp_path / "lines.json").read_text())["lines"]]
     assert errors[0].startswith("ZeroDivisionError")
     assert errors[1].startswith("TimeoutError: left out")
+
+
+def test_the_first_half_hour_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    "A step that hangs is ended, one that fails has advice, and one without time left is made by the next call."
+    made, path = [], tmp_path / "first.json"
+    steps = {
+        "start": (5, lambda lines: made.append("start")),
+        "hangs": (1, lambda lines: time.sleep(30)),
+        "fails": (5, lambda lines: 1 / 0),
+        "long": (500, lambda lines: made.append("long")),
+    }
+    monkeypatch.setattr(gpu_bench, "STEPS", steps)
+    words = ["first-half-hour", "--tiny", "--json", str(path), "--seconds"]
+    gpu_bench.main([*words, "60"])
+    found = json.loads(path.read_text())
+    assert made == ["start"] and {name: step["holds"] for name, step in found["steps"].items()} == {
+        "start": True,
+        "hangs": False,
+        "fails": False,
+    }
+    assert any("time is over" in line.get("error", "") for line in found["lines"])
+    assert any("500 s needed" in line.get("next_call", "") for line in found["lines"])
+    gpu_bench.main([*words, "540"])
+    assert made == ["start", "long"] and set(json.loads(path.read_text())["steps"]) == set(steps)
+
+
+def test_nothing_follows_a_start_that_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_bench, "STEPS", {"start": (5, lambda lines: 1 / 0), "next": (5, lambda lines: 1 / 0)})
+    record = gpu_bench.main(["first-half-hour", "--tiny", "--json", str(tmp_path / "first.json")])
+    assert list(record["steps"]) == ["start"] and "repair this first" in str(record["lines"])
+
+
+def test_the_mismatch_of_guided_models_by_step(tmp_path):
+    "SD-1.5 and Wan at a small size, with the same batches and with others."
+    record = gpu_bench.Lines("first-half-hour", True, 500, None)
+    gpu_bench.guided(record)
+    lines = record.record["lines"]
+    assert len(lines) == 4 and not [line for line in lines if "error" in line], lines
+    assert all(line["by_step"] and isinstance(line["remedy"], list) for line in lines)
+    assert sum(line["worst"] == 0 for line in lines) >= 2, "the same batches, the same kernels"

@@ -14,8 +14,18 @@ import pytest
 from filelock import FileLock, Timeout
 from slow import often
 
+from branchgrpo.reproduction.pages import jobs
 from branchgrpo.reproduction.runs import get_or_train
-from branchgrpo.reproduction.slurm import Resumed, executor_class, own_options, prepare, torchrun, train_task
+from branchgrpo.reproduction.slurm import (
+    Resumed,
+    executor_class,
+    job_arrays,
+    own_options,
+    prepare,
+    slurm_scripts,
+    torchrun,
+    train_task,
+)
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.runs import Run
 
@@ -73,6 +83,23 @@ def test_near_its_time_limit_a_task_saves_and_is_requeued(tmp_path, launch):
     assert "Requeued job" in job.stdout()
     whole = get_or_train(config, tmp_path / "whole")
     assert [row["reward"] for row in only_run(tmp_path).metrics] == [row["reward"] for row in whole.metrics]
+
+
+@pytest.mark.parametrize("seeds", [[0], [0, 1]])
+def test_the_scripts_shown_are_those_that_submitit_writes(tmp_path, monkeypatch, seeds):
+    "Line by line, in a folder with a space; one task is no array."
+    import submitit
+
+    job = jobs(["quickstart"], "smoke", Path(__file__).parents[1] / "reproduce", given={"seeds": seeds})[0]
+    folder, options = tmp_path / "a place", {"scale": "smoke", "gpus": 8, "more": "partition=a100,cpus-per-task=8"}
+    monkeypatch.setattr(submitit.SlurmExecutor, "affinity", lambda *_: 1)
+    shown = slurm_scripts([job], folder, **options)
+    for name, (tasks, settings) in job_arrays([job], **options).items():
+        executor = submitit.SlurmExecutor(folder)
+        after = {"dependency": "afterany:<the jobs of the runs>"} if name == "pages" else {}
+        executor.update_parameters(**settings, **after)
+        executor.parameters |= {"map_count": len(tasks)} if len(tasks) > 1 else {}
+        assert executor._make_submission_file_text(executor._submitit_command_str, "") in shown
 
 
 HOLDER = """

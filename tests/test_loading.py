@@ -60,3 +60,29 @@ def test_one_process_encodes_for_both(tmp_path):
     assert [process["encoders"] for process in found["folder"]] == [2, 0]
     assert found["folder"][0]["made"] > 0 and found["folder"][1]["made"] == 0
     torch.testing.assert_close(found["folder"][0]["rewards"], found["memory"][0]["rewards"], rtol=0, atol=1e-4)
+
+
+WAITS = """
+import os, sys, time, torch, torch.distributed as dist
+from datetime import timedelta
+from types import SimpleNamespace
+from branchgrpo.training.conditioning import EmbeddingCache, encode_ahead
+dist.init_process_group("gloo")
+dist.barrier()
+dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), dist.group.WORLD)
+def encode(prompts):
+    time.sleep(1)
+    return {"embeds": torch.zeros(len(prompts), 2), "negative_embeds": torch.ones(len(prompts), 2)}
+store = EmbeddingCache(sys.argv[1], "slow", encode, batch=1)
+pipeline = SimpleNamespace(components={})
+encode_ahead(SimpleNamespace(store=store, policy=SimpleNamespace(pipeline=pipeline), device="cpu"), list("abcde"))
+print(store.made, [len(rows) for rows in store.get(list("abcde")).values()], flush=True)
+os._exit(0)
+"""
+
+
+def test_nobody_waits_for_all_prompts_of_a_long_preparation(tmp_path):
+    "Five seconds of encoding, and a process that waits for three seconds gives up."
+    done = together(2, WAITS, str(tmp_path / "embeddings"), tmp_path / "log")
+    assert [code for code, _ in done] == [0, 0], done
+    assert [log.strip().splitlines()[-1] for _, log in done] == ["5 [5, 5]", "0 [5, 5]"]

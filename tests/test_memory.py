@@ -1,5 +1,6 @@
 """What the README, the page for GPU nodes and the scale `paper` train fits on their GPUs, by the doctor's count."""
 
+import csv
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from test_prose import FOUND, OURS, given_by
 from branchgrpo.files import parse_table
 from branchgrpo.machine.doctor import cost_lines
 from branchgrpo.machine.estimate import GPU_GB, advice, estimate, fits, memory_parts, memory_verdict, peak_gb
+from branchgrpo.reproduction.budget import SLOWER, budget, cost_of
 from branchgrpo.reproduction.pages import jobs, planned_runs
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.resolve import resolve
@@ -68,6 +70,35 @@ def test_every_run_of_the_paper_scale_fits_on_its_gpus(name):
         cost = estimate(s, gpus)
         assert fits(cost.peak_gb), memory_verdict(s, gpus)
         assert cost.hours > 0
+
+
+PRINTED = {"dancegrpo": "DanceGRPO (tf=1.0)", "branchgrpo": "BranchGRPO", "branchgrpo-mix": "BranchGRPO-Mix"}
+
+
+def test_the_dry_run_of_table_1_tells_disk_time_limit_and_verdicts():
+    job = jobs(["branchgrpo/table1"], "paper", ROOT / "reproduce")[0]
+    lines = budget([job], hours=24)
+    assert lines[0].endswith("8 runs, one seed: no verdict; two: --set 'seeds=[42,43]'")
+    (disk,) = [line for line in lines if line.startswith("disk")]
+    assert disk.startswith("disk: 3.6 TB at the end, 5.1 TB while"), disk
+    (limit,) = [line for line in lines if line.startswith("time limit")]
+    assert "7 of 8 runs" in limit and "24 hours" in limit
+    at = lines.index(limit)
+    assert re.search(r"dancegrpo-FLUX\S+ +47 to 70 hours, queued again 1 to 2 times", lines[at + 1])
+    assert not any("branchgrpo-mix" in line for line in lines[at:])
+    assert not any("reach it" in line for line in budget([job], hours=100))
+    two = budget(jobs(["branchgrpo/table1"], "paper", ROOT / "reproduce", given={"seeds": [42, 43]}))
+    assert two[0].endswith("16 runs") and any(line.startswith("disk: 7.2 TB") for line in two)
+
+
+def test_published_runs_take_two_to_three_times_the_hours():
+    with open(ROOT / "reproduce/published/branchgrpo.csv", encoding="utf-8") as file:
+        rows = [row for row in csv.reader(file) if row[0] == "Table 1" and row[2] == "Iteration Time (s)"]
+    seconds = {row[1]: float(row[3]) for row in rows}
+    job = jobs(["branchgrpo/table1"], "paper", ROOT / "reproduce")[0]
+    found = {config.recipe: cost_of(config, 16).hours * 3600 / config.iterations for config, _ in planned_runs(job)}
+    for recipe, label in PRINTED.items():
+        assert SLOWER[0] <= seconds[label] / found[recipe] <= SLOWER[1], recipe
 
 
 @pytest.mark.parametrize(

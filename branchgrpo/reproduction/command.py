@@ -68,7 +68,7 @@ def reproduce(given: dict[str, Any]) -> int:
     if o.dry_run:
         from branchgrpo.reproduction.budget import budget
 
-        print("\n".join(budget(jobs, o.tflops, given_gpus(o, slurm))))
+        print("\n".join(budget(jobs, o.tflops, given_gpus(o, slurm), slurm.hours)))
         return 0
     return run_here(jobs, o)
 

@@ -10,6 +10,7 @@ __all__ = ['Size', 'launch_here', 'train_task', 'torchrun', 'Resumed', 'size_of'
 import math
 import os
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Callable
@@ -153,11 +154,13 @@ def slurm_scripts(todo: list[Job], folder: str | Path, **options: Any) -> str:
     "Return the scripts that `submit` gives to sbatch, as text; `options` as in `job_arrays`."
     from submitit.slurm.slurm import _make_sbatch_string  # the function that submitit's own executor calls
 
-    command = f"{sys.executable} -u -m submitit.core._submit {folder}"
+    place = shlex.quote(str(Path(folder).absolute()))
+    command = f"{shlex.quote(sys.executable)} -u -m submitit.core._submit {place}"
     scripts = []
     for name, (tasks, settings) in job_arrays(todo, **options).items():
         after = {"dependency": "afterany:<the jobs of the runs>"} if name == "pages" and scripts else {}
-        script = _make_sbatch_string(command, folder, map_count=len(tasks), **settings, **after)
+        several = {"map_count": len(tasks)} if len(tasks) > 1 else {}  # one task is no array
+        script = _make_sbatch_string(command, folder, **several, **settings, **after)
         scripts.append(f"# {name}: {len(tasks)} tasks\n{script}")
     return "\n".join(scripts) or "nothing left to do"
 

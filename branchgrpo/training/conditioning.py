@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['draw_prompts', 'text_parts', 'fingerprint', 'checksum', 'read_entry', 'written_entry', 'write_entry',
-           'EmbeddingCache', 'Conditioner', 'shared_fingerprint', 'encoder', 'make_conditioner', 'prompts_of_all',
-           'turns', 'encode_ahead']
+           'EmbeddingCache', 'Conditioner', 'shared_fingerprint', 'encoder', 'make_conditioner', 'of_all', 'turns',
+           'encode_ahead']
 
 # %% ../../nbs/training/04_conditioning.ipynb #1e713bb5
 import hashlib
@@ -13,6 +13,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -208,13 +209,13 @@ def make_conditioner(s: Settings, policy: Any, device) -> Conditioner:
     return Conditioner(policy, device, store)
 
 # %% ../../nbs/training/04_conditioning.ipynb #9827f0cf
-def prompts_of_all(prompts: list[str]) -> list[str]:
-    "Return the prompts of all processes, each once."
-    parts = [prompts]
+def of_all(value: Any) -> list:
+    "Return a value of every process, by rank. All processes call it together."
+    values = [value]
     if dist.is_initialized():
-        parts = parts * dist.get_world_size()
-        dist.all_gather_object(parts, prompts)
-    return list(dict.fromkeys(p for part in parts for p in part))
+        values = values * dist.get_world_size()
+        dist.all_gather_object(values, value)
+    return values
 
 # %% ../../nbs/training/04_conditioning.ipynb #fe9d9827
 def turns() -> list[bool]:
@@ -228,17 +229,18 @@ def turns() -> list[bool]:
 def encode_ahead(conditioner: Conditioner, prompts: list[str]) -> None:
     """Encode the prompts of all processes into the run's folder of embeddings, and leave the encoders on the CPU.
 
-    Does nothing without a folder. All processes call it together."""
+    The processes meet after every batch, so nobody waits for longer than one takes. Does nothing without a folder.
+    All processes call it together."""
     store, pipeline = conditioner.store, getattr(conditioner.policy, "pipeline", None)
     if store is None:
         return
-    everyone = prompts_of_all(prompts)
+    everyone = [prompt for part in of_all(prompts) for prompt in part]
     for mine in turns():
         missing = store.missing(everyone) if mine else []
-        if missing:
-            with awake(pipeline, conditioner.device):
-                store.ahead(missing)
-        if dist.is_initialized():
-            dist.barrier()
+        with awake(pipeline, conditioner.device) if missing else nullcontext():
+            while any(of_all(len(missing))):
+                now, missing = missing[: store.batch], missing[store.batch :]
+                if now:
+                    store.ahead(now)
     for part in encoders_of(pipeline):
         part.to("cpu")
