@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 import torch
 from commands import run as run_python
+from safetensors.torch import load_file
 from slow import often
 
 from branchgrpo.backbones.loading import TINY, folder_of
@@ -98,6 +99,19 @@ def test_plain_diffusers_draws_the_result_as_written_beside_it(tmp_path, backbon
     assert plain.returncode == 0, plain.stdout[-3000:]
     theirs = torch.load(tmp_path / "images.pt")
     torch.testing.assert_close(ours, theirs.transpose(1, 2) if ours.ndim == 5 else theirs, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("given", [None, "float32"])
+def test_the_autoencoder_may_keep_its_precision_under_a_base_in_bfloat16(tmp_path, given):
+    "Its weights are those of the files, not rounded; what draws the run decodes so too; without it the base rules."
+    half = {"lora_rank": 4, "base_dtype": "bfloat16", "vae_dtype": given, "iterations": 1}
+    trainer = Trainer(config(tmp_path / "run", "tiny-sd3", **half))
+    run, dtype = trainer.fit(), getattr(torch, given or "bfloat16")
+    files = load_file(f"{folder_of('tiny-sd3')}/vae/diffusion_pytorch_model.safetensors")
+    for policy in (trainer.policy, load_policy(str(run.path))):
+        assert policy.dtype == torch.bfloat16
+        for name, value in policy.pipeline.vae.state_dict().items():
+            assert value.dtype == dtype and torch.equal(value, files[name].to(dtype))
 
 
 @pytest.mark.parametrize("backbone", OTHERS)
