@@ -128,6 +128,8 @@ def test_the_parts_add_up():
     s = resolve(config)
     parts = {part.name: part.gb for part in memory_parts(s, gpus)}
     assert parts["denoiser"] == pytest.approx(2 * 11.9014, rel=1e-3)
+    wide = {part.name: part.gb for part in memory_parts(replace(s, vae_dtype="float32"), gpus)}
+    assert (wide["denoiser"], wide["VAE"]) == (parts["denoiser"], 2 * parts["VAE"])
     assert parts["adapter"] == parts["gradients"] == parts["averaged weights"] == parts["optimiser"] / 2
     lines = cost_lines(s, gpus)
     assert any(line.startswith("sum") for line in lines)

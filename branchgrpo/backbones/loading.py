@@ -245,7 +245,7 @@ def read_checked(folder: str, name: str, kind: type, dtype: torch.dtype) -> nn.M
     return model
 
 
-def read_pipeline(folder: str, dtype: torch.dtype, **parts: Any) -> Any:
+def read_pipeline(folder: str, dtype: torch.dtype, vae_dtype: torch.dtype | None = None, **parts: Any) -> Any:
     "Return a pipeline on the CPU, frozen; `parts` take the place of its own, and None leaves a part out."
     import diffusers
     import transformers
@@ -258,7 +258,7 @@ def read_pipeline(folder: str, dtype: torch.dtype, **parts: Any) -> Any:
     for name, (library, kind) in kinds.items():
         found = getattr({"diffusers": diffusers, "transformers": transformers}.get(library), kind or "", None)
         if isinstance(found, type) and issubclass(found, nn.Module):
-            parts[name] = read_checked(folder, name, found, dtype)
+            parts[name] = read_checked(folder, name, found, vae_dtype or dtype if name == "vae" else dtype)
     pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, dtype=dtype, trust_remote_code=False, **parts)
     for part in pipeline.components.values():
         if isinstance(part, nn.Module):
@@ -362,6 +362,7 @@ def load_pipeline(
     encoders: str = "device",  # where the encoders are: on the device, on the cpu, or none at all
     denoiser: nn.Module | None = None,  # in place of the one in the files, where it is
     together: bool = False,  # all processes call this at once, and one per machine reads the denoiser
+    vae_dtype: torch.dtype | None = None,  # of the autoencoder; none: dtype
 ) -> Any:
     "Return a backbone's diffusers pipeline, frozen. Raises `ValueError` if it is absent or if `encoders` is wrong."
     if encoders not in ENCODER_PLACES:
@@ -374,9 +375,9 @@ def load_pipeline(
     parts |= {} if denoiser is None else {part: denoiser}
     try:
         if together and denoiser is None:
-            pipeline = read_once(folder, part, dtype, device, **parts)
+            pipeline = read_once(folder, part, dtype, device, vae_dtype=vae_dtype, **parts)
         else:
-            pipeline = read_pipeline(folder, dtype, **parts)
+            pipeline = read_pipeline(folder, dtype, vae_dtype, **parts)
     except PIPELINE_ERRORS as error:
         raise pipeline_error(name, error) from None
     move_parts(pipeline, device, [*waiting, *parts])

@@ -39,6 +39,7 @@ class FamilyDefaults:
     component = "transformer"  # the part of the pipeline that is trained
     default_size: int | tuple[int, int] = 1024  # height and width in pixels if none are given
     guidance = 1.0  # guidance scale if none is given
+    guidance_name = "guidance_scale"  # what the pipeline's call names it
     lora_targets = ATTENTION  # layers that an adapter changes
     patch = 2  # latent pixels per side of a token
     most_tokens = None  # what the denoiser's configuration calls the most tokens per side; none: there is no limit
@@ -263,6 +264,25 @@ class PipelinePolicy(FamilyDefaults):
     def own_process(self, steps: int) -> Transition:
         "Return the process without noise of the scheduler in the model's files. Raise `ValueError` if it cannot be."
         return solved_by(own_scheduler(self, steps), self.kind)
+
+    def trained_scheduler(self, shift: float | str) -> Any:
+        "Return the scheduler of diffusers that takes Euler's steps between the levels of a training at `shift`."
+        from diffusers import FlowMatchEulerDiscreteScheduler
+
+        if not isinstance(shift, str):
+            return FlowMatchEulerDiscreteScheduler(shift=shift)
+        own = self.pipeline.scheduler
+        if "solver_order" not in own.config:
+            return own
+        first = {"solver_order": 1, "disable_corrector": list(range(own.config.num_train_timesteps))}
+        return own.from_config(own.config, **{name: value for name, value in first.items() if name in own.config})
+
+    def drawing(self, steps: int) -> dict[str, Any]:
+        "Return what the pipeline's call takes to draw as the policy does, besides a prompt and its first frame."
+        call = {"num_inference_steps": steps, self.guidance_name: self.guidance_scale}
+        call |= {"height": self.height, "width": self.width}
+        call |= {"max_sequence_length": self.text_length} if self.text_lengths else {}
+        return call | ({"negative_prompt": self.negative_prompt} if self.negative_prompt else {})
 
     def zeros(self, *shape: int) -> Tensor:
         "Return zeros on the denoiser's device, in its dtype."

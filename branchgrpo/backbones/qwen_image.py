@@ -73,6 +73,7 @@ class QwenImagePolicy(PackedPolicy):
     "Hold a `QwenImagePipeline` as a policy; packed latents `(N, C)`. `guidance_scale` is its `true_cfg_scale`."
 
     guidance = 4.0
+    guidance_name = "true_cfg_scale"
     text_lengths = (512, 1024)
     negative_prompt = " "
     lora_targets = JOINT_ATTENTION

@@ -97,6 +97,10 @@ class SDPolicy(ImagePolicy):
                 f"backbone: its unet reads {read} channels and makes {made}: it draws with a picture's mask"
             )
 
+    def trained_scheduler(self, shift: float | str) -> Any:
+        "Return DDIM's scheduler of the files' noise levels, by which a diffusion model is trained."
+        return ddim_scheduler(self)
+
     def blank(self, batch: int = 1) -> dict[str, Tensor]:
         "Return conditioning of the right shapes and no content, on the denoiser's device."
         text = self.zeros(batch, 77, self.denoiser.config.cross_attention_dim)

@@ -8,6 +8,7 @@ __all__ = ['encode_wan', 'predict_wan', 'decode_wan', 'latent_frames', 'WanPolic
 
 # %% ../../nbs/backbones/06_wan.ipynb #b1a37846
 import hashlib
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,6 +93,10 @@ class WanPolicy(PipelinePolicy):
     encode = encode_wan
     predict = predict_wan
     decode = decode_wan
+
+    def drawing(self, steps: int) -> dict[str, Any]:
+        "Return what the pipeline's call takes to draw as the policy does, besides a prompt and its first frame."
+        return super().drawing(steps) | {"num_frames": self.frames}
 
     def blank(self, batch: int = 1) -> dict[str, Tensor]:
         "Return conditioning of the right shapes and no content, on the denoiser's device."

@@ -167,6 +167,8 @@ def load_as_trained(name: str, device: str | torch.device, options: dict[str, An
     `options` are those of `load_backbone`, with base_dtype, mixed_precision and max_batch in place of dtype."""
     device, given = torch.device(device), dict(options)
     dtype = given.pop("base_dtype", None) or ("bfloat16" if device.type == "cuda" else "float32")
+    if vae := given.pop("vae_dtype", None):
+        given["vae_dtype"] = getattr(torch, vae)
     precision, most = given.pop("mixed_precision", None) or "no", given.pop("max_batch", None)
     policy: Any = load_backbone(name, device=device, dtype=getattr(torch, dtype), **given)
     policy.max_batch = most
@@ -205,7 +207,7 @@ def load_run_policy(run: Run, weights: str, device: str | torch.device, options:
     from branchgrpo.training.learner import make_trainable  # not above: it imports accelerate
 
     kept = ("height", "width", "guidance_scale", "frames", "text_length", "negative_prompt")
-    kept += ("base_dtype", "mixed_precision", "max_batch")
+    kept += ("base_dtype", "vae_dtype", "mixed_precision", "max_batch")
     trained_with: dict[str, Any] = {name: getattr(settings, name, None) for name in kept}
     own, model = is_own_name(settings.backbone), run.path / "model"
     if not own and not takes_guidance(settings.backbone):

@@ -203,9 +203,9 @@ def counted_policy(s: Settings, checkpointing: bool | None = None) -> tuple[Any,
     return _counted(s.lora_rank, checkpointing, s.guidance_grad, *where)
 
 # %% ../../nbs/machine/00_counting.ipynb #3b19e632
-def weight_bytes(s: Settings) -> int:
-    "Return the bytes of one weight that is not trained."
-    return 2 if s.base_dtype == "bfloat16" else 4
+def weight_bytes(s: Settings, dtype: str | None = None) -> int:
+    "Return the bytes of one weight that is not trained, or of one of `dtype`."
+    return 2 if (dtype or s.base_dtype) == "bfloat16" else 4
 
 
 def compute_bytes(s: Settings) -> int:
@@ -258,4 +258,4 @@ def vae_cost(name: str, height: int, width: int, frames: int, bytes_per_number: 
 # %% ../../nbs/machine/00_counting.ipynb #e11712ad
 def decoding_cost(policy: Any, s: Settings) -> DecodingCost:
     "Return what the VAE of a run takes."
-    return vae_cost(s.backbone, policy.height, policy.width, getattr(policy, "frames", 1), weight_bytes(s))
+    return vae_cost(s.backbone, policy.height, policy.width, getattr(policy, "frames", 1), weight_bytes(s, s.vae_dtype))

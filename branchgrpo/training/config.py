@@ -55,6 +55,7 @@ class MemorySettings:
 
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"  # of activations; fp16 needs a GPU
     base_dtype: Literal["float32", "bfloat16"] = "float32"  # frozen weights under an adapter; bfloat16: half the memory
+    vae_dtype: Literal["float32", "bfloat16"] | None = None  # of the autoencoder; none: base_dtype; Flow-GRPO: float32
     gradient_checkpointing: bool = False  # compute activations again in the backward pass
     guidance_grad: bool = False  # gradient through the unconditional branch of guidance too
     max_batch: int | None = bounded(None, 1, 100_000)  # latents per denoiser call; none: all nodes of a depth

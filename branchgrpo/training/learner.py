@@ -83,6 +83,7 @@ def open_policy(s: Settings, device, policy: Any = None) -> Any:
             "encoders": encoders,
             "together": True,
             "denoiser": denoiser,
+            "vae_dtype": getattr(torch, s.vae_dtype or s.base_dtype),
         }
         policy = load_backbone(
             s.backbone, s.height, s.width, s.guidance_scale, dtype, device, s.guidance_grad, **options
