@@ -206,20 +206,22 @@ def doctor(given: dict[str, Any]) -> int:
     "Check machine, weights and prompts, and estimate a run's costs; loads no weights (code 1: a damaged file)."
     import warnings
 
-    from branchgrpo.machine.doctor import facts, report, verify_commands
+    from branchgrpo.machine.doctor import facts, report, verify_commands, while_hub_answers
     from branchgrpo.training.config import TrainConfig
     from branchgrpo.training.resolve import resolve
 
     warnings.filterwarnings("ignore")
     machine = options(MachineOptions, given)
     config = TrainConfig.from_dict({k: v for k, v in given.items() if not hasattr(machine, k)})
-    settings = resolve(config)
-    asked = (settings, machine.gpus, machine.tflops, machine.gpu_memory)
-    if not machine.json:
-        print(report(*asked))
-    commands = verify_commands(settings) if machine.verify else []
+    with while_hub_answers(config.backbone, config.prompts):
+        settings = resolve(config)
+        asked = (settings, machine.gpus, machine.tflops, machine.gpu_memory)
+        if not machine.json:
+            print(report(*asked))
+        commands = verify_commands(settings) if machine.verify else []
+        found = facts(*asked) if machine.json else {}
     if machine.json:
-        print_json(facts(*asked) | {"verify": commands})
+        print_json(found | {"verify": commands})
     elif machine.verify:
         print("verify: " + ("run\n" + "\n".join(commands) if commands else "nothing was downloaded for this run"))
     return 0

@@ -6,10 +6,13 @@ import errno
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
+import threading
 
 import pytest
+from commands import run
 
 import branchgrpo
 from branchgrpo import cli, recipes
@@ -33,6 +36,28 @@ def test_a_printed_config_can_be_read_back(tmp_path, capsys):
         (tmp_path / "run.yaml").write_text(printed)
         code, again, _ = called(capsys, "train", "--config", tmp_path / "run.yaml", "--print-config")
         assert (code, again) == (0, printed)
+
+
+@pytest.mark.parametrize("words", [("--prompts", "pickapic"), ("--backbone", "someone/model")])
+def test_the_doctor_does_not_wait_for_a_hub_that_is_silent(tmp_path, words):
+    "It asks once, for two seconds, and then takes what is on this machine; the hub's libraries ask five times."
+    asked, stays = [], socket.create_server(("127.0.0.1", 0))
+
+    def accept():
+        with contextlib.suppress(OSError):
+            while True:
+                asked.append(stays.accept())
+
+    threading.Thread(target=accept, daemon=True).start()
+    place = {"HF_ENDPOINT": f"http://127.0.0.1:{stays.getsockname()[1]}", "HF_HOME": str(tmp_path)}
+    place |= {"NO_PROXY": "*", "HF_HUB_OFFLINE": "0"}
+    found = run(
+        [sys.executable, "-m", "branchgrpo.cli", "doctor", *words], env=os.environ | place | {"HF_HUB_OFFLINE": "0"}
+    )
+    stays.close()
+    assert len(asked) == 1
+    lines = [line for line in found.stdout.splitlines() if words[1] in line or "yuvalkirstain" in line]
+    assert len(lines) == 1 and ("MISSING" in lines[0] or found.returncode == 2), found.stdout
 
 
 def test_every_flag_has_a_help_text():

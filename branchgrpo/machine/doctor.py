@@ -5,22 +5,25 @@
 # %% auto #0
 __all__ = ['REQUIRED', 'OPTIONAL', 'WITHOUT_WEIGHTS', 'WEIGHT_FILES', 'CLIP_H', 'CLIP_L', 'COMPANIONS', 'OVERHEAD', 'PUBLISHED',
            'SMALL', 'NOT_COUNTED', 'Finding', 'package_finding', 'gpu_finding', 'package_findings', 'is_packaged',
-           'cached', 'is_downloaded', 'has_weights', 'lacking', 'backbone_finding', 'server_finding',
-           'missing_companion', 'video_finding', 'reward_finding', 'prompts_finding', 'findings', 'verify_commands',
-           'hours_text', 'levels_of', 'plan_lines', 'small_lines', 'work_lines', 'cost_lines', 'report', 'cost_facts',
-           'facts']
+           'cached', 'is_downloaded', 'without_hub', 'while_hub_answers', 'has_weights', 'lacking', 'backbone_finding',
+           'server_finding', 'missing_companion', 'video_finding', 'reward_finding', 'prompts_finding', 'findings',
+           'verify_commands', 'hours_text', 'levels_of', 'plan_lines', 'small_lines', 'work_lines', 'cost_lines',
+           'report', 'cost_facts', 'facts']
 
 # %% ../../nbs/machine/02_doctor.ipynb #fb12e300
 import json
 import platform
 import re
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub import constants, get_session
 
 import branchgrpo
 from ..backbones.loading import declared, family, folder_of, is_hub_model, left_out, read_index
@@ -38,7 +41,7 @@ from branchgrpo.machine.estimate import (
     speed_of,
 )
 from ..plan import plan_cost
-from ..prompts import load_prompts
+from ..prompts import PAPER_SETS, load_prompts
 from ..rewards.clip import AestheticReward, WEIGHTS
 from ..rewards.names import Entry, split_name, terms
 from ..own import is_own_name
@@ -104,6 +107,34 @@ def is_downloaded(place: str, file: str) -> bool:
     if not is_hub_model(place):
         return Path(place).is_file() or Path(place, file).exists()
     return cached(place, file) is not None
+
+# %% ../../nbs/machine/02_doctor.ipynb #af97ab3a
+@contextmanager
+def without_hub() -> Iterator[None]:
+    "Let no library ask the hub inside the block: a file that is not on this machine is known to be missing at once."
+    places: list[Any] = [constants]
+    with suppress(ImportError):
+        import datasets.config
+
+        places.append(datasets.config)
+    before = [place.HF_HUB_OFFLINE for place in places]
+    for place in places:
+        place.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        for place, offline in zip(places, before):
+            place.HF_HUB_OFFLINE = offline
+
+
+def while_hub_answers(*names: str) -> Any:
+    "Return `without_hub` if a name is the hub's and the hub is silent for two seconds; libraries retry for minutes."
+    if any(name in PAPER_SETS or is_hub_model(name.partition(":")[0]) for name in names):
+        try:
+            get_session().head(constants.ENDPOINT, timeout=2)
+        except Exception:  # each library of connections has its own
+            return without_hub()
+    return nullcontext()
 
 # %% ../../nbs/machine/02_doctor.ipynb #1c66c6ce
 WITHOUT_WEIGHTS = re.compile("Tokenizer|Scheduler|Processor|Extractor")

@@ -4,21 +4,17 @@
 
 # %% auto #0
 __all__ = ['SLOWER', 'cost_of', 'changes', 'needed', 'Asked', 'memory_text', 'time_text', 'gpus_of', 'run_line', 'page_line',
-           'disk_lines', 'limit_lines', 'file_line', 'weight_lines', 'without_hub', 'budget']
+           'disk_lines', 'limit_lines', 'file_line', 'weight_lines', 'budget']
 
 # %% ../../nbs/reproduction/07_budget.ipynb #844fb768
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from huggingface_hub import constants
 
 from .. import recipes
-from ..machine.doctor import findings
 from ..machine.counting import weight_bytes
+from ..machine.doctor import findings, without_hub
 from ..machine.estimate import GB, Estimate, GPU_GB, advice, encoder_sizes, estimate, fits, flag
 from .pages import Job, planned_runs
 from .runs import cache_key
@@ -176,24 +172,6 @@ def weight_lines(needs: set[tuple[str, str, str]]) -> list[str]:
     "Return one line per backbone, reward and prompt set: whether it is on this machine."
     lines = dict.fromkeys(line for need in sorted(needs) for line in findings(*need))
     return [f"  {'ok     ' if state == 'ok' else 'MISSING'}  {what:48} {note}" for state, what, note in lines]
-
-# %% ../../nbs/reproduction/07_budget.ipynb #3e6c9a15
-@contextmanager
-def without_hub() -> Iterator[None]:
-    "Let no library ask the hub inside the block: a file that is not on this machine is known to be missing at once."
-    places: list[Any] = [constants]
-    with suppress(ImportError):
-        import datasets.config
-
-        places.append(datasets.config)
-    before = [place.HF_HUB_OFFLINE for place in places]
-    for place in places:
-        place.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        for place, offline in zip(places, before):
-            place.HF_HUB_OFFLINE = offline
 
 # %% ../../nbs/reproduction/07_budget.ipynb #30d6c370
 @without_hub()

@@ -192,7 +192,10 @@ def hand_to_slurm(jobs: list, o: PageOptions, slurm: SlurmOptions) -> int:
     asked |= {"more": slurm.slurm_options, "launch": o.launch or ""}
     folder = f"{o.output}/slurm"
     if o.dry_run:
-        print(slurm_scripts(jobs, folder, **asked))
+        from branchgrpo.machine.doctor import without_hub
+
+        with without_hub():
+            print(slurm_scripts(jobs, folder, **asked))
         return 0
     sent = submit(jobs, folder, **asked)
     for name, tasks in sent.items():
