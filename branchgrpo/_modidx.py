@@ -23,6 +23,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'branchgrpo/backbones/loading.py'),
                                               'branchgrpo.backbones.loading.add_lora': ( 'backbones/loading.html#add_lora',
                                                                                          'branchgrpo/backbones/loading.py'),
+                                              'branchgrpo.backbones.loading.avoid_cudnn_attention': ( 'backbones/loading.html#avoid_cudnn_attention',
+                                                                                                      'branchgrpo/backbones/loading.py'),
                                               'branchgrpo.backbones.loading.awake': ( 'backbones/loading.html#awake',
                                                                                       'branchgrpo/backbones/loading.py'),
                                               'branchgrpo.backbones.loading.check_guidance': ( 'backbones/loading.html#check_guidance',

@@ -23,8 +23,11 @@ wheels, and set PYTHONPATH to their folder and to this repository's root:
 """
 
 import argparse
+import contextlib
 import gc
+import io
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -35,6 +38,7 @@ import traceback
 import warnings
 from dataclasses import replace
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -42,7 +46,8 @@ from gpu_models import RandomReward, flux, sd, sd3, wan, without_adapter
 
 from branchgrpo import cli
 from branchgrpo.machine.bench import interleaved, seconds_of
-from branchgrpo.planning import process_of
+from branchgrpo.machine.estimate import calls_after_pruning
+from branchgrpo.planning import plan_of, process_of
 from branchgrpo.prompts import PromptSet
 from branchgrpo.testbed.making import quiet
 from branchgrpo.training.config import TrainConfig
@@ -57,7 +62,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PROMPTS = PromptSet([f"prompt {n}" for n in range(64)], [f"test {n}" for n in range(16)])
 SHORT = {"steps": 6, "splits": (0, 2)}  # 17 calls: enough for a mismatch
 TINY = {"steps": 3, "splits": (0, 1)}
-FLUX_RECIPES = ("branchgrpo", "branchgrpo-mix", "branchgrpo-deppru", "mixgrpo", "dancegrpo")  # dearest last
+FLUX_RECIPES = ("branchgrpo", "dancegrpo", "branchgrpo-mix", "branchgrpo-deppru", "mixgrpo")  # the claim first
 
 
 class Lines:
@@ -96,7 +101,8 @@ class Lines:
             if not isinstance(error, TimeoutError):
                 traceback.print_exc(limit=-4)
         gc.collect()
-        torch.cuda.empty_cache()
+        with contextlib.suppress(RuntimeError):  # after an illegal access the device answers nothing more
+            torch.cuda.empty_cache()
         return None
 
 
@@ -189,7 +195,8 @@ def roofs(lines: Lines) -> None:
 
 CLIPS = {"prompts": "clips", "reward": "motion"}
 RUNS = [("tiny-flux", recipe, {}) for recipe in ("branchgrpo", "dancegrpo", "mixgrpo-flash", "branchgrpo-adaptive")]
-RUNS += [("tiny-sd3", "pro-grpo", {}), ("tiny-sd", "pro-grpo-sd", {}), ("tiny-wan", "branchgrpo", CLIPS)]
+FUNNEL = {"max_batch": 8}  # rows are pruned: one batch size for rollout and update
+RUNS += [("tiny-sd3", "pro-grpo", FUNNEL), ("tiny-sd", "pro-grpo-sd", FUNNEL), ("tiny-wan", "branchgrpo", CLIPS)]
 RUNS += [("tiny-wan-i2v", "branchgrpo", CLIPS), ("tiny-flux", "flow-grpo", {"lora_rank": 4})]
 RUNS += [("tiny-flux", f"branchgrpo-{name}", {}) for name in ("widpru", "extreme", "deppru", "mix")]
 RUNS += [("tiny-flux", "treegrpo", {}), ("tiny-flux", "branch-pro", {"gradient_checkpointing": True})]
@@ -213,7 +220,7 @@ def whole_run(lines: Lines, backbone: str, recipe: str, precision: str, more: di
     run = Trainer(replace(config, iterations=3)).fit()
     rows = run.metrics
     written = [place for place in ("model", "lora") if (run.path / place).is_dir()]
-    numbers = {key: max(row[key] for row in rows) for key in ("rollout_mismatch", "grad_norm")}
+    numbers = {key: torch.tensor([row[key] for row in rows]).max().item() for key in ("rollout_mismatch", "grad_norm")}
     took = time.perf_counter() - start
     name = f"{backbone} {recipe} {precision} {more or ''}".strip()
     lines.add("runs", name=name, iterations=len(rows), exported=written, seconds=took, **numbers)
@@ -238,13 +245,33 @@ def compiled_run(lines: Lines) -> None:
     lines.add("compiled", name=f"tiny-flux, {backend}: graphs made in each iteration", graphs=made)
 
 
+def lines_of_run(tiny: bool, backbone: str, recipe: str, precision: str, more: dict) -> list[dict]:
+    "Return the lines of one run, made in a process of its own."
+    torch.set_num_threads(1)
+    quiet()
+    warnings.filterwarnings("ignore")
+    lines = Lines("smoke", tiny, 300, None)
+    name = f"{backbone} {recipe} {precision}"
+    with contextlib.redirect_stdout(io.StringIO()):
+        lines.attempt("runs", name, partial(whole_run, lines, backbone, recipe, precision, more))
+    return lines.record["lines"]
+
+
+def many_runs(lines: Lines) -> None:
+    "Add the lines of all runs: several at once, for a small model leaves a GPU idle."
+    precisions = ("bf16",) if lines.tiny else ("no", "bf16")
+    jobs = [(lines.tiny, *run[:2], precision, run[2]) for run in RUNS for precision in precisions]
+    jobs = jobs[:1] if lines.tiny else jobs
+    with get_context("spawn").Pool(min(len(jobs), max(1, (os.cpu_count() or 2) // 2))) as pool:
+        for found in [pool.apply_async(lines_of_run, job) for job in jobs]:
+            for line in found.get(max(1.0, lines.left())):
+                lines.add(**line)
+
+
 def smoke(lines: Lines) -> None:
     "Every family and many recipes, from the first iteration to the exported weights."
     roofs(lines)
-    for backbone, recipe, more in RUNS[:1] if lines.tiny else RUNS:
-        for precision in ("bf16",) if lines.tiny else ("no", "bf16"):
-            name = f"{backbone} {recipe} {precision}"
-            lines.attempt("runs", name, partial(whole_run, lines, backbone, recipe, precision, more), 20)
+    lines.attempt("runs", "all", partial(many_runs, lines), 20)
     for more in BATCHES[:2] if lines.tiny else BATCHES:
         lines.attempt("mismatch", str(more), partial(mismatch, lines, more))
     lines.attempt("compiled", "tiny-flux", lambda: compiled_run(lines), 30)
@@ -271,23 +298,24 @@ def trees(lines: Lines, reward) -> None:
     lines.add("machine", name="FLUX.1-dev, billion weights", value=size)
     large(lines, policy, reward)
     floors = floors_of(lines, "FLUX.1-dev", policy, (1, 2) if lines.tiny else (1, 2, 4, 8))
-    needed = 0 if lines.tiny else 200 * (floors["forward"] + floors["backward"])  # a tree's calls, about
     for recipe in FLUX_RECIPES[:1] if lines.tiny else FLUX_RECIPES:
+        trainer = large(lines, policy, reward, recipe=recipe)
+        plan = plan_of(trainer.settings, 0)
+        trained = calls_after_pruning(trainer.settings, plan)
+        needed = plan.denoiser_calls * floors["forward"] + trained * floors["backward"]
+        job = partial(iteration, trainer, lines, "FLUX.1-dev", recipe, floors)
+        lines.attempt("FLUX.1-dev", recipe, job, 0 if lines.tiny else 1.2 * needed)
 
-        def job(recipe=recipe):
-            iteration(large(lines, policy, reward, recipe=recipe), lines, "FLUX.1-dev", recipe, floors)
 
-        lines.attempt("FLUX.1-dev", recipe, job, needed)
-
-
-def funnel(lines: Lines, reward, prompts: int = 1) -> None:
+def funnel(lines: Lines, reward, prompts: int = 1, **changes) -> None:
     "Add SD3.5-Medium with Pro-GRPO's funnel: 48 chains, cut to 24 and 12."
     policy = sd3(DEVICE, 64 if lines.tiny else 512, lines.tiny)
     chains = {"roots": 4, "prune_at": {1: 2}, "splits": ()} if lines.tiny else {}
-    chains |= {"prompts_per_iteration": prompts, "max_batch": 2 if lines.tiny else 12}
+    chains |= {"prompts_per_iteration": prompts, "max_batch": 2 if lines.tiny else 12} | changes
     trainer = large(lines, policy, reward, recipe="pro-grpo", **chains)
-    floors = floors_of(lines, "SD3.5-M", policy, (1, 2) if lines.tiny else (1, 4, 12))
-    iteration(trainer, lines, "SD3.5-M", "pro-grpo", floors)
+    floors = floors_of(lines, "SD3.5-M", policy, (1, 2) if lines.tiny else (1, 4, 12)) if not changes else None
+    name = " ".join(["pro-grpo", f"{prompts} prompts" * (prompts > 1), str(changes or "")]).strip()
+    iteration(trainer, lines, "SD3.5-M", name, floors)
 
 
 def train(lines: Lines) -> None:
@@ -299,15 +327,24 @@ def train(lines: Lines) -> None:
 
 
 def kernels(lines: Lines, policy, batch: int) -> None:
-    "Add seconds per latent by attention kernel, and of the frozen model with and without autocast."
-    for name in ("native", "_native_cudnn", "_native_flash"):
+    "Add by attention kernel seconds per latent, without and with gradient, and whether the gradient is finite."
+    trained = [p for p in policy.denoiser.parameters() if p.requires_grad]
+    for name in ("native", "_native_flash", "_native_efficient", "_native_cudnn"):  # what may break the process last
 
         def job(name=name):
             set_attention(policy.denoiser, name)
-            lines.add("attention", name=name, batch=batch, seconds_per_latent=per_latent(policy, batch))
+            took = {"forward": per_latent(policy, batch), "with_backward": per_latent(policy, batch, True)}
+            call(policy, batch, True)()
+            finite = all(bool(p.grad.isfinite().all()) for p in trained if p.grad is not None)
+            lines.add("attention", name=name, batch=batch, **took, finite=finite)
 
         lines.attempt("attention", name, job)
+    policy.denoiser.zero_grad()
     set_attention(policy.denoiser, "native")
+
+
+def casts(lines: Lines, policy, batch: int) -> None:
+    "Add seconds per latent of the frozen model with and without autocast."
     with torch.autocast(DEVICE.type, enabled=False), torch.no_grad():
         x = torch.randn(batch, *policy.latent_shape, device=DEVICE)
         rows = policy.encode(["x"] * batch)
@@ -364,7 +401,7 @@ def variants(lines: Lines) -> None:
     "What each setting of speed and memory gives at the real size."
     policy = flux(DEVICE, 64 if lines.tiny else 720, lines.tiny)
     batch = 2 if lines.tiny else 4
-    kernels(lines, policy, batch)
+    casts(lines, policy, batch)
     decoding(lines, policy)
     reward = RandomReward(DEVICE, lines.tiny)
     images = torch.rand(4 if lines.tiny else 16, 3, 224, 224, device=DEVICE)
@@ -372,6 +409,7 @@ def variants(lines: Lines) -> None:
     large(lines, policy, reward)
     lines.add("casts", name="adapter", seconds_per_latent=per_latent(policy, batch))
     lines.add("casts", name="adapter, backward", seconds_per_latent=per_latent(policy, batch, True))
+    kernels(lines, policy, batch)
     activations(lines, policy, reward)
     for train_batch in (4,) if lines.tiny else (4, 1):
 
@@ -436,6 +474,7 @@ def commands(lines: Lines) -> None:
     drawn = ["sample", "--prompt", "a red 3", "--backbone", "tiny-flux", "--output", f"{place}/drawn.png"]
     scored = ["evaluate", "--backbone", "tiny-flux", "--limit", "4", "--output", f"{place}/scored"]
     for words in (drawn, scored):
+        gc.collect()
         before = torch.cuda.memory_allocated() if DEVICE.type == "cuda" else 0
         code, peak = peak_memory(partial(cli.main, words))
         used = peak * 1e9 > before + 1e6 if DEVICE.type == "cuda" else None
@@ -460,12 +499,19 @@ def train_flux(lines: Lines) -> None:
 
 
 def small_card(lines: Lines) -> None:
-    "SD3.5-Medium with Pro-GRPO's funnel and 8 prompts, whose peaks decide what a card of 24 GB holds."
-    funnel(lines, RandomReward(DEVICE, lines.tiny), 1 if lines.tiny else 8)
+    "SD3.5-Medium with Pro-GRPO's funnel: one prompt; then 8 in few steps: their peaks decide what 24 GB hold."
+    reward = RandomReward(DEVICE, lines.tiny)
+    funnel(lines, reward)
+    if not lines.tiny:
+        lines.attempt("SD3.5-M", "8 prompts", lambda: funnel(lines, reward, 8, steps=4, prune_at={1: 24, 2: 12}), 60)
 
 
 def no_errors(found: list[dict]) -> bool:
     return not any("error" in line for line in found)
+
+
+def trains(found: list[dict]) -> bool:
+    return no_errors(found) and all(line.get("grad_norm", 0) < float("inf") for line in found)
 
 
 def commands_work(found: list[dict]) -> bool:
@@ -489,8 +535,8 @@ STEPS = {  # seconds that a step may take, and what it does
     "variants": (300, variants),
 }
 RULES = {  # of a step's lines: whether it holds, and what to do if not
-    "start": (no_errors, "stop, and repair this first: no other step runs"),
-    "smoke": (no_errors, "leave out the families with an error line in what follows"),
+    "start": (trains, "stop, and repair this first: no other step runs"),
+    "smoke": (trains, "leave out the families with an error, or without a finite gradient, in what follows"),
     "commands": (
         commands_work,
         "sample or evaluate ran on the CPU, or a stopped run does not go on: repair before any long run",
@@ -506,13 +552,15 @@ def told_to_end(signum, frame):
     raise TimeoutError("the step's time is over")
 
 
-def first_half_hour(lines: Lines) -> None:
+def first_half_hour(lines: Lines, steps: list[str] | None = None) -> None:
     """Make the steps that are not done yet, in order, each within its time; stop before one that may end too late.
 
-    The first step is a condition of all others. A step that was cut off is not made again."""
-    done = lines.record.setdefault("steps", {})
+    The first step is a condition of all others, and made again if it failed. Another that was cut off is not."""
+    done = {name: step for name, step in lines.record.get("steps", {}).items() if name != "start" or step["holds"]}
+    lines.record["steps"] = done
     limit, before = lines.limit, signal.signal(signal.SIGALRM, told_to_end)
-    for name, (seconds, job) in STEPS.items():
+    for name in steps or STEPS:
+        seconds, job = STEPS[name]
         if name in done or done.get("start", {}).get("holds") is False:
             continue
         lines.limit = limit
@@ -542,11 +590,13 @@ def main(words: list[str] | None = None) -> dict:
     parser.add_argument("--json", help="the file of the numbers")
     parser.add_argument("--tiny", action="store_true", help="the same at a small size, on any machine")
     parser.add_argument("--seconds", type=float, default=540, help="no new measurement begins that would end later")
+    parser.add_argument("--steps", nargs="+", choices=STEPS, help="steps of the first half hour, in this order: all")
     given = parser.parse_args(words)
     quiet()
     warnings.filterwarnings("ignore")
     lines = Lines(given.part, given.tiny, given.seconds, given.json)
-    lines.attempt(given.part, "the whole part", lambda: PARTS[given.part](lines), 0)
+    more = {"steps": given.steps} if given.steps else {}
+    lines.attempt(given.part, "the whole part", lambda: PARTS[given.part](lines, **more), 0)
     lines.add("machine", name="seconds in all", value=round(time.time() - lines.start))
     return lines.record
 

@@ -9,6 +9,7 @@ from virtual_device import GPU, VirtualDevice, WrongDevice
 
 from branchgrpo import recipes
 from branchgrpo.planning import plan_of, process_of
+from branchgrpo.policy import GaussianFlow
 from branchgrpo.rollouts import Predictor, replay, rollout
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.credit import assign_credit
@@ -104,6 +105,14 @@ def test_family_on_a_gpu(gpu, tmp_path, name):
 @pytest.mark.parametrize("name", MIXES)
 def test_settings_on_a_gpu(gpu, tmp_path, name):
     assert whole_run(trainer(tmp_path, recipe="branchgrpo", **(SHORT | MIXES[name])))["grad_norm"] > 0
+
+
+def test_a_policy_of_your_own_and_its_reference_on_a_gpu(gpu, tmp_path):
+    "A trainer moves the denoiser; the copy that the KL term compares with moves, too. Found on an H200."
+    config = TrainConfig.from_dict(SMALL | SHORT | {"output": str(tmp_path / "run"), "kl": 0.1, "evaluate_every": 0})
+    policy, reward = GaussianFlow(shape=(4,)), lambda images, prompts: images.flatten(1).mean(1)
+    t = Trainer(config, policy=policy, reward=reward, prompts=["a", "b", "c"])
+    assert t.step()["grad_norm"] > 0 and t.step()["kl"] > 0
 
 
 def test_embeddings_on_a_gpu(gpu, tmp_path):

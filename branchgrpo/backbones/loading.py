@@ -8,8 +8,8 @@ __all__ = ['FAMILIES', 'TINY', 'BACKBONES', 'PIPELINE_ERRORS', 'ENCODER_PLACES',
            'part_config', 'denoiser_config', 'default_sizes', 'default_guidance', 'takes_guidance', 'check_guidance',
            'with_family_sizes', 'encoder_names', 'left_out', 'read_checked', 'read_pipeline', 'without_remarks',
            'move_parts', 'empty_model', 'empty_denoiser', 'machine_ranks', 'is_reader', 'machine_group', 'send_weights',
-           'read_once', 'load_pipeline', 'policy_around', 'own_policy', 'load_backbone', 'save_memory', 'encoders_of',
-           'awake', 'largest_rank', 'lora_file', 'with_alpha', 'add_lora', 'load_lora']
+           'read_once', 'avoid_cudnn_attention', 'load_pipeline', 'policy_around', 'own_policy', 'load_backbone',
+           'save_memory', 'encoders_of', 'awake', 'largest_rank', 'lora_file', 'with_alpha', 'add_lora', 'load_lora']
 
 # %% ../../nbs/backbones/01_loading.ipynb #f35a8196
 import inspect
@@ -353,6 +353,11 @@ def read_once(folder: str, part: str, dtype: torch.dtype, device: str | torch.de
             send_weights(getattr(pipeline, part), device, ranks[0], group)
     return pipeline
 
+# %% ../../nbs/backbones/01_loading.ipynb #982fca96
+def avoid_cudnn_attention() -> None:
+    "Let PyTorch choose among its other attention kernels, in the whole process: cuDNN's gradients can be NaN."
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
 # %% ../../nbs/backbones/01_loading.ipynb #0eba550d
 def load_pipeline(
     name: str,
@@ -367,6 +372,7 @@ def load_pipeline(
     "Return a backbone's diffusers pipeline, frozen. Raises `ValueError` if it is absent or if `encoders` is wrong."
     if encoders not in ENCODER_PLACES:
         raise unknown_name_error("encoders", encoders, ENCODER_PLACES)
+    avoid_cudnn_attention()
     folder, part = folder_of(name), declared(family(name), "component")
     waiting = [] if encoders == "device" else encoder_names(folder)
     parts: dict[str, Any] = left_out(folder, declared(family(name), "unused"))

@@ -30,6 +30,8 @@ from ..backbones.loading import declared, family, folder_of, is_hub_model, left_
 from branchgrpo.machine.estimate import (
     Estimate,
     GPU_GB,
+    MEASURED_SPEED,
+    SLOWER,
     GpuShare,
     advice,
     calls_after_pruning,
@@ -277,7 +279,7 @@ def verify_commands(s: Settings) -> list[str]:
 
 # %% ../../nbs/machine/02_doctor.ipynb #d22926e0
 OVERHEAD = 0.05  # seconds that an iteration takes at least, however few its FLOPs
-PUBLISHED = "published runs take 2 to 3 times this"  # Table 1: 698, 493, 148 s; at 400 TFLOP/s 276, 180, 53
+PUBLISHED = f"published runs take {SLOWER[0]:g} to {SLOWER[1]:g} times this"
 
 
 def hours_text(e: Estimate, s: Settings, gpus: int, tflops: float) -> str:
@@ -333,7 +335,7 @@ def work_lines(s: Settings, e: Estimate, gpus: int, tflops: float) -> list[str]:
 NOT_COUNTED = "time of rewards, encoders, checkpoints and communication; memory of rewards at work, kernels' workspaces"
 
 
-def cost_lines(s: Settings, gpus: int = 8, tflops: float = 400.0, gpu: float = GPU_GB) -> list[str]:
+def cost_lines(s: Settings, gpus: int = 8, tflops: float = MEASURED_SPEED, gpu: float = GPU_GB) -> list[str]:
     "Return time, memory and verdict as lines, or one line if the model's configuration is not on this machine."
     if is_own_name(s.backbone):
         return ["costs         not estimated: the policy is your own"]
@@ -351,7 +353,7 @@ def cost_lines(s: Settings, gpus: int = 8, tflops: float = 400.0, gpu: float = G
 def report(
     s: Settings,  # as `resolve(TrainConfig(...))` returns
     gpus: int = 8,
-    tflops: float = 400.0,  # sustained speed of one GPU
+    tflops: float = MEASURED_SPEED,  # sustained speed of one GPU
     gpu: float = GPU_GB,  # memory of one GPU in GB
 ) -> str:
     "Return what is here, what is missing, what the run takes and whether it fits, as text, one fact per line."
@@ -359,7 +361,7 @@ def report(
     return "\n".join([*map(str, lines), "", *cost_lines(s, gpus, tflops, gpu)])
 
 # %% ../../nbs/machine/02_doctor.ipynb #a02a9190
-def cost_facts(s: Settings, gpus: int = 8, tflops: float = 400.0, gpu: float = GPU_GB) -> dict[str, Any]:
+def cost_facts(s: Settings, gpus: int = 8, tflops: float = MEASURED_SPEED, gpu: float = GPU_GB) -> dict[str, Any]:
     "Return the numbers of an estimate, or `{'error': why there are none}`."
     try:
         e = estimate(s, gpus, tflops)
@@ -373,7 +375,7 @@ def cost_facts(s: Settings, gpus: int = 8, tflops: float = 400.0, gpu: float = G
     return work | time | memory | {"fits": changes == {}, "fits_with": changes}
 
 # %% ../../nbs/machine/02_doctor.ipynb #908a3d28
-def facts(s: Settings, gpus: int = 8, tflops: float = 400.0, gpu: float = GPU_GB) -> dict[str, Any]:
+def facts(s: Settings, gpus: int = 8, tflops: float = MEASURED_SPEED, gpu: float = GPU_GB) -> dict[str, Any]:
     "Return the report as a table: the machine, what was found, the settings, and what the run costs."
     lines = [*package_findings(), *findings(s.backbone, s.reward, s.prompts, s.held_out)]
     return {

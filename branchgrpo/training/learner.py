@@ -274,6 +274,8 @@ def make_learner(policy: Any, s: Settings, accelerator: Accelerator) -> Learner:
         compile_blocks(before.call)  # a copy is not compiled
     if s.sharding != "none":
         shard_policy(policy, before, s, accelerator.device)
+    elif before is not None:
+        before.call.to(accelerator.device)  # a policy of your own may wait on the CPU
     parameters, optimizer, module = prepared(policy, s, accelerator)
     if hasattr(policy, "call"):
         policy.call = module

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from ..settings import variable
+from ..backbones.loading import avoid_cudnn_attention
 from ..registry import unknown_name_error
 from .config import Settings
 
@@ -147,6 +148,7 @@ def speed_up(policy: Any, s: Settings, backend: str = "inductor") -> None:
 
     Raises `ValueError` if its denoiser, or this machine, cannot take one of them."""
     denoiser = policy.denoiser
+    avoid_cudnn_attention()
     if s.tf32:
         use_tf32()
     if s.attention:
