@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['Drawing', 'Evaluation', 'check_evaluation', 'evaluation_record', 'write_shared', 'read_evaluation', 'check_place',
-           'open_folder', 'Evaluator', 'load_models', 'block_path', 'block_count', 'block_numbers', 'score_images',
-           'scores_at', 'scored_rows', 'block_rows', 'bootstrap_interval', 'prompt_means', 'summarise_scores',
-           'summarise', 'remove_half_written', 'run_evaluation', 'evaluate']
+           'block_of', 'open_folder', 'Evaluator', 'load_models', 'block_path', 'block_count', 'block_numbers',
+           'score_images', 'scores_at', 'scored_rows', 'sample_full', 'block_rows', 'bootstrap_interval',
+           'prompt_means', 'summarise_scores', 'summarise', 'remove_half_written', 'run_evaluation', 'evaluate']
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #148ae454
 import json
@@ -64,7 +64,7 @@ class Evaluation(Drawing):
     samples: int = bounded(1, 1, 10**6)  # images per prompt
     rewards: tuple[str, ...] = ("tiny-clip",)  # names, sums of names, or your own: my_scores:redness
     steps: int | None = as_in_training("steps")  # denoising steps; none: of a run its evaluations', of a model 12
-    block: int = bounded(16, 1, 10**6)  # images drawn and written together
+    block: int | None = bounded(None, 1, 10**6)  # images drawn and written together; none: 8, as in a training
     save_images: bool = True  # keep PNG files, clips as strips of frames
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #88679b60
@@ -134,6 +134,14 @@ def check_place(folder: Path, new: dict[str, Any]) -> bool:
         raise ValueError(f"output: {str(folder)!r} exists and is not an evaluation")
     return False
 
+# %% ../../nbs/evaluation/01_evaluate.ipynb #d2db9f1f
+def block_of(e: Evaluation, folder: Path) -> int:
+    "Return the images of a block: as given, else as in the folder, else as the evaluations of a training."
+    from branchgrpo.noise import EVALUATION_BLOCK
+
+    known = read_evaluation(folder) if (folder / "evaluation.json").is_file() else {}
+    return e.block or known.get("block") or EVALUATION_BLOCK
+
 # %% ../../nbs/evaluation/01_evaluate.ipynb #98b837ae
 def open_folder(folder: Path, record: dict[str, Any], rank: int = 0) -> None:
     "Make the folder of an evaluation's record, or find it. Raise `ValueError` if it holds something else."
@@ -163,8 +171,9 @@ class Evaluator:
         check_evaluation(e, rewards)
         self.steps = drawing_steps(e.backbone, e.steps, 12)
         self.seed = drawing_seed(e.backbone, e.seed)
-        self.evaluation = e = replace(e, steps=self.steps, seed=self.seed)
         self.folder = Path(self.folder)
+        self.block = block_of(e, self.folder)
+        self.evaluation = e = replace(e, steps=self.steps, seed=self.seed, block=self.block)
         self.prompt_set = load_prompts(self.given.get("prompts", e.prompts))
         self.record = evaluation_record(e, self.prompt_set, rewards)
         if check_place(self.folder, self.record) and "policy" in self.given:
@@ -200,14 +209,13 @@ def block_path(evaluator: Evaluator, block: int) -> Path:
 # %% ../../nbs/evaluation/01_evaluate.ipynb #7fc0f890
 def block_count(evaluator: Evaluator) -> int:
     "Return the number of blocks of all processes together."
-    e = evaluator.evaluation
-    return math.ceil(len(evaluator.prompts) * e.samples / e.block)
+    return math.ceil(len(evaluator.prompts) * evaluator.evaluation.samples / evaluator.block)
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #4c9e56db
 def block_numbers(evaluator: Evaluator, block: int) -> list[int]:
     "Return the numbers of a block's images."
     e = evaluator.evaluation
-    return list(range(block * e.block, min((block + 1) * e.block, len(evaluator.prompts) * e.samples)))
+    return list(range(block * evaluator.block, min((block + 1) * evaluator.block, len(evaluator.prompts) * e.samples)))
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #447d14e6
 def score_images(
@@ -249,15 +257,24 @@ def scored_rows(
         rows.append(row | {kind: scores_at(table, i) for kind, table in scores.items()})
     return rows
 
+# %% ../../nbs/evaluation/01_evaluate.ipynb #3e15154a
+def sample_full(evaluator: Evaluator, prompts: list[str], numbers: list[int]) -> Any:
+    "Return the images of a block. Its last prompt fills a last block, so that all have one size, as in a training."
+    from branchgrpo.evaluation.sampling import sample_block
+
+    spare = min(evaluator.block, len(evaluator.prompts) * evaluator.evaluation.samples) - len(numbers)
+    filled = prompts + prompts[-1:] * spare, numbers + numbers[-1:] * spare
+    return sample_block(evaluator.policy, *filled, evaluator.steps, evaluator.seed)[: len(numbers)]
+
 # %% ../../nbs/evaluation/01_evaluate.ipynb #0f57d611
 def block_rows(evaluator: Evaluator, block: int) -> list[dict[str, Any]]:
     "Sample and score one block; return one row per image, with its file and, of a clip, its frames and their rate."
-    from branchgrpo.evaluation.sampling import image_place, sample_block, save_images
+    from branchgrpo.evaluation.sampling import image_place, save_images
 
     e = evaluator.evaluation
     numbers = block_numbers(evaluator, block)
     prompts = [evaluator.prompts[n // e.samples] for n in numbers]
-    images = sample_block(evaluator.policy, prompts, numbers, evaluator.steps, evaluator.seed)
+    images = sample_full(evaluator, prompts, numbers)
     scores = score_images(images, prompts, evaluator.scorers, evaluator.prompt_set)
     rows = scored_rows(numbers, prompts, e.samples, scores)
     if e.save_images:

@@ -24,7 +24,7 @@ from ..backbones.loading import encoder_names, folder_of
 from ..backbones.pipeline import DECODE_BYTES
 from ..backbones.published import ENCODING_BYTES, PUBLISHED, T5_XXL
 from .counting import CallCost, compute_bytes, counted_policy, decoding_cost, weight_bytes
-from ..noise import Noise
+from ..noise import EVALUATION_BLOCK, Noise
 from ..objective import needs_means
 from ..plan import RolloutPlan, plan_cost
 from ..planning import plan_of
@@ -32,7 +32,6 @@ from ..rewards.names import Entry, split_name, terms
 from ..selection import Seen
 from ..training.config import Settings, listed
 from ..training.credit import counted_leaves, trained_edges
-from ..training.held_out import BLOCK
 from ..tree import Tree
 
 # %% ../../nbs/machine/01_estimate.ipynb #2d2346e1
@@ -60,7 +59,7 @@ class GpuShare:
     @property
     def evaluated(self) -> int:
         "Return the held-out prompts that one GPU samples, decodes and scores together."
-        return min(BLOCK, self.settings.evaluation_prompts)
+        return min(EVALUATION_BLOCK, self.settings.evaluation_prompts)
 
     @property
     def plan(self) -> RolloutPlan:
