@@ -691,6 +691,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'branchgrpo/machine/doctor.py'),
                                            'branchgrpo.machine.doctor.levels_of': ( 'machine/doctor.html#levels_of',
                                                                                     'branchgrpo/machine/doctor.py'),
+                                           'branchgrpo.machine.doctor.lora_finding': ( 'machine/doctor.html#lora_finding',
+                                                                                       'branchgrpo/machine/doctor.py'),
                                            'branchgrpo.machine.doctor.missing_companion': ( 'machine/doctor.html#missing_companion',
                                                                                             'branchgrpo/machine/doctor.py'),
                                            'branchgrpo.machine.doctor.package_finding': ( 'machine/doctor.html#package_finding',

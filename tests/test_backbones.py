@@ -112,6 +112,8 @@ def test_the_autoencoder_may_keep_its_precision_under_a_base_in_bfloat16(tmp_pat
         assert policy.dtype == torch.bfloat16
         for name, value in policy.pipeline.vae.state_dict().items():
             assert value.dtype == dtype and torch.equal(value, files[name].to(dtype))
+    told = "The run decoded in float32" in (run.path / "lora/how_to_draw.md").read_text()
+    assert told == (given is not None)
 
 
 @pytest.mark.parametrize("backbone", OTHERS)

@@ -6,9 +6,9 @@
 __all__ = ['REQUIRED', 'OPTIONAL', 'WITHOUT_WEIGHTS', 'WEIGHT_FILES', 'CLIP_H', 'CLIP_L', 'COMPANIONS', 'OVERHEAD', 'PUBLISHED',
            'SMALL', 'NOT_COUNTED', 'Finding', 'package_finding', 'gpu_finding', 'package_findings', 'is_packaged',
            'cached', 'is_downloaded', 'without_hub', 'while_hub_answers', 'has_weights', 'lacking', 'backbone_finding',
-           'server_finding', 'missing_companion', 'video_finding', 'reward_finding', 'prompts_finding', 'findings',
-           'verify_commands', 'hours_text', 'levels_of', 'plan_lines', 'small_lines', 'work_lines', 'cost_lines',
-           'report', 'cost_facts', 'facts']
+           'lora_finding', 'server_finding', 'missing_companion', 'video_finding', 'reward_finding', 'prompts_finding',
+           'findings', 'verify_commands', 'hours_text', 'levels_of', 'plan_lines', 'small_lines', 'work_lines',
+           'cost_lines', 'report', 'cost_facts', 'facts']
 
 # %% ../../nbs/machine/02_doctor.ipynb #fb12e300
 import json
@@ -26,7 +26,7 @@ import torch
 from huggingface_hub import constants, get_session
 
 import branchgrpo
-from ..backbones.loading import declared, family, folder_of, is_hub_model, left_out, read_index
+from ..backbones.loading import declared, family, folder_of, is_hub_model, left_out, lora_file, read_index
 from branchgrpo.machine.estimate import (
     Estimate,
     GPU_GB,
@@ -181,6 +181,16 @@ def backbone_finding(name: str) -> Finding:
         return Finding("ok", what, place)
     return Finding("missing", what, f"hf download {place}" if hub else f"{place} lacks {', '.join(parts)}")
 
+# %% ../../nbs/machine/02_doctor.ipynb #4c40ceb9
+def lora_finding(name: str) -> Finding:
+    "Report whether the adapter that a run starts from is on this machine."
+    try:
+        with without_hub():
+            return Finding("ok", f"adapter {name}", str(lora_file(name)))
+    except ValueError as error:
+        advice = f"hf download {name}" if is_hub_model(name) else str(error).removeprefix("lora: ")
+        return Finding("missing", f"adapter {name}", advice)
+
 # %% ../../nbs/machine/02_doctor.ipynb #8fc98373
 def server_finding(what: str, address: str) -> Finding:
     "Report whether a reward's server answers."
@@ -255,11 +265,14 @@ def prompts_finding(name: str) -> Finding:
     return Finding("ok", what, counts)
 
 # %% ../../nbs/machine/02_doctor.ipynb #b77c5cb5
-def findings(backbone: str, reward: str, prompts: str = "digit-pairs", held_out: str | None = None) -> list[Finding]:
-    "Report on the weights of a backbone, of every reward of a sum and every held-out one, and on the prompts."
+def findings(
+    backbone: str, reward: str, prompts: str = "digit-pairs", held_out: str | None = None, lora: str | None = None
+) -> list[Finding]:
+    "Report on the weights of a backbone, its adapter, every reward of a sum and held-out one, and on the prompts."
     names = [name for some in (reward, *listed(held_out)) for _, name in terms(some)[0]]
     return [
         backbone_finding(backbone),
+        *([] if lora is None else [lora_finding(lora)]),
         *(reward_finding(name) for name in dict.fromkeys(names)),
         prompts_finding(prompts),
     ]
@@ -357,7 +370,7 @@ def report(
     gpu: float = GPU_GB,  # memory of one GPU in GB
 ) -> str:
     "Return what is here, what is missing, what the run takes and whether it fits, as text, one fact per line."
-    lines = [*package_findings(), *findings(s.backbone, s.reward, s.prompts, s.held_out)]
+    lines = [*package_findings(), *findings(s.backbone, s.reward, s.prompts, s.held_out, s.lora)]
     return "\n".join([*map(str, lines), "", *cost_lines(s, gpus, tflops, gpu)])
 
 # %% ../../nbs/machine/02_doctor.ipynb #a02a9190
@@ -377,7 +390,7 @@ def cost_facts(s: Settings, gpus: int = 8, tflops: float = MEASURED_SPEED, gpu: 
 # %% ../../nbs/machine/02_doctor.ipynb #908a3d28
 def facts(s: Settings, gpus: int = 8, tflops: float = MEASURED_SPEED, gpu: float = GPU_GB) -> dict[str, Any]:
     "Return the report as a table: the machine, what was found, the settings, and what the run costs."
-    lines = [*package_findings(), *findings(s.backbone, s.reward, s.prompts, s.held_out)]
+    lines = [*package_findings(), *findings(s.backbone, s.reward, s.prompts, s.held_out, s.lora)]
     return {
         "branchgrpo": branchgrpo.__version__,
         "commit": commit_of(Path(branchgrpo.__file__).parent),

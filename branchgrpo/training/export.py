@@ -121,7 +121,9 @@ def how_to_draw(policy, s: Settings, scheduler: Any) -> str:
     frame, made = ("", "images") if policy.fps is None else (", image=frame" if policy.encoded_by else "", "frames")
     lines += [f"draw = {policy.drawing(steps)}", f"drawn = pipe('a cat'{frame}, **draw).{made}[0]"]
     code = "\n".join(lines)
-    return f"# How to draw\n\nRun it in this folder, or with a name in place of `.`:\n\n```python\n{code}\n```\n"
+    rounded = f"\nThe run decoded in {s.vae_dtype}, and these lines decode in {s.base_dtype}.\n"
+    note = rounded if s.vae_dtype not in (None, s.base_dtype) else ""
+    return f"# How to draw\n\nRun it in this folder, or with a name in place of `.`:\n\n```python\n{code}\n```\n{note}"
 
 # %% ../../nbs/training/13_export.ipynb #58edd57b
 def write_result(learner: Learner, target: Path, state: dict[str, torch.Tensor]) -> None:
