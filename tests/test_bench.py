@@ -151,6 +151,18 @@ def test_the_first_half_hour_goes_on_where_it_stopped(tmp_path, monkeypatch):
     assert made == ["start", "long"] and set(json.loads(path.read_text())["steps"]) == set(steps)
 
 
+def test_chosen_steps_of_the_first_half_hour_at_a_small_size(tmp_path):
+    "A loan may be shorter than half an hour; a step that was made is not made again, and a start that failed is."
+    words = ["first-half-hour", "--tiny", "--json", str(tmp_path / "first.json"), "--steps", "start", "small card"]
+    (tmp_path / "first.json").write_text(json.dumps(gpu_bench.Lines("", True, 1, None).record | {"steps": FAILED}))
+    record = gpu_bench.main([*words, "--seconds", "900"])
+    assert {name: step["holds"] for name, step in record["steps"].items()} == {"start": True, "small card": True}
+    assert gpu_bench.main(words)["lines"][:-1] == record["lines"]
+
+
+FAILED = {"start": {"seconds": 1, "holds": False}}
+
+
 def test_nothing_follows_a_start_that_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_bench, "STEPS", {"start": (5, lambda lines: 1 / 0), "next": (5, lambda lines: 1 / 0)})
     record = gpu_bench.main(["first-half-hour", "--tiny", "--json", str(tmp_path / "first.json")])
