@@ -1531,6 +1531,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'branchgrpo/reproduction/report.py'),
                                                 'branchgrpo.reproduction.report.sentence': ( 'reproduction/report.html#sentence',
                                                                                              'branchgrpo/reproduction/report.py'),
+                                                'branchgrpo.reproduction.report.short_found': ( 'reproduction/report.html#short_found',
+                                                                                                'branchgrpo/reproduction/report.py'),
                                                 'branchgrpo.reproduction.report.shown_rows': ( 'reproduction/report.html#shown_rows',
                                                                                                'branchgrpo/reproduction/report.py'),
                                                 'branchgrpo.reproduction.report.summary': ( 'reproduction/report.html#summary',

@@ -6,9 +6,9 @@
 __all__ = ['ROOT', 'LINK_TARGET', 'VERDICT_COLUMNS', 'HEAD', 'FIRST', 'FILES', 'BACK', 'SIGNS', 'RECORDS', 'OPENING', 'CLOSING',
            'ANSWERS', 'FRONT_PAGE', 'folded', 'shown_rows', 'tables_named_by', 'page_tables', 'verdict_line',
            'verdicts', 'seeds_text', 'origin', 'ReportPart', 'page_files', 'captions', 'seen_from', 'age', 'part_of',
-           'file_of', 'summary', 'write_page', 'p_text', 'answer_rows', 'found_here', 'sentence', 'how_many',
-           'draw_answer', 'answers_figure', 'fill', 'report_facts', 'harm_words', 'guidance_words', 'right_images',
-           'filled_answers', 'written_report', 'first_answers', 'write_report']
+           'file_of', 'summary', 'write_page', 'p_text', 'answer_rows', 'found_here', 'short_found', 'sentence',
+           'how_many', 'draw_answer', 'answers_figure', 'fill', 'report_facts', 'harm_words', 'guidance_words',
+           'right_images', 'filled_answers', 'written_report', 'first_answers', 'write_report']
 
 # %% ../../nbs/reproduction/13_report.ipynb #7a46fd64
 import contextlib
@@ -304,8 +304,13 @@ def answer_rows(registered: Registration, record: dict[str, Any]) -> list[dict[s
 
 
 def found_here(row: dict[str, Any]) -> str:
-    "Return an answer's difference with its 95 % interval, or one of each count; a dash without runs."
-    return " and ".join(with_interval(row["found"][axis]) for axis in row["asked"]) or "–"
+    "Return an answer's difference with its 95 % interval, or one of each count if they differ; a dash without runs."
+    return " and ".join(dict.fromkeys(with_interval(row["found"][axis]) for axis in row["asked"])) or "–"
+
+
+def short_found(row: dict[str, Any]) -> str:
+    "Return an answer's difference by the engine's count of cost, in brackets; nothing without runs."
+    return f" ({with_interval(row['found'][row['asked'][0]])})" if row["asked"] else ""
 
 
 def sentence(row: dict[str, Any]) -> str:
@@ -388,7 +393,7 @@ def report_facts(root: Path = ROOT) -> dict[str, Any]:
         "rows": rows,
         "tables": tables,
         "how_many": how_many(record["answers"]),
-        "found": {r["claim"].name: f"{r['answer']}{f' ({found_here(r)})' if r['asked'] else ''}" for r in rows},
+        "found": {r["claim"].name: f"{r['answer']}{short_found(r)}" for r in rows},
         "levels": ", ".join(f"{p:.2g} at {look}" for look, p in registered.levels.items()),
         "harm": harm_words(record),
         "guidance": guidance_words(record),
@@ -433,8 +438,8 @@ A tiny FLUX ({{ quick.iterations }} iterations, {{ quick.seeds | length }} seeds
 {{ dance.after }} after DanceGRPO ({{ dance.calls }}).
 The [registered study](../REPORT.md) ({{ seeds }}; shares of the baseline's gain, 95 %) asks:
 
-- *Faster for the same compute?* BranchGRPO than DanceGRPO: {{ found['branchgrpo-cost'] }}.
-  Pro-GRPO than Flow-GRPO: {{ found['pro-grpo-cost'] }}.
+- *Faster for the same compute?* BranchGRPO than DanceGRPO: {{ found['branchgrpo-cost'] }};
+  with a learned reward: {{ found['learned-cost'] }}. Pro-GRPO than Flow-GRPO: {{ found['pro-grpo-cost'] }}.
 - *Better per update?* BranchGRPO: {{ found['branchgrpo-end'] }}. Pro-GRPO: {{ found['pro-grpo-end'] }}.
 - *Do untrained scores fall?* {{ harm | capitalize }}.
 - *Better than guidance alone?* {{ guidance }}."""
