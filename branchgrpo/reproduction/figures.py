@@ -163,12 +163,11 @@ def save_small_png(fig: Figure, target: str | Path | BinaryIO, colours: int, **o
     "Write a figure as a PNG with a palette, a third of the size; one of very many colours keeps them all."
     from PIL import Image
 
-    method = Image.Quantize.MEDIANCUT if has_pictures(fig) else Image.Quantize.MAXCOVERAGE
     full = BytesIO()
     fig.savefig(full, format="png", bbox_inches="tight", **options)
     image = Image.open(full).convert("RGB")
     if image.getcolors(MOST):
-        image = image.quantize(colours, method=method)
+        image = image.quantize(colours, kmeans=1)  # without it, one pale band may get another's colour
     image.save(target, format="png", optimize=True)
 
 # %% ../../nbs/reproduction/11_figures.ipynb #5c5c5126
