@@ -9,7 +9,7 @@ project = html_title = "branchgrpo"
 author = "The branchgrpo developers"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.mathjax"]
 root_doc = "nbs/index"
-include_patterns = ["nbs/**.ipynb", "reproduce/**.ipynb", "figures/*.md", "docs/**", "*.md"]
+include_patterns = ["nbs/**.ipynb", "reproduce/**.ipynb", "figures/**.md", "docs/**", "*.md"]
 exclude_patterns = ["**/.ipynb_checkpoints", ".*", "README.md", "_*", "branchgrpo", "build", "docs/templates", "runs"]
 suppress_warnings = ["ref.python"]  # a type that two modules have
 

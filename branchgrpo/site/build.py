@@ -21,7 +21,7 @@ from typing import Any
 
 from fastcore.docments import docments
 
-from ..reproduction.report import FRONT_PAGE, seen_from
+from ..reproduction.report import FILES, FRONT_PAGE, seen_from
 from .explorer import explorer_page
 
 # %% ../../nbs/site/00_build.ipynb #a49d6d4c
@@ -107,7 +107,9 @@ def navigation(root: Path) -> dict[str, dict[str, list[str]]]:
     first = {"At a glance": [page for page in GLANCE if (root / page).is_file()]}
     lists = {name: [page for page in pages if page not in GLANCE] for name, pages in lesson_lists(prose(index)).items()}
     last = {name: [page for page in pages if (root / page).is_file()] for name, pages in ends.items()}
-    files = [path.relative_to(root).as_posix() for path in sorted((root / "figures").glob("*.md"))]
+    files = [path.relative_to(root).as_posix() for path in sorted((root / "figures").rglob("*.md"))]
+    order = [f"figures/{name}.md" for name in FILES]
+    files.sort(key=lambda file: order.index(file) if file in order else len(order))
     found = {FRONT_PAGE: first | lists | last} | {file: {"": []} for file in files}
     found["figures/README.md"] = {"": [file for file in files if file != "figures/README.md"]}
     pages = [path.relative_to(root).as_posix() for path in sorted((root / METHODS).parent.glob("*.ipynb"))]
