@@ -143,6 +143,7 @@ def shown_cell(cell: dict[str, Any]) -> dict[str, Any] | None:
         return None
     tags = ["exported"] if source.startswith("#| export") else []
     source = FLAG.sub("", source).strip("\n")
+    tags += ["remove-input"] if source.startswith("Markdown(") else []
     return {**cell, "source": source, "metadata": {"tags": tags}} if source else None
 
 # %% ../../nbs/site/00_build.ipynb #d8bffaee
@@ -164,8 +165,9 @@ def module_of(notebook: dict[str, Any]) -> str:
 
 EXPLORER = "docs/explorer.md"
 TRY_IT = f"""[The explorer](../{EXPLORER}): change the plan of a rollout; tree, calls and cost follow at once.
+Scroll in its frame for the controls.
 
-<iframe src="../explore.html" title="The explorer" style="width: 100%; height: 720px; border: 0"></iframe>"""
+<iframe src="../explore.html" title="The explorer" class="window"></iframe>"""
 
 
 def front_page(notebook: dict[str, Any]) -> dict[str, Any]:
