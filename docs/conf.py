@@ -24,6 +24,7 @@ autosummary_generate = ["docs/reference.md"]
 autodoc_default_options = {"members": True, "undoc-members": True, "member-order": "bysource", "no-value": True}
 autodoc_preserve_defaults = True
 default_role = "code"
+highlight_language = "bash"  # of a block that names none: commands
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 100
 templates_path = [str(Path(__file__).parent / "templates")]
