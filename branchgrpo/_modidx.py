@@ -1521,6 +1521,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                 'branchgrpo/reproduction/report.py'),
                                                 'branchgrpo.reproduction.report.part_of': ( 'reproduction/report.html#part_of',
                                                                                             'branchgrpo/reproduction/report.py'),
+                                                'branchgrpo.reproduction.report.place_of': ( 'reproduction/report.html#place_of',
+                                                                                             'branchgrpo/reproduction/report.py'),
                                                 'branchgrpo.reproduction.report.report_facts': ( 'reproduction/report.html#report_facts',
                                                                                                  'branchgrpo/reproduction/report.py'),
                                                 'branchgrpo.reproduction.report.right_images': ( 'reproduction/report.html#right_images',

@@ -9,7 +9,7 @@ project = html_title = "branchgrpo"
 author = "The branchgrpo developers"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.mathjax"]
 root_doc = "nbs/index"
-include_patterns = ["nbs/**.ipynb", "reproduce/**.ipynb", "figures/*.md", "docs/**", "*.md"]
+include_patterns = ["nbs/**.ipynb", "reproduce/**.ipynb", "figures/**.md", "docs/**", "*.md"]
 exclude_patterns = ["**/.ipynb_checkpoints", ".*", "README.md", "_*", "branchgrpo", "build", "docs/templates", "runs"]
 suppress_warnings = ["ref.python"]  # a type that two modules have
 
@@ -24,6 +24,7 @@ autosummary_generate = ["docs/reference.md"]
 autodoc_default_options = {"members": True, "undoc-members": True, "member-order": "bysource", "no-value": True}
 autodoc_preserve_defaults = True
 default_role = "code"
+highlight_language = "bash"  # of a block that names none: commands
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 100
 templates_path = [str(Path(__file__).parent / "templates")]

@@ -20,9 +20,8 @@ def notebooks(folder):
 
 def test_every_page_has_one_place_in_the_navigation():
     listed = [page for lists in navigation(ROOT).values() for pages in lists.values() for page in pages]
-    own = {
-        path.relative_to(ROOT).as_posix() for part in ("*.md", "figures/*.md", "docs/*.md") for path in ROOT.glob(part)
-    }
+    files = [path for part in ("*.md", "figures/**/*.md", "docs/*.md") for path in ROOT.glob(part)]
+    own = {path.relative_to(ROOT).as_posix() for path in files}
     assert sorted(listed) == sorted(
         {*notebooks("nbs"), *notebooks("reproduce"), *own} - {"nbs/index.ipynb", "README.md"}
     )

@@ -6,9 +6,9 @@
 __all__ = ['ROOT', 'LINK_TARGET', 'VERDICT_COLUMNS', 'HEAD', 'FIRST', 'FILES', 'BACK', 'SIGNS', 'RECORDS', 'OPENING', 'CLOSING',
            'ANSWERS', 'FRONT_PAGE', 'folded', 'shown_rows', 'tables_named_by', 'page_tables', 'verdict_line',
            'verdicts', 'seeds_text', 'origin', 'ReportPart', 'page_files', 'captions', 'seen_from', 'age', 'part_of',
-           'file_of', 'summary', 'write_page', 'p_text', 'answer_rows', 'found_here', 'short_found', 'sentence',
-           'how_many', 'draw_answer', 'answers_figure', 'fill', 'report_facts', 'harm_words', 'guidance_words',
-           'right_images', 'filled_answers', 'written_report', 'first_answers', 'write_report']
+           'file_of', 'place_of', 'summary', 'write_page', 'p_text', 'answer_rows', 'found_here', 'short_found',
+           'sentence', 'how_many', 'draw_answer', 'answers_figure', 'fill', 'report_facts', 'harm_words',
+           'guidance_words', 'right_images', 'filled_answers', 'written_report', 'first_answers', 'write_report']
 
 # %% ../../nbs/reproduction/13_report.ipynb #7a46fd64
 import contextlib
@@ -236,10 +236,10 @@ cost or time."""
 
 # %% ../../nbs/reproduction/13_report.ipynb #14970847
 FIRST = "README"  # the file that begins the report
-FILES = {
-    FIRST: "Every figure and number",
+FILES = {  # in the order of the table of all pages
     "branchgrpo": "BranchGRPO: every table and figure",
     "pro_grpo": "Pro-GRPO: every table and figure",
+    FIRST: "Every figure and number",
     "exploration": "Exploration",
 }
 BACK = "What a verdict and an interval are, and all pages in one table: [every figure and number](README.md). \
@@ -250,6 +250,13 @@ def file_of(name: str) -> str:
     "Return the file of the report that holds a page: that of its paper, the first for the study, or the exploration's."
     folder = name.partition("/")[0]
     return FIRST if folder == "study" else folder if folder in FILES else "exploration"
+
+
+def place_of(name: str) -> tuple[bool, str, int, str]:
+    "Return what sorts the pages of a file: Table 1, then figures and tables by number; pages without one by name."
+    found = re.search(r"/(fig|table)s?(\d+)", name)
+    kind, number = (found[1], int(found[2])) if found else ("", 0)
+    return (kind, number) != ("table", 1), kind, number, name
 
 # %% ../../nbs/reproduction/13_report.ipynb #689103f3
 def summary(parts: dict[str, list[ReportPart]]) -> str:
@@ -272,7 +279,7 @@ def write_page(
     "Write the report on all pages that have written something, in one file a paper; return how many pages there are."
     found = templates(folder)
     parts: dict[str, list[ReportPart]] = {file: [] for file in FILES}
-    for name in sorted(found):
+    for name in sorted(found, key=place_of):
         part = part_of(name, found[name], Path(folder), figures, page)
         if part:
             parts[file_of(name)].append(part)

@@ -21,7 +21,7 @@ from typing import Any
 
 from fastcore.docments import docments
 
-from ..reproduction.report import FRONT_PAGE, seen_from
+from ..reproduction.report import FILES, FRONT_PAGE, seen_from
 from .explorer import explorer_page
 
 # %% ../../nbs/site/00_build.ipynb #a49d6d4c
@@ -107,7 +107,9 @@ def navigation(root: Path) -> dict[str, dict[str, list[str]]]:
     first = {"At a glance": [page for page in GLANCE if (root / page).is_file()]}
     lists = {name: [page for page in pages if page not in GLANCE] for name, pages in lesson_lists(prose(index)).items()}
     last = {name: [page for page in pages if (root / page).is_file()] for name, pages in ends.items()}
-    files = [path.relative_to(root).as_posix() for path in sorted((root / "figures").glob("*.md"))]
+    files = [path.relative_to(root).as_posix() for path in sorted((root / "figures").rglob("*.md"))]
+    order = [f"figures/{name}.md" for name in FILES]
+    files.sort(key=lambda file: order.index(file) if file in order else len(order))
     found = {FRONT_PAGE: first | lists | last} | {file: {"": []} for file in files}
     found["figures/README.md"] = {"": [file for file in files if file != "figures/README.md"]}
     pages = [path.relative_to(root).as_posix() for path in sorted((root / METHODS).parent.glob("*.ipynb"))]
@@ -141,6 +143,7 @@ def shown_cell(cell: dict[str, Any]) -> dict[str, Any] | None:
         return None
     tags = ["exported"] if source.startswith("#| export") else []
     source = FLAG.sub("", source).strip("\n")
+    tags += ["remove-input"] if source.startswith("Markdown(") else []
     return {**cell, "source": source, "metadata": {"tags": tags}} if source else None
 
 # %% ../../nbs/site/00_build.ipynb #d8bffaee
@@ -162,8 +165,9 @@ def module_of(notebook: dict[str, Any]) -> str:
 
 EXPLORER = "docs/explorer.md"
 TRY_IT = f"""[The explorer](../{EXPLORER}): change the plan of a rollout; tree, calls and cost follow at once.
+Scroll in its frame for the controls.
 
-<iframe src="../explore.html" title="The explorer" style="width: 100%; height: 720px; border: 0"></iframe>"""
+<iframe src="../explore.html" title="The explorer" class="window"></iframe>"""
 
 
 def front_page(notebook: dict[str, Any]) -> dict[str, Any]:

@@ -137,7 +137,7 @@ def usage(name: str) -> str:
     line = f"branchgrpo train --recipe {name} --output runs/{name}"
     python = f'Trainer(TrainConfig(recipe="{name}", output="runs/{name}")).fit()'
     return "\n".join(
-        ["```bash", f"{line}   # a small model, minutes on two cores", f"branchgrpo recipes {name}   # every value"]
+        ["```bash", f"{line}   # a small model: minutes", f"branchgrpo recipes {name}   # every value"]
         + ["```", "```python", "from branchgrpo import TrainConfig, Trainer", "", python, "```"]
     )
 
