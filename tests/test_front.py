@@ -20,12 +20,27 @@ def test_the_readme_is_the_front_of_the_first_notebook():
     assert readme(FIRST) == README, "run `make report`"
 
 
-def test_every_link_of_the_readme_leads_to_a_file():
-    links = [
-        link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", README) if not re.match(r"[a-z]+:", link)
+def text_of(path):
+    "The text of a page without its code."
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".ipynb":
+        cells = json.loads(text)["cells"]
+        text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.S)
+
+
+def test_every_link_of_every_page_leads_to_a_file():
+    folders = ("nbs", "reproduce", "figures", "docs")
+    pages = [*ROOT.glob("*.md"), *(page for place in folders for page in (ROOT / place).rglob("*.*"))]
+    pages = [page for page in pages if page.suffix in (".md", ".ipynb") and ".ipynb_checkpoints" not in page.parts]
+    found = [(page, link) for page in pages for link in re.findall(r"\]\(([^)\s#]+)", text_of(page))]
+    assert len(found) > 500
+    dead = [
+        (str(page), link)
+        for page, link in found
+        if not re.match(r"[a-z]+:", link) and not (page.parent / link).exists()
     ]
-    assert len(links) > 15
-    assert [link for link in links if not (ROOT / link).exists()] == []
+    assert dead == []
 
 
 def test_the_answers_stand_between_their_markers():
