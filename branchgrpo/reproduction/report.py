@@ -411,12 +411,15 @@ def report_facts(root: Path = ROOT) -> dict[str, Any]:
 
 # %% ../../nbs/reproduction/13_report.ipynb #ec628cd4
 def harm_words(record: dict[str, Any]) -> str:
-    "Return on which tasks how many of the scores that were not trained fell."
+    "Return how many of the scores that were not trained fell, and on which task the largest part of them."
     fell, asked = Counter(), Counter()
     for task, changes in record["changes"].items():
         others = [change["verdict"] for change in changes if not change["trained"]]
         asked[task], fell[task] = len(others), others.count(LOWER)
-    return ", ".join(f"{fell[task]} of {asked[task]} on `{task}`" for task in asked if fell[task]) or "none"
+    if not fell.total():
+        return "none"
+    worst = max((task for task in fell if fell[task]), key=lambda task: fell[task] / asked[task])
+    return f"{fell.total()} of {asked.total()}; on `{worst}` {fell[worst]} of {asked[worst]}"
 
 
 def guidance_words(record: dict[str, Any]) -> str:
