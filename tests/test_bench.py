@@ -23,7 +23,7 @@ TABLES = {
     | {"attention", "casts", "decode", "tf32", "checkpoint", "compiled"},
     "variants": {"machine", "attention", "casts", "decode", "tf32", "checkpoint", "compiled", "mismatch"},
 }
-NEEDS_A_GPU = {"_native_cudnn"}
+NEEDS_A_GPU = {"_native_cudnn", "_native_efficient"}
 CPU = torch.device("cpu")
 
 

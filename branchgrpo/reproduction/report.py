@@ -6,7 +6,7 @@
 __all__ = ['ROOT', 'LINK_TARGET', 'VERDICT_COLUMNS', 'HEAD', 'FIRST', 'FILES', 'BACK', 'SIGNS', 'RECORDS', 'OPENING', 'CLOSING',
            'ANSWERS', 'FRONT_PAGE', 'folded', 'shown_rows', 'tables_named_by', 'page_tables', 'verdict_line',
            'verdicts', 'seeds_text', 'origin', 'ReportPart', 'page_files', 'captions', 'seen_from', 'age', 'part_of',
-           'file_of', 'place_of', 'summary', 'write_page', 'p_text', 'answer_rows', 'found_here', 'short_found',
+           'file_of', 'page_order', 'summary', 'write_page', 'p_text', 'answer_rows', 'found_here', 'short_found',
            'sentence', 'how_many', 'draw_answer', 'answers_figure', 'fill', 'report_facts', 'harm_words',
            'guidance_words', 'right_images', 'filled_answers', 'written_report', 'first_answers', 'write_report']
 
@@ -252,7 +252,7 @@ def file_of(name: str) -> str:
     return FIRST if folder == "study" else folder if folder in FILES else "exploration"
 
 
-def place_of(name: str) -> tuple[bool, str, int, str]:
+def page_order(name: str) -> tuple[bool, str, int, str]:
     "Return what sorts the pages of a file: Table 1, then figures and tables by number; pages without one by name."
     found = re.search(r"/(fig|table)s?(\d+)", name)
     kind, number = (found[1], int(found[2])) if found else ("", 0)
@@ -279,7 +279,7 @@ def write_page(
     "Write the report on all pages that have written something, in one file a paper; return how many pages there are."
     found = templates(folder)
     parts: dict[str, list[ReportPart]] = {file: [] for file in FILES}
-    for name in sorted(found, key=place_of):
+    for name in sorted(found, key=page_order):
         part = part_of(name, found[name], Path(folder), figures, page)
         if part:
             parts[file_of(name)].append(part)
