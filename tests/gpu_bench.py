@@ -555,7 +555,7 @@ def told_to_end(signum, frame):
 def first_half_hour(lines: Lines, steps: list[str] | None = None) -> None:
     """Make the steps that are not done yet, in order, each within its time; stop before one that may end too late.
 
-    The first step is a condition of all others, and made again if it failed. Another that was cut off is not."""
+    No step follows a first step that failed; the next call makes it again. A step that was cut off stays as it is."""
     done = {name: step for name, step in lines.record.get("steps", {}).items() if name != "start" or step["holds"]}
     lines.record["steps"] = done
     limit, before = lines.limit, signal.signal(signal.SIGALRM, told_to_end)

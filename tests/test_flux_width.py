@@ -37,23 +37,18 @@ def wide_flux(folder):
     return str(folder)
 
 
+TRAIN = """
+--prompts digits --reward tiny-clip --held-out tiny-pickscore --height 64 --width 64
+--steps 3 --splits 0,1 --max-batch 4 --lora-rank 32 --lora-alpha 64 --learning-rate 1e-3
+--base-dtype bfloat16 --mixed-precision bf16 --gradient-checkpointing --iterations 2 --prompts-per-iteration 1
+--evaluate-every 2 --evaluation-prompts 2 --evaluation-steps 3 --tracker none
+"""
+
+
 @pytest.mark.slow
 def test_train_evaluate_sample_and_draw_with_diffusers_alone(tmp_path):
     base, run = wide_flux(tmp_path / "files"), tmp_path / "run"
-    words = ["--backbone", base, "--prompts", "digits", "--reward", "tiny-clip", "--held-out", "tiny-pickscore"]
-    words += ["--height", "64", "--width", "64", "--steps", "3", "--splits", "0,1", "--max-batch", "4"]
-    words += ["--lora-rank", "32", "--lora-alpha", "64", "--base-dtype", "bfloat16", "--mixed-precision", "bf16"]
-    words += [
-        "--gradient-checkpointing",
-        "--learning-rate",
-        "1e-3",
-        "--iterations",
-        "2",
-        "--prompts-per-iteration",
-        "1",
-    ]
-    words += ["--evaluate-every", "2", "--evaluation-prompts", "2", "--evaluation-steps", "3", "--tracker", "none"]
-    assert cli.main(["train", *words, "--output", str(run)]) == 0
+    assert cli.main(["train", "--backbone", base, "--output", str(run), *TRAIN.split()]) == 0
     rows, evaluations = Run(run).metrics, Run(run).evaluations
     assert all(row["rollout_mismatch"] == 0 and row["grad_norm"] > 0 for row in rows)
 

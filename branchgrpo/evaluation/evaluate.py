@@ -136,11 +136,14 @@ def check_place(folder: Path, new: dict[str, Any]) -> bool:
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #d2db9f1f
 def block_of(e: Evaluation, folder: Path) -> int:
-    "Return the images of a block: as given, else as in the folder, else as the evaluations of a training."
+    """Return the images of a block: as given, else as in the folder, else as the evaluations of a training.
+
+    Raises `ValueError` if the folder cannot be made, or its record is damaged."""
     from branchgrpo.noise import EVALUATION_BLOCK
 
-    known = read_evaluation(folder) if (folder / "evaluation.json").is_file() else {}
-    return e.block or known.get("block") or EVALUATION_BLOCK
+    check_output(folder)
+    known = read_evaluation(folder).get("block") if (folder / "evaluation.json").is_file() else None
+    return e.block or (known if isinstance(known, int) and known > 0 else EVALUATION_BLOCK)
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #98b837ae
 def open_folder(folder: Path, record: dict[str, Any], rank: int = 0) -> None:
