@@ -262,9 +262,7 @@ def count_skipped(learner: Learner, taken: bool, where: str = "") -> None:
 
 # %% ../../nbs/training/08_update.ipynb #bc1acd36
 MISMATCH_LIMIT = 1e-2  # of |ρ − 1|: more than rounding reaches where rollout and update have one batch size
-ONE_SIZE = (
-    "give both one batch size by max_batch (4, say), without train_batch; if nodes are pruned, add recompute_old"
-)
+ONE_SIZE = "give both one batch size by max_batch (4, say), without train_batch; if nodes are pruned, add recompute_old"
 
 
 class RolloutMismatch(ValueError):
