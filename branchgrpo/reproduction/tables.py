@@ -204,14 +204,17 @@ BASE = "base model"  # our label of the model before training
 def base_value(found: Comparison, metric: str) -> Any:
     """Return a score before training; None for a cost, since nothing is trained, and for a score that no label has.
 
+    Values that differ by less than 1e-5 of the score, or of 1, are one: other batch sizes round otherwise.
     Raises `ValueError` if the labels began from different base models or rewards."""
     first = [runs[0].evaluations[0].get(metric) for runs in found.runs.values()]
     if not metric.startswith("eval_"):
         return None
-    known = {value for value in first if value is not None}
-    if len(known) > 1:
-        raise ValueError(f"{metric}: the labels have different base values {sorted(known)}")
-    return known.pop() if known else None
+    known = [value for value in first if value is not None]
+    if not known:
+        return None
+    if max(known) - min(known) > 1e-5 * max(1, *map(abs, known)):
+        raise ValueError(f"{metric}: the labels have different base values {sorted(set(known))}")
+    return known[0]
 
 
 def with_base(found: Comparison, rows: list[dict], columns: dict[str, str]) -> list[dict]:
