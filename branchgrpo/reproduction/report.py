@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['ROOT', 'LINK_TARGET', 'VERDICT_COLUMNS', 'HEAD', 'FIRST', 'FILES', 'BACK', 'SIGNS', 'RECORDS', 'OPENING', 'CLOSING',
-           'ANSWERS', 'FRONT_PAGE', 'folded', 'shown_rows', 'tables_named_by', 'page_tables', 'verdict_line',
-           'verdicts', 'seeds_text', 'origin', 'ReportPart', 'page_files', 'captions', 'seen_from', 'age', 'part_of',
-           'file_of', 'page_order', 'summary', 'write_page', 'p_text', 'answer_rows', 'found_here', 'short_found',
-           'sentence', 'how_many', 'draw_answer', 'answers_figure', 'fill', 'report_facts', 'harm_words',
-           'guidance_words', 'right_images', 'filled_answers', 'written_report', 'first_answers', 'write_report']
+           'ANSWERS', 'FRONT_PAGE', 'folded', 'shown_rows', 'tables_named_by', 'numbers_of', 'beside_printed',
+           'models_of', 'page_tables', 'verdict_line', 'verdicts', 'claim_lines', 'seeds_text', 'origin', 'ReportPart',
+           'page_files', 'captions', 'seen_from', 'age', 'part_of', 'file_of', 'page_order', 'summary', 'write_page',
+           'p_text', 'answer_rows', 'found_here', 'short_found', 'sentence', 'how_many', 'draw_answer',
+           'answers_figure', 'fill', 'report_facts', 'harm_words', 'guidance_words', 'right_images', 'filled_answers',
+           'written_report', 'first_answers', 'write_report']
 
 # %% ../../nbs/reproduction/13_report.ipynb #7a46fd64
 import contextlib
@@ -29,6 +30,7 @@ from matplotlib.figure import Figure
 
 import branchgrpo
 from ..files import write_text
+from .comparison import fall_verdict
 from .figures import colour_of
 from .pages import earlier, jobs, templates
 from .records import read_record
@@ -42,7 +44,7 @@ from branchgrpo.reproduction.study import (
     read_registration,
     with_interval,
 )
-from .tables import PRINTED, markdown_table, published
+from .tables import PRINTED, cell_text, markdown_table, published
 
 ROOT = Path(branchgrpo.__file__).parents[1]
 
@@ -69,20 +71,56 @@ def tables_named_by(page: str) -> list[tuple[str, str]]:
     return [(paper, f"{titles[kind]} {n}") for kind, several in found for n in re.findall("[0-9]+", several)]
 
 
-def page_tables(page: str, records: list[dict], folder: Path, shown: bool) -> str:
-    "Return a page's numbers, and the tables of `folder` that its name or its record (`printed`) names."
-    parts = []
-    for record in records:
-        for key, title in {"rows": "the numbers", "lines": "the numbers", "why": "what is not computed here"}.items():
-            rows = record.get(key)
-            if isinstance(rows, list) and rows and isinstance(rows[0], dict):
-                parts.append(folded(title, markdown_table(shown_rows(record, rows)), shown))
+def numbers_of(record: dict) -> dict[str, list[dict]]:
+    "Return the tables of a record by title: its numbers, and what is not computed."
+    titles = {"rows": "the numbers", "lines": "the numbers", "why": "what is not computed here"}
+    found = [(title, record.get(key)) for key, title in titles.items()]
+    return {title: rows for title, rows in found if isinstance(rows, list) and rows and isinstance(rows[0], dict)}
+
+
+def beside_printed(rows: list[dict], printed: dict[str, dict[str, str]]) -> list[dict]:
+    "Return the rows and columns of a record that a paper prints too: ours, and in brackets what is printed."
+    columns = {}  # a column of ours begins with the printed name, and says in brackets what is measured
+    for ours in rows[0]:
+        names = [name for row in printed.values() for name in row if f"{ours} (".startswith(f"{name} (")]
+        if names:
+            columns[ours] = max(names, key=len)
+    both = []
+    for row in rows if columns else []:
+        theirs = printed.get(row.get("label", ""))
+        if theirs is not None:
+            cells = {ours: (cell_text(row.get(ours)), theirs.get(name)) for ours, name in columns.items()}
+            cells = {name: f"{ours} *({paper})*" if paper else ours for name, (ours, paper) in cells.items()}
+            both.append({"": row["label"]} | cells)
+    return both
+
+
+def models_of(records: list[dict]) -> str:
+    "Return `on` and the models that the runs of records train; nothing without runs."
+    runs = [run for record in records for found in (record.get("runs") or {}).values() for run in found.values()]
+    names = ", ".join(dict.fromkeys(run["settings"]["backbone"] for run in runs if "settings" in run))
+    return names and f"on {names}"
+
+
+def page_tables(page: str, records: list[dict], folder: Path, shown: bool) -> tuple[str, str]:
+    """Return the tables that begin the part of a page, and those that a click opens.
+
+    The first are the tables of `folder` that its name names, with ours. The others are all its numbers, and printed
+    tables (also those of its record's `printed`) that have no row and column in common with them."""
+    tables = [(title, shown_rows(record, rows)) for record in records for title, rows in numbers_of(record).items()]
+    first, later = [], [folded(title, markdown_table(rows), shown) for title, rows in tables]
     places = [(page.partition("/")[0], place) for record in records for place in record.get("printed", [])]
     for paper, table in tables_named_by(page) + places:
         with contextlib.suppress(ValueError):  # a figure of which no number is printed
-            rows = [{"": row} | numbers for row, numbers in published(paper, table, folder).items()]
-            parts.append(folded(f"{table} as printed", markdown_table(rows), shown))
-    return "\n".join(parts)
+            printed = published(paper, table, folder)
+            both = [row for _, rows in tables for row in beside_printed(rows, printed)]
+            if both:
+                made = f"`branchgrpo reproduce {page}` makes ours again {models_of(records)}".strip()
+                first.append(f"**{table}**: ours, and *(in brackets)* the paper's. {made}.\n\n{markdown_table(both)}")
+            else:
+                rows = [{"": row} | numbers for row, numbers in printed.items()]
+                later.append(folded(f"{table} as printed", markdown_table(rows), shown))
+    return "\n\n".join(first), "\n".join(later)
 
 # %% ../../nbs/reproduction/13_report.ipynb #cdc00f72
 def verdict_line(tested: dict) -> str:
@@ -106,6 +144,14 @@ def verdicts(record: dict) -> list[str]:
     own = [f"{claim}: **{verdict}**" for claim, verdict in (record.get("verdict") or {}).items()]
     tested = [item for item in record.get("verdicts", []) if isinstance(item, dict) and "verdict" in item]
     return answers + own + [verdict_line(item) for item in tested]
+
+
+def claim_lines(lines: list[str]) -> str:
+    "Return the verdicts of a page as a list; a click opens those on scores that fall by no more than seeds differ."
+    small = [f"- {line}" for line in lines if line.endswith(f"**{fall_verdict(0.0)}**")]
+    title = f"{len(small)} scores end below the base model's, by no more than seeds differ"
+    shown = [f"- {line}" for line in lines if f"- {line}" not in small]
+    return "\n".join([*shown, *(["", folded(title, "\n".join(small), False)] if small else [])])
 
 # %% ../../nbs/reproduction/13_report.ipynb #c8ddf2f9
 def seeds_text(counts: Collection[int]) -> str:
@@ -200,10 +246,10 @@ def part_of(name: str, path: Path, folder: Path, figures: str | Path, report: st
     sources = " · ".join(f"[{file.name}]({link[file]})" for file in jsons)
     made = "; ".join(dict.fromkeys(map(origin, records)))
     foot = f"[notebook]({link[path]}) · {sources}" + (f" · {made}" if made else "")
-    numbers = page_tables(name, records, folder / "published", shown=not images)
-    claims = "\n".join(f"- {line}" for line in lines)
+    tables, numbers = page_tables(name, records, folder / "published", shown=not images)
+    claims = claim_lines(lines)
     old = age(name, folder, records)
-    text = [f"## {title}", claim.lstrip("> "), old, "\n\n".join(images), claims, numbers, foot]
+    text = [f"## {title}", claim.lstrip("> "), old, tables, "\n\n".join(images), claims, numbers, foot]
     return ReportPart(title, "\n\n".join(filter(None, text)), lines, bool(old))
 
 # %% ../../nbs/reproduction/13_report.ipynb #8ff02401
