@@ -928,8 +928,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'branchgrpo/methods/papers.py'),
                                            'branchgrpo.methods.papers.read_quote': ( 'methods/papers.html#read_quote',
                                                                                      'branchgrpo/methods/papers.py'),
-                                           'branchgrpo.methods.papers.source_kind': ( 'methods/papers.html#source_kind',
-                                                                                      'branchgrpo/methods/papers.py'),
                                            'branchgrpo.methods.papers.words_lines': ( 'methods/papers.html#words_lines',
                                                                                       'branchgrpo/methods/papers.py'),
                                            'branchgrpo.methods.papers.words_of': ( 'methods/papers.html#words_of',
