@@ -277,13 +277,12 @@ def picked(depth: int, steps: int, n: int) -> list[int]:
     return [depth + j * (steps - depth) // n for j in range(n + 1)]
 
 # %% ../nbs/04_plan.ipynb #789d0aad
-def papers_cost(calls: float, trained_calls: float, reference: bool = False, retained_calls: float = 0) -> float:
+def papers_cost(calls: float, trained_calls: float, reference: bool = False) -> float:
     """Return rollout and update in denoiser calls: `calls + 3 · trained_calls`, or 4 with a reference model.
 
-    `retained_calls` of the trained ones use the rollout's own forward pass: one less each (LeanGRPO, Sec. 4.2).
     Source: Pro-GRPO Eq. 21, where a trained step is a forward, a backward of two, and a reference.
     """
-    return calls + (4 if reference else 3) * trained_calls - retained_calls
+    return calls + (4 if reference else 3) * trained_calls
 
 # %% ../nbs/04_plan.ipynb #b04885f7
 @dataclass(frozen=True)

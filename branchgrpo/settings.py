@@ -52,9 +52,10 @@ def bounded(default: Any, *least: float, **bounds: float) -> Any:
     return field(default=default, metadata={"bounds": Bounds(*least, **bounds) if least or bounds else None})
 
 
-def from_recipe(*least: float, **bounds: float) -> Any:
-    "Return a field whose default is the recipe's: no value."
-    return bounded(None, *least, **bounds)
+def from_recipe(*least: float, off: Any = dataclasses.MISSING, **bounds: float) -> Any:
+    "Return a field whose default is the recipe's: no value; with `off`, its part of a method does nothing."
+    stated = {} if off is dataclasses.MISSING else {"off": off}
+    return field(default=None, metadata=stated | bounded(None, *least, **bounds).metadata)
 
 # %% ../nbs/basics/02_settings.ipynb #8df3bdb4
 def not_allowed(value: Any, allowed: str) -> ValueError:
@@ -200,32 +201,32 @@ class PlanSettings:
 
     seed: int = bounded(0, 0, 2**63 - 1)  # seed of every random draw: prompts, noise, windows
     steps: int = from_recipe(1, 999)  # denoising steps
-    roots: int = from_recipe(1, 65_536)  # chains that begin for each prompt
-    same_root: bool = from_recipe()  # all of a prompt's roots have the same initial noise
+    roots: int = from_recipe(1, 65_536, off=1)  # chains that begin for each prompt
+    same_root: bool = from_recipe(off=False)  # all of a prompt's roots have the same initial noise
     splits: tuple[int, ...] | str = from_recipe()  # steps that branch; window: all its steps; window-start: its first
-    branch_factor: int = from_recipe(1, 65_536)  # children per node at a split, or branches at a side step
-    side: tuple[int, ...] | str = from_recipe()  # steps at which branches with noise leave a chain without; all; window
-    adaptive: bool = from_recipe()  # place the splits by the std of preview rewards (splits: how many, and the latest)
-    prune_at: dict[int, int] = from_recipe()  # pruning steps and survivors, e.g. 5:24,7:12
-    selection: str = from_recipe()  # how a pruning step chooses: ovf, random, best, diverse
-    stochastic: str = from_recipe()  # steps that draw noise: all, window, splits+window
-    noisy_last: bool = from_recipe()  # the last step draws noise and is trained, though its x̂₀ is the image
-    previews: str = from_recipe()  # completions of a latent that are scored: none, x0, ode, ode/2, 5; joined by +
-    preview_at: tuple[int, ...] | str = from_recipe()  # depths; drawn: around steps with noise; after: behind them
-    preview_levels: str = from_recipe()  # levels of completions: grid (the rollout's), or even (parts of what is left)
+    branch_factor: int = from_recipe(1, 65_536, off=2)  # children per node at a split, or branches at a side step
+    side: tuple[int, ...] | str = from_recipe(off=())  # steps at which branches with noise leave a chain; all; window
+    adaptive: bool = from_recipe(off=False)  # place splits by the std of preview rewards (splits: how many, the latest)
+    prune_at: dict[int, int] = from_recipe(off={})  # pruning steps and survivors, e.g. 5:24,7:12
+    selection: str = from_recipe(off="ovf")  # how a pruning step chooses: ovf, random, best, diverse
+    stochastic: str = from_recipe(off="all")  # steps that draw noise: all, window, splits+window
+    noisy_last: bool = from_recipe(off=False)  # the last step draws noise and is trained, though its x̂₀ is the image
+    previews: str = from_recipe(off="none")  # scored completions of a latent: none, x0, ode, ode/2, 5; joined by +
+    preview_at: tuple[int, ...] | str = from_recipe(off="drawn")  # depths; drawn: about noisy steps; after: behind
+    preview_levels: str = from_recipe(off="grid")  # of completions: grid (the rollout's), even (parts of the rest)
 
 # %% ../nbs/basics/02_settings.ipynb #8ae641f2
 @dataclass(frozen=True)
 class WindowSettings:
     "The sliding window"
 
-    window: str = from_recipe()  # none, progressive, random, geometric
-    window_size: int = from_recipe()  # steps inside the window
-    window_start: int | None = from_recipe()  # its first step at iteration 0
-    window_stop: int | None = from_recipe()  # its last place
-    window_every: int = from_recipe()  # iterations between two moves
-    window_stride: int = from_recipe()  # steps per move; negative: towards the noise
-    tail_ratio: float = from_recipe(0, 1)  # solver steps after the window per step left; 0: no solver
+    window: str = from_recipe(off="none")  # none, progressive, random, geometric
+    window_size: int = from_recipe(off=4)  # steps inside the window
+    window_start: int | None = from_recipe(off=0)  # its first step at iteration 0
+    window_stop: int | None = from_recipe(off=None)  # its last place
+    window_every: int = from_recipe(off=30)  # iterations between two moves
+    window_stride: int = from_recipe(off=1)  # steps per move; negative: towards the noise
+    tail_ratio: float = from_recipe(0, 1, off=0.0)  # solver steps after the window per step left; 0: no solver
 
 # %% ../nbs/basics/02_settings.ipynb #b145d255
 @dataclass(frozen=True)
@@ -234,25 +235,25 @@ class ProcessSettings:
 
     transition: str = from_recipe()  # dance, flow, linear, cps or ddim
     eta: float = from_recipe(0)  # noise level η of the transition (a of Flow-GRPO)
-    noise_factors: dict[int, float] = from_recipe()  # of η at steps, e.g. 0:1,1:1.5; counted from the window, if any
-    merged: dict[int, int] = from_recipe()  # first and number of steps taken as one, e.g. 5:2,7:3; the rest count anew
+    noise_factors: dict[int, float] = from_recipe(off={})  # of η at steps, e.g. 0:1,1:1.5; counted from a window
+    merged: dict[int, int] = from_recipe(off={})  # first and number of steps taken as one, 5:2,7:3; then counted anew
     shift: float | str = from_recipe(above=0)  # time shift of even noise levels; scheduler: those of the model's files
-    s: float = from_recipe(0, inf)  # private per shared noise of siblings (Eq. 2); inf: independent
-    split_noise: str = from_recipe()  # correlated (Eq. 2), or scaled: noise of split steps times s
-    split_density: Literal["drawn", "plain"] = from_recipe()  # density at scaled splits: of the noise drawn, or no s
+    s: float = from_recipe(0, inf, off=inf)  # private per shared noise of siblings (Eq. 2); inf: independent
+    split_noise: str = from_recipe(off="correlated")  # correlated (Eq. 2), or scaled: noise of split steps times s
+    split_density: Literal["drawn", "plain"] = from_recipe(off="drawn")  # at scaled splits: of the noise drawn, or no s
 
 # %% ../nbs/basics/02_settings.ipynb #fdd6e265
 @dataclass(frozen=True)
 class CreditSettings:
     "Credit"
 
-    reward_sum: str = from_recipe()  # rewards of a sum: together, decoupled (normalised one by one), decoupled+batch
-    advantage: str = from_recipe()  # depthwise, joint, siblings, leave-one-out, …; with previews: gains, turns, …
-    beta: float = from_recipe(-(10**9))  # β of Eq. 3: how much a path's log-probability weighs in reward fusion
-    beta_scale: str = from_recipe()  # log-densities in Eq. 3 over D elements: mean, sum, or sqrt (mean times √D)
-    weights: Literal["path", "edge"] = from_recipe()  # log-probabilities in Eq. 3: of the path, or of the edge
-    std: str = from_recipe()  # standard deviation that divides advantages: own (per tree), pooled, global, none
-    min_nodes: int = from_recipe(0)  # depths with fewer nodes take the pooled standard deviation
+    reward_sum: str = from_recipe(off="together")  # of rewards: together, decoupled (each normalised), decoupled+batch
+    advantage: str = from_recipe(off="depthwise")  # depthwise, joint, siblings, leave-one-out, …; of previews: gains, …
+    beta: float = from_recipe(-(10**9), off=0.0)  # β of Eq. 3: weight of a path's log-probability in reward fusion
+    beta_scale: str = from_recipe(off="mean")  # densities in Eq. 3 over D elements: mean, sum, or sqrt (mean times √D)
+    weights: Literal["path", "edge"] = from_recipe(off="path")  # log-probabilities in Eq. 3: of path or edge
+    std: str = from_recipe(off="own")  # standard deviation that divides advantages: own (tree's), pooled, global, none
+    min_nodes: int = from_recipe(0, off=0)  # depths with fewer nodes take the pooled standard deviation
     advantage_clip: float = from_recipe(above=0, most=inf)  # bound of an advantage's absolute value
 
 # %% ../nbs/basics/02_settings.ipynb #320f5c5d
@@ -260,46 +261,46 @@ class CreditSettings:
 class SelectionSettings:
     "What is trained"
 
-    group_selection: str = from_recipe()  # leaves that count: all, ovf, random, best, diverse
-    group_keep: int = from_recipe(0)  # how many leaves count
-    diversity: float = from_recipe(0, 1)  # of selection diverse: weight of looks against rewards, 0 (ovf) to 1
-    features: str = from_recipe()  # what images are compared by: pixels (8 × 8 means), or your own
-    prune: str = from_recipe()  # edges that are trained: none, parent-top1, extreme, depth-window
-    prune_keep: int = from_recipe(1)  # b of extreme: best and worst leaves kept
-    train_fraction: float = from_recipe(above=0, most=1)  # share of the steps that is trained, drawn per trajectory
+    group_selection: str = from_recipe(off="all")  # leaves that count: all, ovf, random, best, diverse
+    group_keep: int = from_recipe(0, off=0)  # how many leaves count
+    diversity: float = from_recipe(0, 1, off=0.0)  # of selection diverse: weight of looks against rewards, 0 (ovf) to 1
+    features: str = from_recipe(off="pixels")  # what images are compared by: pixels (8 × 8 means), or your own
+    prune: str = from_recipe(off="none")  # edges that are trained: none, parent-top1, extreme, depth-window
+    prune_keep: int = from_recipe(1, off=4)  # b of extreme: best and worst leaves kept
+    train_fraction: float = from_recipe(above=0, most=1, off=1.0)  # share of trained steps, drawn per trajectory
 
 # %% ../nbs/basics/02_settings.ipynb #a195a260
 @dataclass(frozen=True)
 class ObjectiveSettings:
     "The objective"
 
-    ratio: str = from_recipe()  # ppo, guard, unscaled, unscaled-kl
-    loss: str = from_recipe()  # bound of an update: clip (of ratios), or kl-mask (drops edges beyond kl_limit)
+    ratio: str = from_recipe(off="ppo")  # ppo, guard, unscaled, unscaled-kl
+    loss: str = from_recipe(off="clip")  # bound of an update: clip (of ratios), or kl-mask (no edges beyond kl_limit)
     clip_range: float = from_recipe(above=0)  # ε of Eq. 5
-    kl_limit: float = from_recipe(0, inf)  # of kl-mask: KL to the rollout's policy, mean over elements; inf: none
-    kl: float = from_recipe(0)  # weight of the KL to the model before training; 0: no reference
-    kl_share: float = from_recipe(above=0, most=1)  # share of leaves with the KL, those most above rewards of weight 0
-    step_weights: str = from_recipe()  # of the trained steps in the loss: equal, std, inverse-gradient, inverse-step
-    loss_mean: str = from_recipe()  # of a step's edges: step (their mean), or step*tree (divided by a tree's edges too)
+    kl_limit: float = from_recipe(0, inf, off=inf)  # of kl-mask: KL to the rollout's policy, per element; inf: none
+    kl: float = from_recipe(0, off=0.0)  # weight of the KL to the model before training; 0: no reference
+    kl_share: float = from_recipe(above=0, most=1, off=1.0)  # leaves with the KL: most above rewards of weight 0
+    step_weights: str = from_recipe(off="equal")  # of steps in the loss: equal, std, inverse-gradient, inverse-step
+    loss_mean: str = from_recipe(off="step")  # over a step's edges: step, or step*tree (by a tree's edges too)
 
 # %% ../nbs/basics/02_settings.ipynb #0be0ca5e
 @dataclass(frozen=True)
 class OptimiserSettings:
     "The optimiser's steps"
 
-    passes: int = from_recipe(1, 100_000)  # times that a rollout's trained edges are used
-    steps_per_pass: int = from_recipe(1, 100_000)  # optimiser steps in a pass, each on a part of the edges of its own
-    step_unit: str = from_recipe()  # what a part is made of: prompts, trajectories or edges
+    passes: int = from_recipe(1, 100_000, off=1)  # times that a rollout's trained edges are used
+    steps_per_pass: int = from_recipe(1, 100_000, off=1)  # optimiser steps in a pass, each on its own part of the edges
+    step_unit: str = from_recipe(off="prompts")  # what a part is made of: prompts, trajectories or edges
     learning_rate: float = from_recipe(above=0)  # of AdamW
     weight_decay: float = from_recipe(0)  # of AdamW
-    adam_beta1: float = from_recipe(0, below=1)  # of AdamW: memory of the mean
-    adam_beta2: float = from_recipe(0, below=1)  # of AdamW: memory of the square
-    adam_eps: float = from_recipe(above=0)  # of AdamW: added to the root of the square
+    adam_beta1: float = from_recipe(0, below=1, off=0.9)  # of AdamW: memory of the mean
+    adam_beta2: float = from_recipe(0, below=1, off=0.999)  # of AdamW: memory of the square
+    adam_eps: float = from_recipe(above=0, off=1e-8)  # of AdamW: added to the root of the square
     max_grad_norm: float = from_recipe(above=0, most=inf)  # gradients are scaled down to this norm
     ema_decay: float = from_recipe(0, 1)  # decay of the averaged weights
-    ema_every: int = from_recipe(1)  # optimiser steps between two averagings
-    ema_ramp: bool = from_recipe()  # the decay starts lower: (1 + n) / (10 + n) after n optimiser steps
-    ema_used: bool = from_recipe()  # evaluations and the result take the averaged weights
+    ema_every: int = from_recipe(1, off=1)  # optimiser steps between two averagings
+    ema_ramp: bool = from_recipe(off=False)  # the decay starts lower: (1 + n) / (10 + n) after n optimiser steps
+    ema_used: bool = from_recipe(off=False)  # evaluations and the result take the averaged weights
 
 # %% ../nbs/basics/02_settings.ipynb #0bece620
 @dataclass(frozen=True)
@@ -307,14 +308,14 @@ class SizeSettings:
     "Sizes and the trained weights"
 
     prompts_per_iteration: int = from_recipe(1, 100_000)  # prompts per rollout, over all processes
-    evaluation_steps: int | None = from_recipe(1, 999)  # denoising steps of an evaluation's images; none: steps
+    evaluation_steps: int | None = from_recipe(1, 999, off=None)  # denoising steps of evaluations' images; none: steps
     guidance_scale: float = from_recipe(0)  # classifier-free guidance; 1: none
     height: int = from_recipe(1, 16_384)  # pixels
     width: int = from_recipe(1, 16_384)  # pixels
     frames: int | None = from_recipe(1)  # frames of a clip, for video models
-    text_length: int | None = from_recipe(1)  # tokens of a prompt for the longest text encoder; none: the pipeline's
-    lora_rank: int = from_recipe(0)  # rank of the adapter; 0: full fine-tuning
-    lora_alpha: int = from_recipe(1)  # the adapter's scale is lora_alpha / lora_rank
+    text_length: int | None = from_recipe(1, off=None)  # tokens for the longest text encoder; none: the pipeline's
+    lora_rank: int = from_recipe(0, off=0)  # rank of the adapter; 0: full fine-tuning
+    lora_alpha: int = from_recipe(1, off=64)  # the adapter's scale is lora_alpha / lora_rank
 
 # %% ../nbs/basics/02_settings.ipynb #3b8af55e
 @dataclass(frozen=True)
@@ -332,64 +333,7 @@ class MethodSettings(
 
 # %% ../nbs/basics/02_settings.ipynb #79eea49d
 NEUTRAL = MethodSettings(
-    roots=1,
-    same_root=False,
-    side=(),
-    prune_at={},
-    selection="ovf",
-    stochastic="all",
-    noisy_last=False,
-    previews="none",
-    preview_at="drawn",
-    preview_levels="grid",
-    window="none",
-    window_size=4,
-    window_start=0,
-    window_stop=None,
-    window_every=30,
-    window_stride=1,
-    tail_ratio=0.0,
-    split_noise="correlated",
-    split_density="drawn",
-    merged={},
-    adaptive=False,
-    branch_factor=2,
-    s=float("inf"),
-    noise_factors={},
-    advantage="depthwise",
-    reward_sum="together",
-    beta=0.0,
-    beta_scale="mean",
-    weights="path",
-    std="own",
-    min_nodes=0,
-    group_selection="all",
-    group_keep=0,
-    diversity=0.0,
-    features="pixels",
-    prune="none",
-    prune_keep=4,
-    train_fraction=1.0,
-    step_weights="equal",
-    ratio="ppo",
-    loss="clip",
-    kl_limit=float("inf"),
-    kl=0.0,
-    kl_share=1.0,
-    loss_mean="step",
-    passes=1,
-    steps_per_pass=1,
-    step_unit="prompts",
-    adam_beta1=0.9,
-    adam_beta2=0.999,
-    adam_eps=1e-8,
-    ema_every=1,
-    ema_ramp=False,
-    ema_used=False,
-    evaluation_steps=None,
-    text_length=None,
-    lora_rank=0,
-    lora_alpha=64,
+    **{field.name: field.metadata["off"] for field in dataclasses.fields(MethodSettings) if "off" in field.metadata}
 )
 
 # %% ../nbs/basics/02_settings.ipynb #c562fa35

@@ -32,7 +32,6 @@ class Window:
     every: int = 25  # iterations at one place
     stride: int = 1  # steps to the next place; negative: towards earlier steps
     kind: str = "progressive"  # an entry of `WINDOWS`
-    ratio: float = 0.7  # of the odds of neighbouring places (`geometric` only)
 
     def __post_init__(self):
         WINDOWS.get(self.kind)
@@ -43,8 +42,6 @@ class Window:
             raise ValueError(f"window_every: {shown(self.every)} is above {10**9}, the most iterations of a run")
         if not self.stride or (self.stop - self.start) * self.stride < 0:
             raise ValueError(f"window_stride: {self.stride} does not lead from {self.start} to {self.stop}")
-        if not 0 < self.ratio < 1:
-            raise ValueError(f"window_ratio: {self.ratio} is not between 0 and 1")
 
     def place(self, iteration: int, seed: int = 0) -> int:
         "Return the first step of the window at `iteration` (from 0)."
@@ -82,9 +79,9 @@ def uniform(window: Window, iteration: int, seed: int) -> int:
 # %% ../nbs/05_windows.ipynb #71a6474d
 @WINDOWS.register("geometric")
 def geometric(window: Window, iteration: int, seed: int) -> int:
-    "Return a place drawn with odds ratioⁿ: early places are likelier. Source: TreeGRPO."
+    "Return a place drawn with odds 0.7ⁿ: early places are likelier. Source: TreeGRPO."
     places = window_places(window)
-    return _draw_place(places, [window.ratio**n for n in range(len(places))], iteration, seed)
+    return _draw_place(places, [0.7**n for n in range(len(places))], iteration, seed)
 
 # %% ../nbs/05_windows.ipynb #901ad1d4
 def depth_window(

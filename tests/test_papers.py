@@ -7,21 +7,32 @@ from pathlib import Path
 
 from branchgrpo import recipes
 from branchgrpo.commands import recipe_table
-from branchgrpo.methods.papers import ERRATA, PAPERS, QUOTES, SOURCE_KINDS, places, quotes_of, source_kind, words_lines
+from branchgrpo.methods.papers import ERRATA, PAPER_NAME, PAPERS, PLACE, QUOTES, places, quotes_of, words_lines
 
 ROOT = Path(__file__).parents[1]
 ALL = [recipes.get(name) for name in recipes.names()]
 SAID = [*QUOTES, *(q for e in ERRATA for q in e.quotes)]
+NO_PLACE = r"off(:|$)|ours|derived|not given"  # how a source begins that names no place, or one that it leaves
+CODE_FILE = r"\w\.(py|sh|yaml|json)\b"
+
+
+def says_what_it_is(source):
+    return re.match(f"{NO_PLACE}|{PAPER_NAME}", source) or places(source) or re.search(CODE_FILE, source)
 
 
 def test_every_source_says_what_it_is():
     rows = [(recipe.name, name, source) for recipe in ALL for name, _, source in recipe.rows()]
-    assert [row for row in rows if source_kind(row[2]) not in SOURCE_KINDS] == []
+    assert [row for row in rows if not says_what_it_is(row[2])] == []
+    assert not says_what_it_is("a feeling")
+
+
+def test_every_place_of_a_quote_is_one_that_a_source_can_name():
+    assert [q.place for q in SAID if not re.fullmatch(PLACE, q.place)] == []
 
 
 def stands_in_a_paper(source):
     "Return whether a source names a place of one of the two papers."
-    return source_kind(source) == "paper" and any(paper in PAPERS for paper, _ in places(source))
+    return not re.match(NO_PLACE, source) and any(paper in PAPERS for paper, _ in places(source))
 
 
 def test_a_value_with_a_place_has_words():
