@@ -2857,8 +2857,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                            'branchgrpo/training/held_out.py'),
                                               'branchgrpo.training.held_out.finite_mean': ( 'training/held_out.html#finite_mean',
                                                                                             'branchgrpo/training/held_out.py'),
-                                              'branchgrpo.training.held_out.first_images': ( 'training/held_out.html#first_images',
-                                                                                             'branchgrpo/training/held_out.py'),
                                               'branchgrpo.training.held_out.image_sheet': ( 'training/held_out.html#image_sheet',
                                                                                             'branchgrpo/training/held_out.py'),
                                               'branchgrpo.training.held_out.joined_tables': ( 'training/held_out.html#joined_tables',
