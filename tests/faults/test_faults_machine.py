@@ -52,17 +52,14 @@ def is_disk_full(found):
 def filled(tmp_path, noted, names):
     table = json.dumps({name: FULL[name] for name in names})
     for name, at in scene(f"TABLE = {table!r}" + FILLED, tmp_path).items():
-        line = refused(at["refused"], is_disk_full(at))
+        refused(at["refused"], is_disk_full(at))
         refused(at["still"], is_disk_full(at))
         assert at["again"] == [0, []], at
         assert at["same"] and at["tidy"] == [] and not at["lock"], at
-        said = (
-            "no checkpoint yet: begun again" if "no checkpoint" in line else line.partition("; ")[2].partition(",")[0]
-        )
         noted(
             f"disk full at the {name}",
-            "code 74, one line that says what is kept; the same line as long as the disk is full",
-            f"{said}; with space again the same command ends bit-equal",
+            "code 74, one line; the same line as long as the disk is full",
+            "the last checkpoint; with space again the same command ends bit-equal",
             disk=at["kind"],
         )
 
@@ -138,31 +135,6 @@ def test_a_full_disk_at_an_embedding(tmp_path, noted):
     noted(
         "disk full at an entry of the embeddings' folder",
         "code 74, one line that names the setting `embeddings`",
-        disk=found["kind"],
-    )
-
-
-TRACKER = """
-disk = Disk()
-os.chdir(disk.path)
-before("branchgrpo.training.trainer:Tracking.on_iteration", disk.fill, 2)
-with warnings.catch_warnings(record=True) as said:
-    warnings.simplefilter("always")
-    found["run"] = train(disk.path.parent / "run", "--tracker", "tensorboard")
-found["said"] = [str(w.message) for w in said if "tracker" in str(w.message)]
-train(ROOT / "whole")
-found |= {"same": same(ROOT / "run", ROOT / "whole"), "kind": disk.kind}
-"""
-
-
-def test_a_tracker_on_a_full_disk_does_not_end_the_run(tmp_path, noted):
-    "Kept: all rows in metrics.jsonl."
-    found = scene(TRACKER, tmp_path)
-    assert found["run"] == [0, []], found
-    assert found["same"], found
-    noted(
-        "disk full at the tracker (TensorBoard)",
-        "a warning; the run goes on without the tracker and ends with code 0",
         disk=found["kind"],
     )
 
