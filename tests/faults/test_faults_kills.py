@@ -259,7 +259,6 @@ SIGNALS = [
     (ONE, "between optimiser steps", "TERM", 0),
     (ONE, "evaluation", "USR2", 0),
     (ONE, "check before the first checkpoint", "TERM", 0),
-    (ONE, "start, before the folder is made", "TERM", 0),
     (ONE, "start, before the first evaluation", "USR2", 0),
     (PASSES, "between passes", "TERM", 0),
     (THREAD, "between micro-batches", "USR2", 0),
