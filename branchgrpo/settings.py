@@ -436,6 +436,8 @@ def variable(name: str, default: int, least: int = 0, most: int = 10**9) -> int:
 
 # %% ../nbs/basics/02_settings.ipynb #5e771ed0
 RETIRED: dict[str, tuple[Any, str]] = {  # settings of earlier versions, which tables may still name: default, and why
+    "checkpoint_async": (False, "a checkpoint is written at once"),
+    "checkpoint_minutes": (None, "set checkpoint_every by the seconds of an iteration"),
     "retain": (0, "it never changed results"),
 }
 

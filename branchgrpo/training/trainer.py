@@ -321,7 +321,6 @@ def fit(t: Trainer) -> Run:
         complete_evaluation(t, run)
         while t.progress.iteration < t.settings.iterations:
             iterate(t, run, saver)
-        saver.finish()
         close_run(t, run)
     notify(t, "on_end")  # last, since trackers end the processes' connection
     return run
@@ -342,12 +341,10 @@ def iterate(t: Trainer, run: Run, saver: Saver) -> None:
         save_now(t, saver)
         raise stopped
     notify(t, "on_iteration", row)
-    stopping, late = any_process(t.accelerator, t.stop.stop_requested(), saver.is_due)
-    saver.finish(wait=False)
-    if last or stopping or late or t.progress.iteration % s.checkpoint_every == 0:
+    stopping = any_process(t.accelerator, t.stop.stop_requested())[0]
+    if last or stopping or t.progress.iteration % s.checkpoint_every == 0:
         saver.save(t.learner, t.progress)
     if stopping and not last:
-        saver.finish()
         check_stop(t)
 
 # %% ../../nbs/training/14_trainer.ipynb #601d75b7
@@ -372,11 +369,9 @@ def store_tree(t: Trainer, run: Run) -> None:
 
 # %% ../../nbs/training/14_trainer.ipynb #07eb96b5
 def save_now(t: Trainer, saver: Saver) -> None:
-    "Write a checkpoint if there is none of this iteration, and wait until it is there."
-    saver.finish()
+    "Write a checkpoint if there is none of this iteration."
     if saver.saved != t.progress.iteration:
         saver.save(t.learner, t.progress)
-        saver.finish()
 
 # %% ../../nbs/training/14_trainer.ipynb #b4ffda4e
 def evaluate_now(t: Trainer, run: Run, at: dict[str, Any]) -> dict[str, float]:

@@ -8,8 +8,7 @@ from disk import scene
 LINE = "branchgrpo: output: no space left on the disk of "
 FULL = {
     "metrics row": ("branchgrpo.training.runs:append_jsonl", 2, 0),
-    "checkpoint": ("branchgrpo.training.checkpoints:begin_checkpoint", 2, 0),
-    "checkpoint written in a thread": ("branchgrpo.training.checkpoints:begin_checkpoint", 2, 0, "--checkpoint-async"),
+    "checkpoint": ("branchgrpo.training.checkpoints:write_checkpoint", 2, 0),
     "checkpoint's manifest": ("branchgrpo.training.checkpoints:put_in_place", 2, 0),
     "adapter at the end": ("branchgrpo.training.export:write_result", 1, 0),
     "run.json at the end": ("branchgrpo.training.runs:Run.set_state", 1, 0),
@@ -19,10 +18,10 @@ FULL = {
 }
 FILLED = """
 disk = Disk()
-for name, (place, call, every, *flags) in json.loads(sys.argv[1] and TABLE).items():
+for name, (place, call, every) in json.loads(sys.argv[1] and TABLE).items():
     run = disk.path / name.replace(" ", "-")
     before(place, disk.fill, call)
-    words = ("--evaluate-every", every, *flags)
+    words = ("--evaluate-every", every)
     refused = train(run, *words)
     left = leftovers(run)
     still = train(run, *words)
@@ -95,7 +94,7 @@ found |= {"same": same(run, ROOT / "whole"), "tidy": leftovers(run), "kind": dis
 @pytest.mark.parametrize(
     ("what", "place"),
     {
-        "checkpoint": "branchgrpo.training.checkpoints:begin_checkpoint",
+        "checkpoint": "branchgrpo.training.checkpoints:write_checkpoint",
         "metrics row": "branchgrpo.training.runs:append_jsonl",
     }.items(),
 )
@@ -180,7 +179,7 @@ disk.read_only()
 found["before"] = train(disk.path / "run")
 disk.read_only(False)
 found["left"] = os.listdir(disk.path)
-before("branchgrpo.training.checkpoints:begin_checkpoint", disk.read_only, 2)
+before("branchgrpo.training.checkpoints:write_checkpoint", disk.read_only, 2)
 found["during"] = train(disk.path / "run")
 found["resumed"] = train(disk.path / "run")
 disk.read_only(False)
@@ -263,7 +262,7 @@ prompts = ROOT / "prompts.txt"
 text = "a red 3\\ntwo blue 5s\\na green 7\\n"
 prompts.write_text(text)
 words = ("--prompts", prompts)
-before("branchgrpo.training.checkpoints:begin_checkpoint", prompts.unlink, 1)
+before("branchgrpo.training.checkpoints:write_checkpoint", prompts.unlink, 1)
 found["during"] = train(ROOT / "run", *words, iterations=2)
 found["gone"] = train(ROOT / "run", *words)
 prompts.write_text(text + "a red 8\\n")
@@ -309,9 +308,9 @@ from branchgrpo.reproduction.schedule import IterationCount, progress_line
 count = IterationCount({ROOT / "run": 3})
 jumps = {1: -86400.0, 2: 365 * 86400.0}
 for call, seconds in jumps.items():
-    before("branchgrpo.training.checkpoints:begin_checkpoint", lambda s=seconds: shift.__setitem__(0, s), call)
-found["run"] = train(ROOT / "run", "--checkpoint-minutes", 5, iterations=2)
-found["resumed"] = train(ROOT / "run", "--checkpoint-minutes", 5)
+    before("branchgrpo.training.checkpoints:write_checkpoint", lambda s=seconds: shift.__setitem__(0, s), call)
+found["run"] = train(ROOT / "run", iterations=2)
+found["resumed"] = train(ROOT / "run")
 found["seconds"] = [json.loads(l)["seconds"] for l in (ROOT / "run/metrics.jsonl").read_text().splitlines()]
 found["line"] = progress_line(count, [ROOT / "run"])
 shift[0] = 0.0
