@@ -29,7 +29,7 @@ from .options import AGAIN, CONTINUING, CompletionOptions, SHELLS, parse, parser
 from .registry import import_target, unknown_name_error
 from .reproduction.command import reproduce
 from .settings import options
-from .training.runs import Run, ended_at_once
+from .training.runs import Run
 
 # %% ../nbs/cli/02_main.ipynb #2540175c
 def error_code(error: BaseException) -> int:
@@ -100,7 +100,6 @@ def last_words(run: Run, prompt: str, prompts: str) -> list[str]:
     return lines
 
 # %% ../nbs/cli/02_main.ipynb #bd6837dd
-@ended_at_once()
 def train(given: dict[str, Any]) -> int:
     "Train a model. A setting that you do not give comes from the recipe; an unfinished run continues."
     from branchgrpo.training.config import TrainConfig

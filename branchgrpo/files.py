@@ -418,7 +418,7 @@ AS_IT_IS = (ValueError, Refused, KeyboardInterrupt, SystemExit, GeneratorExit)  
 def refusals_in_words(
     settings: dict[str, Any],
     place: str | Path = "",  # stands for a file that an error does not name
-    kept: Callable[[], str] = str,  # what is kept, asked when something was refused
+    kept: str = "",  # what is kept
 ) -> Iterator[None]:
     "Raise `Refused`, with one line, for what the operating system refuses; other errors pass as they are."
     try:
@@ -427,4 +427,4 @@ def refusals_in_words(
         refused = without_handles(error) if isinstance(error, AS_IT_IS) else refusal(error)
         if refused is None:
             raise
-        raise Refused("; ".join(filter(None, [in_words(refused, settings, place), kept()]))) from error
+        raise Refused("; ".join(filter(None, [in_words(refused, settings, place), kept]))) from error

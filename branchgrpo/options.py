@@ -130,7 +130,8 @@ def fill_parser(parser: argparse.ArgumentParser, classes: tuple[type, ...], conf
         about = "print all settings as YAML, and stop"
         parser.add_argument("--print-config", action="store_true", default=None, help=about)
         for name in RETIRED:  # a command line of an earlier version
-            parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
+            flag = f"--{name.replace('_', '-')}"
+            parser.add_argument(flag, nargs="?", const="true", help=argparse.SUPPRESS)
     for cls in classes:
         for section in sections_of(cls):
             add_section(parser, section)

@@ -379,12 +379,19 @@ def variable(name: str, default: int, least: int = 0, most: int = 10**9) -> int:
         raise ValueError(f"{error} (a variable of the environment)") from None
 
 # %% ../nbs/basics/02_settings.ipynb #5e771ed0
-RETIRED = {"retain": "it never changed results"}  # settings of earlier versions, which tables may still name
+RETIRED: dict[str, tuple[Any, str]] = {  # settings of earlier versions, which tables may still name: default, and why
+    "checkpoint_async": (False, "a checkpoint is written at once"),
+    "checkpoint_minutes": (None, "set checkpoint_every by the seconds of an iteration"),
+    "retain": (0, "it never changed results"),
+}
 
 
 def without_retired(table: dict[str, Any]) -> dict[str, Any]:
-    "Return a table of settings without those that are retired; warn in one line of the first."
-    if old := sorted(table.keys() & RETIRED.keys()):
-        text = f"{old[0]}: this setting is gone and is ignored; {RETIRED[old[0]]}"
-        warnings.warn_explicit(text, UserWarning, "settings", 1)  # one line: no source line follows
+    "Return a table of settings without those that are retired; warn in one line of the first that was set."
+    for name in sorted(table.keys() & RETIRED.keys()):
+        default, why = RETIRED[name]
+        if str(table[name]).lower() != str(default).lower():
+            text = f"{name}: this setting is gone and is ignored; {why}"
+            warnings.warn_explicit(text, UserWarning, "settings", 1)  # one line: no source line follows
+            break
     return {name: value for name, value in table.items() if name not in RETIRED}

@@ -121,7 +121,6 @@ else:
         update(t.learner, rolled)
 saver = Saver(Path(target), t.settings, t.accelerator)
 saver.save(t.learner, progress)
-saver.finish()
 moments = {name: t.learner.optimizer.state[p] for name, p in t.learner.parameters.items()}
 result = {"weights": everything(t.learner.parameters), "averages": everything(t.learner.ema.weights)}
 result |= {kind: everything({n: m[kind] for n, m in moments.items()}) for kind in ("step", "exp_avg", "exp_avg_sq")}
@@ -131,14 +130,14 @@ t.accelerator.wait_for_everyone()
 
 
 CHAINS = {  # each process count saves, and the next one reads
-    "two, one": [(2, FULL | {"checkpoint_async": True}), (1, {})],
-    "two, one, four, one": [(2, FULL), (1, FULL), (4, FULL | {"checkpoint_async": True}), (1, {})],
+    "two, one": [(2, FULL), (1, {})],
+    "two, one, four, one": [(2, FULL), (1, FULL), (4, FULL), (1, {})],
 }
 
 
 @pytest.mark.parametrize("name", often(CHAINS, ("two, one",)))
 def test_a_checkpoint_is_read_by_any_number_of_processes_to_the_bit(tmp_path, name):
-    "With sharded and with whole weights; in a thread or not."
+    "With sharded and with whole weights."
     table, source, states = settings(tmp_path / "run", learning_rate=1e-3), "", []
     for place, (n, changes) in enumerate(CHAINS[name]):
         out, target = tmp_path / f"state{place}", tmp_path / f"saved{place}"

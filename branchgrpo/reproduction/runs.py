@@ -43,8 +43,6 @@ NOT_HASHED = frozenset(
         "iterations",
         "tracker",
         "checkpoint_every",
-        "checkpoint_minutes",
-        "checkpoint_async",
         "keep_checkpoints",
         "keep_every",
         "tree_every",

@@ -183,7 +183,7 @@ HEALTHY = {
     "eval_reward": "rises by more than its standard error, which `train` prints at the end",
     "reward": "its trend rises; single iterations say little, since their prompts differ",
     "reward_std": "above 0; a fall to a small part of its first value means that the images became alike",
-    "tied": "near 0; above 0.5 the run warns",
+    "tied": "near 0; above 0.5 take a reward of finer scores, more images per prompt, or a larger eta",
     "ratio": "0.99 to 1.01",
     "clip_fraction": "far below 1; on the small models 0.02 to 0.1",
     "ess": "well above 1; at 1 a single leaf decides",

@@ -8,21 +8,18 @@ __all__ = ['FORMAT', 'MANIFEST', 'NUMBERS', 'ORIGIN', 'Shapes', 'FILE', 'COUNTS'
            'remove_leftovers', 'set_aside', 'newest', 'superfluous', 'check_origin', 'check_shapes', 'flat',
            'file_numbers', 'TensorWriter', 'packed', 'plain_errors', 'write_tensors', 'read_tensors', 'saved_shapes',
            'shapes_of', 'read_saved_table', 'Progress', 'optimizer_state', 'state_of', 'check_weights',
-           'checkpoint_facts', 'Saver', 'make_anew', 'thread_group', 'nothing_half', 'begin_checkpoint', 'temporary_of',
-           'finish_checkpoint', 'delete_old', 'chosen', 'load_checkpoint']
+           'checkpoint_facts', 'Saver', 'make_anew', 'nothing_half', 'write_checkpoint', 'delete_old', 'chosen',
+           'load_checkpoint']
 
 # %% ../../nbs/training/10_checkpoints.ipynb #4973c555
 import hashlib
 import json
-import math
 import os
-import time
 import warnings
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -267,14 +264,10 @@ def plain_errors() -> Iterator[None]:
             raise next((cause for cause in causes if isinstance(cause, OSError)), causes[0]) from None
 
 # %% ../../nbs/training/10_checkpoints.ipynb #dd58ebb8
-def write_tensors(writer: TensorWriter, tables: dict[str, Any], thread: bool = False, group: Any = None) -> Any:
-    "Write tables of tensors, or begin to in a `thread` (of a group of processes) and return a future. Collective."
-    alone = not dist.is_initialized()
+def write_tensors(writer: TensorWriter, tables: dict[str, Any]) -> None:
+    "Write tables of tensors. Collective."
     with plain_errors():
-        if thread:
-            return dcp.async_save(packed(tables), storage_writer=writer, process_group=group, no_dist=alone)
-        dcp.save(packed(tables), storage_writer=writer, no_dist=alone)
-    return None
+        dcp.save(packed(tables), storage_writer=writer, no_dist=not dist.is_initialized())
 
 # %% ../../nbs/training/10_checkpoints.ipynb #edcede3b
 def read_tensors(folder: Path, tables: dict[str, Any], alone: bool = False) -> None:
@@ -369,27 +362,13 @@ class Saver:
     settings: Settings
     accelerator: Any
     saved: int = 0  # the iteration of the last checkpoint; nothing is lost at iteration 0
-    written_at: float = field(default_factory=time.monotonic)
-    pending: Any = None  # (future, writer, folder, facts) of a checkpoint that is being written
-    group: Any = None  # connects the threads that write
-
-    @property
-    def is_due(self) -> bool:
-        "Return whether `checkpoint_minutes` have passed since the last checkpoint."
-        return time.monotonic() - self.written_at >= 60 * (self.settings.checkpoint_minutes or math.inf)
 
     def save(self, learner: Learner, progress: Progress) -> None:
-        "Write a checkpoint, or begin to. Collective. Raises `ValueError` if a weight is not finite."
-        self.finish()
+        "Write a checkpoint. Collective. Raises `ValueError` if a weight is not finite."
         check_weights(learner, progress.iteration)
-        begin_checkpoint(self, learner, progress)
-        if not self.settings.checkpoint_async:
-            self.finish()
-
-    def finish(self, wait: bool = True) -> None:
-        "Put the checkpoint that is being written in its place, if there is one. Collective."
-        if self.pending is not None:
-            finish_checkpoint(self, wait)
+        write_checkpoint(self.run / "checkpoints" / f"{progress.iteration:06d}", learner, progress)
+        self.saved = progress.iteration
+        from_main(self.accelerator, lambda: delete_old(self))
 
 # %% ../../nbs/training/10_checkpoints.ipynb #64aeaea0
 def make_anew(folder: Path) -> None:
@@ -397,58 +376,28 @@ def make_anew(folder: Path) -> None:
     delete(folder)
     folder.mkdir(parents=True)
 
-# %% ../../nbs/training/10_checkpoints.ipynb #274d33e8
-def thread_group(saver: Saver) -> Any:
-    "Return the group in which the processes' threads write, made at the first call; None for one process. Collective."
-    if dist.is_initialized() and saver.group is None:
-        saver.group = dist.new_group(backend="gloo", timeout=timedelta(minutes=saver.settings.timeout_minutes))
-    return saver.group
-
 # %% ../../nbs/training/10_checkpoints.ipynb #5246806e
 @contextmanager
-def nothing_half(saver: Saver, folder: Path) -> Iterator[None]:
-    "Delete what has been written of the checkpoint `folder` if an error ends the context."
+def nothing_half(temporary: Path, accelerator: Any) -> Iterator[None]:
+    "Delete what has been written of a checkpoint if an error ends the context."
     try:
         yield
     except OSError:
-        saver.pending = None
-        if saver.accelerator.is_main_process:
-            delete(temporary_of(folder))
+        if accelerator.is_main_process:
+            delete(temporary)
         raise
 
 # %% ../../nbs/training/10_checkpoints.ipynb #d6ab34a1
-def begin_checkpoint(saver: Saver, learner: Learner, progress: Progress) -> None:
-    "Write the learner's state under a temporary name; in a thread if the settings say so."
-    folder = saver.run / "checkpoints" / f"{progress.iteration:06d}"
-    thread = saver.settings.checkpoint_async
-    group = thread_group(saver) if thread else None
-    with nothing_half(saver, folder):
-        from_main(saver.accelerator, lambda: make_anew(temporary_of(folder)))
+def write_checkpoint(folder: Path, learner: Learner, progress: Progress) -> None:
+    "Write the learner's state under a temporary name, and rename it when all processes have written. Collective."
+    temporary, accelerator = folder.with_name(f"{folder.name}.tmp"), learner.accelerator
+    with nothing_half(temporary, accelerator):
+        from_main(accelerator, lambda: make_anew(temporary))
         tables = state_of(learner)
-        writer = TensorWriter(temporary_of(folder), tables)
-        future = write_tensors(writer, tables, thread, group)
-    saver.pending = (future, writer, folder, checkpoint_facts(learner, progress))
-    saver.written_at = time.monotonic()
-
-# %% ../../nbs/training/10_checkpoints.ipynb #cb580117
-def temporary_of(folder: Path) -> Path:
-    "Return the name under which a checkpoint is written."
-    return folder.with_name(f"{folder.name}.tmp")
-
-# %% ../../nbs/training/10_checkpoints.ipynb #aa31b062
-def finish_checkpoint(saver: Saver, wait: bool) -> None:
-    "Rename the pending checkpoint when all processes have written it, at once or (`wait`) as soon as they have."
-    future, writer, folder, facts = saver.pending
-    if not wait and any_process(saver.accelerator, future is not None and not future.done())[0]:
-        return
-    saver.pending = None
-    with nothing_half(saver, folder), plain_errors():
-        if future is not None:
-            future.result()
-        files = dict(gather_object(list(writer.files.items())))
-        from_main(saver.accelerator, lambda: put_in_place(temporary_of(folder), folder, facts, files))
-    saver.saved = facts["iteration"]
-    from_main(saver.accelerator, lambda: delete_old(saver))
+        writer = TensorWriter(temporary, tables)
+        write_tensors(writer, tables)
+        facts, files = checkpoint_facts(learner, progress), dict(gather_object(list(writer.files.items())))
+        from_main(accelerator, lambda: put_in_place(temporary, folder, facts, files))
 
 # %% ../../nbs/training/10_checkpoints.ipynb #9c7fdc92
 def delete_old(saver: Saver) -> None:

@@ -40,8 +40,6 @@ class RecordSettings:
     evaluation_prompts: int = bounded(64, 1)  # held-out prompts per evaluation
     held_out: str | None = None  # further rewards, comma-separated, that only evaluations use
     checkpoint_every: int = bounded(10, 1)  # iterations between checkpoints
-    checkpoint_minutes: float | None = bounded(None, above=0)  # further checkpoints, this many minutes apart
-    checkpoint_async: bool = False  # write a checkpoint while the training goes on
     keep_checkpoints: int = bounded(2, 1)  # the newest checkpoints that are kept
     keep_every: int = bounded(0, 0)  # checkpoints of every n-th iteration are kept too; 0: none
     tree_every: int | None = bounded(None, 0)  # iterations between kept trees; none: evaluate_every; 0: never

@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['LOCK', 'FREE', 'REQUEUE', 'SIGNALS', 'with_null', 'with_nan', 'Run', 'rewind', 'recorded_run', 'commit_of',
            'environment', 'lock_holder', 'locked_file', 'RunLock', 'is_empty', 'check_folder', 'check_same_run',
-           'prompt_facts', 'check_same_prompts', 'holds_nothing', 'open_run', 'Preempted', 'end_now', 'ended_at_once',
-           'StopSignal']
+           'prompt_facts', 'check_same_prompts', 'holds_nothing', 'open_run', 'Preempted', 'StopSignal']
 
 # %% ../../nbs/training/09_runs.ipynb #fbb09d85
 import contextlib
@@ -20,10 +19,7 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
@@ -308,45 +304,17 @@ class Preempted(RuntimeError):
         super().__init__(text)
         self.signal = signal  # its name
 
-# %% ../../nbs/training/09_runs.ipynb #653065f2
-def end_now(text: str) -> None:
-    "End this process at once, with one line and the code that asks to be started again."
-    os.write(2, f"branchgrpo: {text}\n".encode())
-    os._exit(REQUEUE)
-
-# %% ../../nbs/training/09_runs.ipynb #38a592f5
-@contextmanager
-def ended_at_once() -> Iterator[None]:
-    "End the process as soon as a signal comes: for the time before training, when nothing has to be saved."
-
-    def end(number: int, frame: Any) -> None:
-        end_now(f"stopped by {signal.Signals(number).name} before training; a second call continues the run")
-
-    main = threading.current_thread() is threading.main_thread()  # Python allows handlers there only
-    before = {number: signal.signal(number, end) for number in SIGNALS if main}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
 # %% ../../nbs/training/09_runs.ipynb #f78a7648
 class StopSignal:
     "Records a signal to stop: `with StopSignal() as stop: … stop.received`."
 
-    def __init__(self, patience: float = 10.0):
+    def __init__(self):
         self.received: str | None = None  # the signal's name
-        self.patience = patience  # seconds in which a further signal is the same: launchers pass them on
-        self.since = 0.0
         self.before: dict[signal.Signals, Any] = {}
 
     def remember(self, number: int, frame: Any) -> None:
-        "Handle a signal."
-        name = signal.Signals(number).name
-        if self.received is None:
-            self.received, self.since = name, time.monotonic()
-        elif time.monotonic() - self.since >= self.patience:
-            end_now(f"stopped again by {name}; a second call continues from the last checkpoint")
+        "Handle a signal; a further one changes nothing."
+        self.received = self.received or signal.Signals(number).name
 
     def stop_requested(self) -> bool:
         "Return whether a signal has come."

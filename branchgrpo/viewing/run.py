@@ -259,7 +259,7 @@ def evenly_spread(items: list[Any], most: int) -> list[Any]:
     return [items[round(n * (len(items) - 1) / (most - 1))] for n in range(most)]
 
 # %% ../../nbs/viewing/01_run.ipynb #3a15b090
-COLUMNS, SHEET, SIDE = 8, 32, 128  # images in a row, images of a sheet, pixels of an image
+COLUMNS, SHEET, SIDE = 8, 32, 128  # images in a row, images of an earlier version's sheet, pixels of an image
 RIGHT, WRONG = "#009E73", "#D55E00"  # readable without red-green vision
 
 # %% ../../nbs/viewing/01_run.ipynb #58c0bee5
@@ -295,12 +295,13 @@ def marked(row: Any, right: list[bool]) -> Any:
     return row
 
 
-def first_row_uri(path: Path, prompts: int) -> str:
+def first_row_uri(path: Path, prompts: int, height: int) -> str:
     "Return the first row of a sheet as a data URI, each image about `SIDE` pixels high and marked right or wrong."
     from PIL import Image
 
     with Image.open(path) as sheet:
-        row = sheet.crop((0, 0, sheet.width, sheet.height // max(1, min(prompts, SHEET) // COLUMNS)))
+        several = sheet.height == height * (min(prompts, SHEET) // COLUMNS)  # of an earlier version
+        row = sheet.crop((0, 0, sheet.width, height if several else sheet.height))
     small = row.height < SIDE
     if row.height > SIDE:
         row = row.resize((max(1, round(row.width * SIDE / row.height)), SIDE))
@@ -326,4 +327,5 @@ def read_files(record: Record, folder: str, suffix: str, most: int, read: Callab
 def sample_rows(record: Record) -> list[tuple[int, str]]:
     "Return (iteration, data URI) of some of a run's evaluations."
     prompts = int(usable_number(record.settings.get("evaluation_prompts")) or SHEET)
-    return read_files(record, "samples", ".png", MOST_ROWS, lambda path: first_row_uri(path, prompts))
+    height = int(usable_number(record.settings.get("height")) or 0)  # of one image
+    return read_files(record, "samples", ".png", MOST_ROWS, lambda path: first_row_uri(path, prompts, height))

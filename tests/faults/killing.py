@@ -23,10 +23,8 @@ FULL = {"sharding": "full"}
 MODES = {  # processes, and what differs
     "1 process": (1, {"checkpoint_every": 2, "iterations": 4, "evaluate_every": 2}),
     "1 process, 2 passes": (1, {"passes": 2, "steps_per_pass": 1, "lora_rank": 2}),
-    "1 process, saved in a thread": (1, {"checkpoint_async": True}),
     "2 processes": (2, {"prompts_per_iteration": 2}),
     "2 processes, sharded": (2, FULL),
-    "2 processes, sharded, saved in a thread": (2, FULL | {"checkpoint_async": True}),
 }
 
 

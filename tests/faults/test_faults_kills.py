@@ -12,7 +12,7 @@ from killing import KILLED, MODES, Attempt, outcome
 from branchgrpo.training.checkpoints import checkpoints_of, newest
 
 TRAINING = "branchgrpo.training"
-ONE, PASSES, THREAD, TWO, SHARDED, SHARDED_THREAD = MODES
+ONE, PASSES, TWO, SHARDED = MODES
 
 
 def at(name, call=1, when="before", inside=None, **more):
@@ -222,21 +222,6 @@ def test_killed_at_operations_of_the_records(tmp_path, whole, noted, part):
     check_operations(tmp_path, PASSES, whole, noted, patterns, part, 2, "operation of a record")
 
 
-def test_killed_in_a_thread_that_saves(tmp_path, whole, noted):
-    "Within the write, and between the write and the renaming, while the training goes on."
-    faults = {
-        "save in a thread, within the write": WRITES["a checkpoint's weights"],
-        "save in a thread, in the next rollout": at("branchgrpo.rollouts:take_step", 2, inside=step(3)),
-    }
-    for n, (place, fault) in enumerate(faults.items()):
-        check_kill(tmp_path / f"run{n}", THREAD, fault, whole, noted, place)
-
-
-def test_killed_in_a_thread_that_saves_on_two_processes(tmp_path, whole, noted):
-    fault = WRITES["a checkpoint's weights"] | {"rank": 1}
-    check_kill(tmp_path / "run", SHARDED_THREAD, fault, whole, noted, "sharded save in a thread, within the write")
-
-
 AGAIN = {  # a run that was killed is killed once more while it resumes
     "resume, in the reading of the checkpoint": at(f"{TRAINING}.checkpoints:load_checkpoint", 1, "after"),
     "resume, before the metrics are cut back": at(f"{TRAINING}.trainer:rewind", 1, "before"),
@@ -259,10 +244,9 @@ SIGNALS = [
     (ONE, "between optimiser steps", "TERM", 0),
     (ONE, "evaluation", "USR2", 0),
     (ONE, "check before the first checkpoint", "TERM", 0),
-    (ONE, "start, before the folder is made", "TERM", 0),
     (ONE, "start, before the first evaluation", "USR2", 0),
     (PASSES, "between passes", "TERM", 0),
-    (THREAD, "between micro-batches", "USR2", 0),
+    (ONE, "between micro-batches", "USR2", 0),
     (TWO, "rollout", "TERM", 1),
     (TWO, "backward, in the denoiser", "USR2", 1),
     (TWO, "optimiser step", "TERM", 1),

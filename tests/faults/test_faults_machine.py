@@ -8,8 +8,7 @@ from disk import scene
 LINE = "branchgrpo: output: no space left on the disk of "
 FULL = {
     "metrics row": ("branchgrpo.training.runs:append_jsonl", 2, 0),
-    "checkpoint": ("branchgrpo.training.checkpoints:begin_checkpoint", 2, 0),
-    "checkpoint written in a thread": ("branchgrpo.training.checkpoints:begin_checkpoint", 2, 0, "--checkpoint-async"),
+    "checkpoint": ("branchgrpo.training.checkpoints:write_checkpoint", 2, 0),
     "checkpoint's manifest": ("branchgrpo.training.checkpoints:put_in_place", 2, 0),
     "adapter at the end": ("branchgrpo.training.export:write_result", 1, 0),
     "run.json at the end": ("branchgrpo.training.runs:Run.set_state", 1, 0),
@@ -19,10 +18,10 @@ FULL = {
 }
 FILLED = """
 disk = Disk()
-for name, (place, call, every, *flags) in json.loads(sys.argv[1] and TABLE).items():
+for name, (place, call, every) in json.loads(sys.argv[1] and TABLE).items():
     run = disk.path / name.replace(" ", "-")
     before(place, disk.fill, call)
-    words = ("--evaluate-every", every, *flags)
+    words = ("--evaluate-every", every)
     refused = train(run, *words)
     left = leftovers(run)
     still = train(run, *words)
@@ -52,17 +51,14 @@ def is_disk_full(found):
 def filled(tmp_path, noted, names):
     table = json.dumps({name: FULL[name] for name in names})
     for name, at in scene(f"TABLE = {table!r}" + FILLED, tmp_path).items():
-        line = refused(at["refused"], is_disk_full(at))
+        refused(at["refused"], is_disk_full(at))
         refused(at["still"], is_disk_full(at))
         assert at["again"] == [0, []], at
         assert at["same"] and at["tidy"] == [] and not at["lock"], at
-        said = (
-            "no checkpoint yet: begun again" if "no checkpoint" in line else line.partition("; ")[2].partition(",")[0]
-        )
         noted(
             f"disk full at the {name}",
-            "code 74, one line that says what is kept; the same line as long as the disk is full",
-            f"{said}; with space again the same command ends bit-equal",
+            "code 74, one line; the same line as long as the disk is full",
+            "the last checkpoint; with space again the same command ends bit-equal",
             disk=at["kind"],
         )
 
@@ -98,7 +94,7 @@ found |= {"same": same(run, ROOT / "whole"), "tidy": leftovers(run), "kind": dis
 @pytest.mark.parametrize(
     ("what", "place"),
     {
-        "checkpoint": "branchgrpo.training.checkpoints:begin_checkpoint",
+        "checkpoint": "branchgrpo.training.checkpoints:write_checkpoint",
         "metrics row": "branchgrpo.training.runs:append_jsonl",
     }.items(),
 )
@@ -138,31 +134,6 @@ def test_a_full_disk_at_an_embedding(tmp_path, noted):
     noted(
         "disk full at an entry of the embeddings' folder",
         "code 74, one line that names the setting `embeddings`",
-        disk=found["kind"],
-    )
-
-
-TRACKER = """
-disk = Disk()
-os.chdir(disk.path)
-before("branchgrpo.training.trainer:Tracking.on_iteration", disk.fill, 2)
-with warnings.catch_warnings(record=True) as said:
-    warnings.simplefilter("always")
-    found["run"] = train(disk.path.parent / "run", "--tracker", "tensorboard")
-found["said"] = [str(w.message) for w in said if "tracker" in str(w.message)]
-train(ROOT / "whole")
-found |= {"same": same(ROOT / "run", ROOT / "whole"), "kind": disk.kind}
-"""
-
-
-def test_a_tracker_on_a_full_disk_does_not_end_the_run(tmp_path, noted):
-    "Kept: all rows in metrics.jsonl."
-    found = scene(TRACKER, tmp_path)
-    assert found["run"] == [0, []], found
-    assert found["same"], found
-    noted(
-        "disk full at the tracker (TensorBoard)",
-        "a warning; the run goes on without the tracker and ends with code 0",
         disk=found["kind"],
     )
 
@@ -208,7 +179,7 @@ disk.read_only()
 found["before"] = train(disk.path / "run")
 disk.read_only(False)
 found["left"] = os.listdir(disk.path)
-before("branchgrpo.training.checkpoints:begin_checkpoint", disk.read_only, 2)
+before("branchgrpo.training.checkpoints:write_checkpoint", disk.read_only, 2)
 found["during"] = train(disk.path / "run")
 found["resumed"] = train(disk.path / "run")
 disk.read_only(False)
@@ -291,7 +262,7 @@ prompts = ROOT / "prompts.txt"
 text = "a red 3\\ntwo blue 5s\\na green 7\\n"
 prompts.write_text(text)
 words = ("--prompts", prompts)
-before("branchgrpo.training.checkpoints:begin_checkpoint", prompts.unlink, 1)
+before("branchgrpo.training.checkpoints:write_checkpoint", prompts.unlink, 1)
 found["during"] = train(ROOT / "run", *words, iterations=2)
 found["gone"] = train(ROOT / "run", *words)
 prompts.write_text(text + "a red 8\\n")
@@ -337,9 +308,9 @@ from branchgrpo.reproduction.schedule import IterationCount, progress_line
 count = IterationCount({ROOT / "run": 3})
 jumps = {1: -86400.0, 2: 365 * 86400.0}
 for call, seconds in jumps.items():
-    before("branchgrpo.training.checkpoints:begin_checkpoint", lambda s=seconds: shift.__setitem__(0, s), call)
-found["run"] = train(ROOT / "run", "--checkpoint-minutes", 5, iterations=2)
-found["resumed"] = train(ROOT / "run", "--checkpoint-minutes", 5)
+    before("branchgrpo.training.checkpoints:write_checkpoint", lambda s=seconds: shift.__setitem__(0, s), call)
+found["run"] = train(ROOT / "run", iterations=2)
+found["resumed"] = train(ROOT / "run")
 found["seconds"] = [json.loads(l)["seconds"] for l in (ROOT / "run/metrics.jsonl").read_text().splitlines()]
 found["line"] = progress_line(count, [ROOT / "run"])
 shift[0] = 0.0

@@ -45,7 +45,7 @@ ROLLOUT = "rollouts.take_step:1:4"
 KILLED = {
     "in a rollout": (ROLLOUT, 1, {}),
     "before the backward pass that all make": ("training.update.edge_terms:1:3", 0, {}),
-    "in a checkpoint, sharded": ("training.checkpoints.begin_checkpoint:1:1", 1, FULL),
+    "in a checkpoint, sharded": ("training.checkpoints.write_checkpoint:1:1", 1, FULL),
 }
 
 
