@@ -59,6 +59,7 @@ def wait_for(condition, seconds: float = 300) -> None:
     assert condition()
 
 
+@pytest.mark.slow
 def test_two_tasks_train_one_run(tmp_path):
     "Each stands for a node: both start torchrun, and only the first takes the run's lock."
     job = submit(tmp_path, 2, torchrun(2, 1), SMALL)
