@@ -77,8 +77,8 @@ def whole_run(t) -> dict:
     return run.metrics[0]
 
 
-CHOSEN = ("branchgrpo-deppru", "branchgrpo-mix", "branchgrpo-released", "dancegrpo-sd", "flow-dppo", "gardo")
-CHOSEN += ("flow-cps", "grpo-guard", "pro-grpo", "stepwise-flow-grpo", "tp-grpo", "treegrpo")
+CHOSEN = ("branchgrpo-deppru", "branchgrpo-mix", "branchgrpo-released", "flow-dppo", "gardo")
+CHOSEN += ("flow-cps", "grpo-guard", "stepwise-flow-grpo", "tp-grpo", "treegrpo")
 NAMED = ("advantage", "std", "prune", "selection", "group_selection", "window", "stochastic", "transition", "ratio")
 NAMED += ("loss", "loss_mean", "reward_sum", "step_weights", "step_unit", "split_noise", "weights")
 
