@@ -282,6 +282,7 @@ def wait_for(condition, seconds=180):
         time.sleep(0.2)
 
 
+@pytest.mark.slow
 def test_a_live_page_follows_a_training_to_its_end(tmp_path):
     "The page loads itself again while the run is trained, and no more after it was killed."
     folder = tmp_path / "run"
