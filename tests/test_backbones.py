@@ -63,8 +63,7 @@ UNIPC = {"_class_name": "UniPCMultistepScheduler", "prediction_type": "flow_pred
 UNIPC |= {"flow_shift": 3.0}  # Wan's
 FILES = {"tiny-flux": SIZED, "tiny-sd": PNDM, "tiny-sd3": {}, "tiny-wan": UNIPC, "tiny-wan-i2v": UNIPC}
 SHIFTS = (5.0, "scheduler")
-TRIED_RESULTS = [("tiny-flux", 5.0, 4), ("tiny-sd", 5.0, 0), ("tiny-sd3", "scheduler", 0), ("tiny-sd3", 5.0, 4)]
-TRIED_RESULTS += [("tiny-wan", "scheduler", 4), ("tiny-wan-i2v", 5.0, 0)]
+TRIED_RESULTS = [("tiny-flux", 5.0, 4), ("tiny-sd", 5.0, 0), ("tiny-sd3", "scheduler", 0), ("tiny-wan-i2v", 5.0, 0)]
 
 
 def published_like(backbone, folder):
