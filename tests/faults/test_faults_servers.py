@@ -237,19 +237,6 @@ def test_a_refusal_stops_at_once(status, serve, noted):
     noted(f"a reward server refuses ({status})", str(error.value), "nothing is trained without a score")
 
 
-def test_a_server_may_ask_to_wait(serve, noted):
-    times = []
-
-    def behave(connection, n, body):
-        times.append(time.monotonic())
-        connection.sendall(answer(b"", "503 Later", "Retry-After: 1\r\n") if n == 0 else answer())
-
-    _, scores, _ = scored(serve(behave))
-    assert scores.tolist() == [4.0]
-    assert times[1] - times[0] >= 1
-    noted("a reward server asks to wait a second (503)", "waits, and tries again", "the score")
-
-
 @pytest.mark.fast
 def test_a_server_that_is_not_there_costs_one_line(tmp_path, monkeypatch, capsys, noted):
     monkeypatch.chdir(tmp_path)
