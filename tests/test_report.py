@@ -7,8 +7,6 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from branchgrpo import recipes
-from branchgrpo.reproduction.figures import colour_of
 from branchgrpo.reproduction.pages import jobs, planned_runs, templates
 from branchgrpo.reproduction.records import read_record
 from branchgrpo.reproduction.report import CLOSING, OPENING, first_answers, written_report
@@ -60,7 +58,3 @@ def test_the_first_page_has_the_answers_of_the_record():
     first = json.loads((ROOT / "nbs/index.ipynb").read_text(encoding="utf-8"))
     block = f"{OPENING}\n{first_answers()}\n{CLOSING}"
     assert any(block in "".join(cell["source"]) for cell in first["cells"]), "`make report` is due"
-
-
-def test_every_recipe_has_a_colour():
-    assert [name for name in recipes.names() if colour_of(name) is None] == []
