@@ -3,9 +3,7 @@
 import dataclasses
 import os
 import shutil
-import signal
 import sys
-import time
 
 import pytest
 import torch
@@ -38,24 +36,6 @@ def start(folder, prompts, **extra):
     words = [*CALL, "--prompts", prompts, "--output", folder]
     with open(f"{folder}{extra.get('RANK', '')}.log", "a") as log:
         return popen(words, stdout=log, stderr=log, env=os.environ | extra)
-
-
-def test_sixty_prompts_killed_in_the_middle(tmp_path, prompts):
-    whole, killed = start(tmp_path / "whole", prompts), start(tmp_path / "killed", prompts)
-    blocks, deadline = tmp_path / "killed/blocks", time.time() + 120
-    while not blocks.exists() or len(list(blocks.glob("*.jsonl"))) < 3:
-        assert time.time() < deadline and killed.poll() is None
-        time.sleep(0.01)
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
-    assert not (tmp_path / "killed/summary.json").exists()
-    again = start(tmp_path / "killed", prompts)
-    ends_well(whole, tmp_path / "whole")
-    ends_well(again, tmp_path / "killed")
-    for name in ("images.jsonl", "summary.json"):
-        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "killed" / name).read_bytes()
-    assert len((tmp_path / "whole/images.jsonl").read_text().splitlines()) == 60
-    assert len(list((tmp_path / "killed/images").glob("*.png"))) == 60
 
 
 def test_two_processes_share_the_work(tmp_path, prompts):
