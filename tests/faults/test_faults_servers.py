@@ -281,6 +281,45 @@ def test_a_pixel_that_is_not_finite_has_no_score(serve):
     assert scored(server, images)[1].isnan().tolist() == [False, True] and len(server.posts) == 1
 
 
+# images are made while others are scored
+
+
+def watch(policy, name, first, asked, made):
+    "From its call `first` on, a method waits until the server was asked, and only then the server may answer."
+    function, calls = getattr(policy, name), itertools.count(1)
+
+    def watched(*args):
+        if next(calls) >= first:
+            assert asked.wait(60), "nothing is scored while the next images are made"
+            made.set()
+        return function(*args)
+
+    setattr(policy, name, watched)
+
+
+OVERLAPS = {  # which call waits: an image of an iteration after the first, a prediction after the first 16 prompts
+    "decode": (2, lambda trainer: trainer.step()["reward"]),
+    "predict": (7, lambda trainer: trainer.evaluator(trainer.policy)[0]["eval_reward"]),
+}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", OVERLAPS)
+def test_images_are_made_while_a_server_scores_others(serve, tmp_path, name):
+    asked, made = threading.Event(), threading.Event()
+
+    def behave(connection, n, body):
+        asked.set()
+        assert made.wait(60)
+        connection.sendall(answer())
+
+    table = SMALL | {"output": str(tmp_path), "decode_batch": 1 if name == "decode" else None, "evaluation_prompts": 32}
+    trainer = Trainer(TrainConfig.from_dict(table | {"reward": f"unified-reward:{serve(behave).where}"}))
+    first, run = OVERLAPS[name]
+    watch(trainer.policy, name, first, asked, made)
+    assert run(trainer) == 4
+
+
 # a score is a function of its own image
 
 
