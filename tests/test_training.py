@@ -14,9 +14,7 @@ import pytest
 import torch
 from commands import popen
 
-from branchgrpo.planning import process_of
 from branchgrpo.training.config import TrainConfig
-from branchgrpo.training.credit import assign_credit
 from branchgrpo.training.trainer import Trainer
 
 SMALL = dict(steps=6, splits=(0, 2), prompts_per_iteration=2, evaluate_every=0, tracker="none", checkpoint_every=2)
@@ -25,16 +23,6 @@ TIMES = ("seconds", "seconds_rollout", "seconds_update")
 
 def config(folder, **changes):
     return TrainConfig.from_dict(SMALL | {"output": str(folder), "iterations": 4} | changes)
-
-
-def gradient(trainer):
-    return {n: p.grad.clone() for n, p in trainer.learner.parameters.items() if p.grad is not None}
-
-
-def prepared(trainer, iteration=0):
-    "A rollout with credit assigned, as an update takes it."
-    process = process_of(trainer.settings, trainer.policy, iteration)
-    return assign_credit(trainer.learner, trainer.collector(iteration), process, trainer.collector.noise(iteration))[0]
 
 
 START = """
