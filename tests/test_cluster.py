@@ -13,6 +13,7 @@ import psutil
 import pytest
 from filelock import FileLock, Timeout
 from slow import often
+from small import wait_for
 
 from branchgrpo.reproduction.pages import jobs
 from branchgrpo.reproduction.slurm import (
@@ -48,14 +49,6 @@ def only_run(folder: Path) -> Run:
     "Return the run in a folder; there is no other."
     (path,) = (folder / "runs").glob("branchgrpo-*")
     return Run(path)
-
-
-def wait_for(condition, seconds: float = 300) -> None:
-    "Wait until a condition holds."
-    until = time.time() + seconds
-    while not condition() and time.time() < until:
-        time.sleep(0.05)
-    assert condition()
 
 
 @pytest.mark.slow

@@ -160,12 +160,6 @@ if rank == 0: torch.save({}, out)
 """
 
 
-def rows(folder):
-    "The metrics of a run, without seconds."
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if not key.startswith("seconds")} for line in lines]
-
-
 def test_a_sharded_run_ends_in_a_plain_pipeline(tmp_path):
     run = tmp_path / "run"
     processes(

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 from commands import popen
+from small import rows
 
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.trainer import Trainer
 
 SMALL = dict(steps=6, splits=(0, 2), prompts_per_iteration=2, evaluate_every=0, tracker="none", checkpoint_every=2)
-TIMES = ("seconds", "seconds_rollout", "seconds_update")
 
 
 def config(folder, **changes):
@@ -40,13 +40,6 @@ def start(folder, iterations=6, **changes):
 
 def ends_well(process, folder):
     assert process.wait(timeout=200) == 0, Path(f"{folder}.log").read_text()[-2000:]
-
-
-def rows(folder):
-    return [
-        {k: v for k, v in json.loads(line).items() if k not in TIMES}
-        for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()
-    ]
 
 
 CLAIMED = []
@@ -91,12 +84,12 @@ def test_prompts_that_come_again_are_encoded_as_the_first_time(tmp_path):
     (tmp_path / "prompts.txt").write_text("a red 3\ntwo blue 5s\na green 7\n")
     table = SMALL | {"prompts": str(tmp_path / "prompts.txt"), "prompts_per_iteration": 2, "evaluate_every": 0}
 
-    def rows(name, iterations):
+    def trained(name, iterations):
         run = Trainer(TrainConfig.from_dict(table | {"output": str(tmp_path / name), "iterations": iterations})).fit()
-        return [{key: value for key, value in row.items() if "seconds" not in key} for row in run.metrics]
+        return rows(run.path)
 
-    rows("stopped", 2)
-    assert rows("stopped", 4) == rows("whole", 4)
+    trained("stopped", 2)
+    assert trained("stopped", 4) == trained("whole", 4)
 
 
 def test_lost_metrics_stop_no_run(tmp_path):

@@ -6,7 +6,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from html.parser import HTMLParser
 
 import pytest
@@ -15,6 +14,7 @@ from commands import popen
 from PIL import Image
 from safetensors.torch import load_file
 from slow import often
+from small import rows, wait_for
 from test_training import START, together
 
 from branchgrpo import TrainConfig, Trainer, cli
@@ -25,15 +25,10 @@ from branchgrpo.viewing.run import read_records, read_run
 from branchgrpo.viewing.trees import read_trees
 
 SMALL = dict(steps=4, splits=(0, 1), prompts_per_iteration=2, evaluate_every=0, tracker="none", iterations=3)
-TIMES = ("seconds", "seconds_rollout", "seconds_update")
 
 
 def trained(folder, **changes):
     return Trainer(TrainConfig.from_dict(SMALL | {"output": str(folder)} | changes)).fit()
-
-
-def numbers(rows):
-    return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +91,7 @@ def test_keeping_trees_changes_no_number(tmp_path, kind):
     changes = KINDS[kind]
     without = trained(tmp_path / "without", **changes, iterations=2, tree_every=0)
     kept = trained(tmp_path / "with", **changes, iterations=2, tree_every=1)
-    assert numbers(kept.metrics) == numbers(without.metrics)
+    assert rows(kept.path) == rows(without.path)
     before, after = weights_of(without), weights_of(kept)
     assert before and before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -237,13 +232,6 @@ def test_a_damaged_run_costs_a_note(damage, copied, capsys):
 
 
 # live
-
-
-def wait_for(condition, seconds=180):
-    deadline = time.time() + seconds
-    while not condition():
-        assert time.time() < deadline
-        time.sleep(0.2)
 
 
 @pytest.mark.slow

@@ -16,7 +16,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
-from test_sharding import BEGIN, END, FIT, FULL, processes, rows, settings
+from small import rows
+from test_sharding import BEGIN, END, FIT, FULL, processes, settings
 from test_training import config
 
 from branchgrpo.backbones.loading import folder_of, load_backbone
