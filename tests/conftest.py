@@ -31,7 +31,7 @@ def pytest_configure(config):
 
 
 # the longest tests
-HEAVY = ("test_every_notebook_executes", "test_two_sharded_processes", "test_a_checkpoint_is_read_by", "test_lesson[")
+HEAVY = ("test_every_notebook_executes", "test_near_its_time_limit", "test_a_checkpoint_is_read_by", "test_lesson[")
 
 
 def weight(item):

@@ -8,9 +8,8 @@ from torch import Tensor
 from virtual_device import GPU, VirtualDevice, WrongDevice
 
 from branchgrpo import recipes
-from branchgrpo.planning import plan_of, process_of
+from branchgrpo.planning import process_of
 from branchgrpo.policy import GaussianFlow
-from branchgrpo.rollouts import Predictor, replay, rollout
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.credit import assign_credit
 from branchgrpo.training.processes import RankGroup
@@ -22,11 +21,14 @@ SMALL = dict(prompts_per_iteration=2, iterations=1, evaluation_prompts=2, evalua
 SHORT = dict(steps=4, splits=(0, 2))
 CLIPS = dict(recipe="branchgrpo", prompts="clips", reward="motion", **SHORT)
 FUNNEL = {"roots": 6, "prune_at": {6: 4, 8: 3}}
-# fewer nodes than the recipes have, and as many depths
+# fewer nodes than the recipes have: what matters here is each setting's name, and test_arithmetic counts the sizes
 NARROW = {
     **dict.fromkeys(("dancegrpo", "dancegrpo-tf0.6", "mixgrpo-shared", "dancegrpo-released"), {"branch_factor": 3}),
-    **dict.fromkeys(("stepwise-flow-grpo", "g2rpo"), {"branch_factor": 3}),
-    **dict.fromkeys(("flow-grpo", "mixgrpo", "mixgrpo-flash", "dancegrpo-sd", "dense-grpo", "tp-grpo"), {"roots": 3}),
+    "g2rpo": {"branch_factor": 3},
+    "stepwise-flow-grpo": {"branch_factor": 3, "steps": 5},
+    "branchgrpo-released": {"steps": 8, "splits": (0, 2), "steps_per_pass": 4},
+    "tp-grpo": {"roots": 3, "steps": 5},
+    **dict.fromkeys(("flow-grpo", "mixgrpo", "mixgrpo-flash", "dancegrpo-sd", "dense-grpo"), {"roots": 3}),
     **dict.fromkeys(("uniform-subsample", "ovf"), {"roots": 4, "group_keep": 2}),
     **dict.fromkeys(("pro-grpo", "pro-grpo-flash", "pro-grpo-sd"), FUNNEL),
 }
@@ -77,8 +79,8 @@ def whole_run(t) -> dict:
     return run.metrics[0]
 
 
-CHOSEN = ("branchgrpo-deppru", "branchgrpo-mix", "branchgrpo-released", "dancegrpo-sd", "flow-dppo", "gardo")
-CHOSEN += ("flow-cps", "grpo-guard", "pro-grpo", "stepwise-flow-grpo", "tp-grpo", "treegrpo")
+CHOSEN = ("branchgrpo-deppru", "branchgrpo-mix", "branchgrpo-released", "flow-dppo", "gardo")
+CHOSEN += ("flow-cps", "grpo-guard", "stepwise-flow-grpo", "tp-grpo", "treegrpo")
 NAMED = ("advantage", "std", "prune", "selection", "group_selection", "window", "stochastic", "transition", "ratio")
 NAMED += ("loss", "loss_mean", "reward_sum", "step_weights", "step_unit", "split_noise", "weights")
 
@@ -94,7 +96,8 @@ def test_the_chosen_recipes_and_settings_take_every_name_that_a_recipe_takes():
 
 @pytest.mark.parametrize("recipe", often(recipes.names(), CHOSEN))
 def test_recipe_on_a_gpu(gpu, tmp_path, recipe):
-    assert whole_run(trainer(tmp_path, recipe=recipe, **NARROW.get(recipe, {})))["grad_norm"] > 0
+    row = whole_run(trainer(tmp_path, recipe=recipe, **NARROW.get(recipe, {})))
+    assert row["grad_norm"] > 0 and row["rollout_mismatch"] < 1e-5
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -177,39 +180,6 @@ def test_a_micro_batch_copies_nothing_and_waits_for_nothing(gpu, tmp_path, name)
     assert counts[0] == counts[1], gpu.transfers
 
 
-def shapes_of(policy, call) -> tuple[set[int], object]:
-    "The batch sizes of the denoiser's calls, and what `call` returns."
-    sizes = set()
-    hook = policy.denoiser.register_forward_pre_hook(
-        lambda module, args, kwargs: sizes.add(len(kwargs["hidden_states"])), with_kwargs=True
-    )
-    result = call()
-    hook.remove()
-    return sizes, result
-
-
-def test_filled_batches_have_one_shape_and_give_the_same_tree_and_gradient(tmp_path):
-    t = trainer(tmp_path, recipe="branchgrpo", **SHORT)
-    noise, process = t.collector.noise(0), process_of(t.settings, t.policy, 0)
-    plan, given = plan_of(t.settings), (t.policy, t.conditioner(t.collector.draw(0)))
-    whole = rollout(plan, Predictor(*given, 3), process, noise)
-    sizes, tree = shapes_of(t.policy, lambda: rollout(plan, Predictor(*given, 3, pad=True), process, noise))
-    assert sizes == {3}
-    for d in range(tree.steps + 1):
-        assert torch.allclose(tree.latents[d], whole.latents[d], atol=1e-4), "as close as other batches are"
-
-    def gradient(pad_to):
-        t.learner.optimizer.zero_grad()
-        rows = torch.tensor([0, 3])
-        sizes, edges = shapes_of(t.policy, lambda: replay(whole, *given, process, 2, rows, pad_to))
-        edges.sum().backward()
-        assert sizes == {pad_to or 2}
-        return torch.cat([p.grad.flatten() for p in t.learner.parameters.values() if p.grad is not None])
-
-    plain = gradient(None)
-    assert (gradient(5) - plain).norm() < 1e-5 * plain.norm()
-
-
 ROWS = torch.tensor([0, 1])
 REFUSED = {
     "an index on the GPU into the CPU": lambda x, on_cpu: on_cpu[ROWS.to(GPU)],
@@ -223,16 +193,6 @@ REFUSED = {
     "numpy": lambda x, on_cpu: x.numpy(),
     "a generator of the CPU": lambda x, on_cpu: torch.randn(2, device=x.device, generator=torch.Generator()),
 }
-ALLOWED = {
-    "an index on the CPU": (lambda x: x[ROWS], GPU),
-    "a number on the CPU": (lambda x: x * torch.tensor(2.0), GPU),
-    "a copy": (lambda x: torch.zeros(3, 4).copy_(x), torch.device("cpu")),
-    "made like it": (lambda x: torch.zeros_like(x), GPU),
-    "made from it": (lambda x: x.new_ones(2), GPU),
-    "a view": (lambda x: x[1:].flatten()[::2], GPU),
-    "a reshape that copies": (lambda x: x[:, 1:3].reshape(6), GPU),
-    "moved back": (lambda x: x.cpu(), torch.device("cpu")),
-}
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -241,13 +201,6 @@ def test_virtual_device_refuses(what):
         x, on_cpu = torch.ones(3, 4, device=GPU), torch.ones(3, 4)
         with pytest.raises(WrongDevice):
             REFUSED[what](x, on_cpu)
-
-
-@pytest.mark.parametrize("what", ALLOWED)
-def test_virtual_device_allows(what):
-    operation, device = ALLOWED[what]
-    with VirtualDevice():
-        assert operation(torch.ones(3, 4).to(GPU)).device == device
 
 
 def transfers_of(operation) -> list[str]:

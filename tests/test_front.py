@@ -1,14 +1,12 @@
-"""The front page: README.md is the front of the first notebook; its links lead to files, its lists to every lesson."""
+"""The front page: README.md is the front of the first notebook; every link leads to a file."""
 
 import json
 import re
 from pathlib import Path
 
-import pytest
-
 from branchgrpo.files import parse_table
 from branchgrpo.reproduction.report import FRONT_PAGE
-from branchgrpo.site.build import METHODS, README_END, lesson_lists, navigation, prose, readme
+from branchgrpo.site.build import readme
 from branchgrpo.training.resolve import resolve
 
 ROOT = Path(__file__).parents[1]
@@ -43,19 +41,6 @@ def test_every_link_of_every_page_leads_to_a_file():
     assert dead == []
 
 
-def test_the_answers_stand_between_their_markers():
-    before, _, rest = README.partition("<!-- answers -->\n")
-    answers, _, after = rest.partition("\n<!-- /answers -->\n")
-    assert "## Results" in before and after and "REPORT.md" in answers
-    assert "answers -->" not in answers + after
-
-
-def test_the_number_of_recipes_is_counted():
-    from branchgrpo import recipes
-
-    assert f"[{len(recipes.names())} recipes](" in README
-
-
 def blocks(language):
     "Return the blocks of README.md in a language."
     return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
@@ -82,18 +67,3 @@ def test_your_own_method_is_one(tmp_path):
     settings = resolve(TrainConfig(recipe=str(tmp_path / name)))
     assert settings.recipe == parse_table(block)["name"] == Path(name).stem
     assert settings.splits == (0, 1, 2)
-
-
-@pytest.mark.parametrize("link", ["00_tour.ipynb", "yours/02_method.ipynb"])
-def test_lessons_keep_their_place_below_the_front(link):
-    "The site's navigation comes from the lists, not from the front."
-    front, lists = prose(FIRST).split(README_END)
-    assert f"]({link})" in front and f"]({link})" in lists
-
-
-def test_the_lists_of_the_first_page_hold_every_lesson_once():
-    "Else the site has a page that nothing leads to."
-    listed = [lesson for lessons in lesson_lists(prose(FIRST)).values() for lesson in lessons]
-    lessons = {path.relative_to(ROOT).as_posix() for path in (ROOT / "nbs").rglob("*.ipynb")} - {FRONT_PAGE}
-    listed += navigation(ROOT)[METHODS][""]  # the methods' pages stand below their table
-    assert sorted(listed) == sorted(name for name in lessons if ".ipynb_checkpoints" not in name)

@@ -42,20 +42,6 @@ def large() -> tuple[TrainConfig, int]:
     return TrainConfig.from_dict(parse_table(blocks("yaml")[0])), int(gpus)
 
 
-def test_the_training_of_flux_fits():
-    config, gpus = large()
-    s = resolve(config)
-    assert s.prompts_per_iteration % gpus == 0
-    assert memory_verdict(s, gpus).startswith("fits: yes"), memory_verdict(s, gpus)
-
-
-def test_all_weights_fit_if_they_are_split():
-    config, _ = large()
-    whole = replace(config, lora_rank=0, learning_rate=None, base_dtype="float32", sharding="full")
-    assert fits(peak_gb(resolve(whole), 16))
-    assert not fits(peak_gb(resolve(replace(whole, sharding="none")), 16))
-
-
 def pages() -> list[str]:
     table = parse_table((ROOT / "reproduce/scales.yaml").read_text(encoding="utf-8"))
     return [name for name, scales in table.items() if "paper" in scales]

@@ -89,10 +89,3 @@ def test_a_recipe_is_shown_with_its_words():
     assert {"settings", "paper", "place", "text", "note"} == rows[0].keys()
     for line, row in zip(shown, rows):
         assert row["text"] in line and all(setting in line for setting in row["settings"])
-
-
-def test_another_value_loses_its_words():
-    "Words are about a value, not about a setting: a changed recipe that keeps the source has none."
-    recipe = recipes.get("branchgrpo")
-    kept = recipe.variant("other", "other splits", splits=((3, 6, 9, 12), recipe.sources["splits"]))
-    assert quotes_of(recipe, "splits", QUOTES) and not quotes_of(kept, "splits", QUOTES)

@@ -13,9 +13,13 @@ from pathlib import Path
 import pytest
 from accelerate.commands.launch import launch_command_parser
 from slow import often
+from torch.distributed.run import get_args_parser as torchrun_parser
 
 from branchgrpo import cli
 from branchgrpo.options import parse, parser_of
+from branchgrpo.reproduction.command import PageOptions, SlurmOptions, check_options, given_parameters
+from branchgrpo.reproduction.pages import jobs
+from branchgrpo.reproduction.slurm import sbatch_options
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.resolve import resolve
 
@@ -129,6 +133,12 @@ def test_every_command_of_ours_is_valid(place, monkeypatch):
         if line.split()[0] in ("train", "doctor"):
             known = given.keys() & TrainConfig.__dataclass_fields__.keys()
             resolve(TrainConfig.from_dict({name: given[name] for name in known}))
+        if line.startswith("reproduce "):
+            kinds = (PageOptions, SlurmOptions)
+            pages, slurm = (kind(**{k: given[k] for k in given.keys() & kind.__dataclass_fields__}) for kind in kinds)
+            check_options(pages, slurm)
+            sbatch_options(slurm.slurm_options)
+            jobs(list(pages.names), pages.scale, ROOT / "reproduce", given=given_parameters(pages.set))
 
 
 def smaller(line):
@@ -174,8 +184,13 @@ def test_every_make_target_is_there():
     assert done.returncode == 0, done.stderr
 
 
-def test_every_start_by_accelerate_is_valid():
-    "Its own parser takes the words before ours."
+def test_every_start_by_accelerate_or_torchrun_is_valid():
+    "Their own parsers take the words before ours."
+    torchruns = [words_of(command) for command in FOUND if re.search(r"\btorchrun .*-m ", command)]
+    assert torchruns, "on several nodes"
+    for words in torchruns:
+        given = torchrun_parser().parse_args(words[words.index("torchrun") + 1 :])
+        assert given.training_script == "branchgrpo.cli" and given.module
     starts = [words_of(command) for command in FOUND if "launch" in command.split()]
     for words in (words[words.index("launch") + 1 :] for words in starts):
         if words:

@@ -1,4 +1,4 @@
-"""The reports say what the records say, and which runs are earlier ones; each curve has the colour of its recipe."""
+"""The reports say what the records say, and which runs are earlier ones."""
 
 import json
 import re
@@ -7,8 +7,6 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from branchgrpo import recipes
-from branchgrpo.reproduction.figures import colour_of
 from branchgrpo.reproduction.pages import jobs, planned_runs, templates
 from branchgrpo.reproduction.records import read_record
 from branchgrpo.reproduction.report import CLOSING, OPENING, first_answers, written_report
@@ -60,25 +58,3 @@ def test_the_first_page_has_the_answers_of_the_record():
     first = json.loads((ROOT / "nbs/index.ipynb").read_text(encoding="utf-8"))
     block = f"{OPENING}\n{first_answers()}\n{CLOSING}"
     assert any(block in "".join(cell["source"]) for cell in first["cells"]), "`make report` is due"
-
-
-def test_every_recipe_has_a_colour():
-    assert [name for name in recipes.names() if colour_of(name) is None] == []
-
-
-def test_a_recipe_has_the_same_colour_in_every_committed_figure():
-    "A curve's colour depends on the recipe of its run alone, whatever the page calls it."
-    from matplotlib.figure import Figure
-
-    from branchgrpo.reproduction.comparison import recorded
-    from branchgrpo.reproduction.figures import draw_curves, line_styles, own_recipes
-
-    for path in sorted((ROOT / "figures/testbed").glob("*.json")):
-        record = read_record(path)
-        if not isinstance(record.get("runs"), dict):
-            continue
-        found = recorded(path)
-        for label, recipe in own_recipes(found).items():
-            ax = Figure().add_subplot()
-            draw_curves(ax, found, "iteration", names={label: "any name"})
-            assert ax.lines[0].get_color() == next(line_styles(recipe)).colour, (path.name, label)

@@ -4,8 +4,6 @@ import pytest
 import torch
 
 from branchgrpo import TrainConfig, Trainer, recipes
-from branchgrpo.planning import process_of
-from branchgrpo.training.credit import assign_credit, part_mask
 from branchgrpo.training.export import averaged_weights
 
 
@@ -13,69 +11,6 @@ def config(output, **changes):
     "A short run of a small group on the smallest model."
     small = dict(steps=4, splits=(0, 2), prompts_per_iteration=2, iterations=2, evaluate_every=0, tracker="none")
     return TrainConfig(**small | {"output": str(output)} | changes)
-
-
-def counted(trainer):
-    "Count what an iteration does: rows that the denoiser sees with gradient, and steps of the optimiser."
-    seen = {"rows": 0, "steps": 0}
-
-    def rows(module, args, kwargs):
-        if torch.is_grad_enabled():
-            seen["rows"] += len(kwargs.get("hidden_states", args[0] if args else None))
-
-    trainer.policy.denoiser.register_forward_pre_hook(rows, with_kwargs=True)
-    trainer.learner.optimizer.optimizer.register_step_post_hook(lambda *_: seen.update(steps=seen["steps"] + 1))
-    return seen
-
-
-FLOW = dict(recipe="flow-grpo", splits=(), roots=4, kl=0.0, lora_rank=0)
-
-
-def test_two_updates_use_disjoint_halves(tmp_path):
-    "D2: Flow-GRPO steps twice per rollout, each trajectory once; two passes would cost the training twice."
-    trainer = Trainer(config(tmp_path / "run", **FLOW))
-    seen = counted(trainer)
-    row = trainer.step()
-    assert seen == {"rows": 2 * 4 * 3, "steps": 2}, "prompts × chains × trained steps, once"
-    assert (row["trained_calls"], row["optimiser_steps"]) == (24, 2)
-    collected = trainer.collector(1)
-    process = process_of(trainer.settings, trainer.policy, 1)
-    rolled, _ = assign_credit(trainer.learner, collected, process, trainer.collector.noise(1))
-    first, second = (part_mask(rolled.edge_mask, rolled.parts, m) for m in range(2))
-    for depth in (1, 3):
-        assert not (first[depth] & second[depth]).any()
-        assert first[depth].sum(1).tolist() == [2, 2], "half of each prompt's chains"
-    assert torch.equal(first[1], first[3]), "a chain stays in one half"
-
-
-def test_the_clip_acts_in_later_steps_only(tmp_path):
-    "Ratio 1 holds for the first step of a rollout; from then on the clip fraction is reported."
-    one = Trainer(config(tmp_path / "one", steps_per_pass=1)).step()
-    assert (one["ratio"], one["clip_fraction"]) == (1.0, 0.0)
-    three = Trainer(config(tmp_path / "three", steps_per_pass=3, step_unit="edges", learning_rate=1e-3)).step()
-    assert three["clip_fraction"] > 0.1
-    assert three["rollout_mismatch"] < 1e-6
-    assert three["edges"] == one["edges"]
-
-
-@pytest.mark.parametrize("unit", ["prompts", "trajectories", "edges"])
-def test_parts_of_one_step_are_the_whole_gradient(tmp_path, unit):
-    "Without a step in between, the gradients of all parts add up to that of the whole rollout."
-    trainer = Trainer(config(tmp_path / "run", steps_per_pass=2, step_unit=unit))
-    from branchgrpo.training.update import accumulate, shared_micro_batches
-
-    collected, process = trainer.collector(0), process_of(trainer.settings, trainer.policy, 0)
-    rolled, _ = assign_credit(trainer.learner, collected, process, trainer.collector.noise(0))
-
-    def gradient(part):
-        mask = rolled.edge_mask if part is None else part_mask(rolled.edge_mask, rolled.parts, part)
-        trainer.learner.optimizer.zero_grad()
-        stats = accumulate(trainer.learner, rolled, shared_micro_batches(trainer.learner, rolled.tree, mask))
-        return stats["edges"], torch.cat([p.grad.flatten() for p in trainer.learner.parameters.values()])
-
-    (a, first), (b, second), (n, whole) = gradient(0), gradient(1), gradient(None)
-    assert a + b == n
-    torch.testing.assert_close((a * first + b * second) / n, whole, rtol=1e-4, atol=1e-6)
 
 
 def test_adamw_divides_the_released_loss_out_above_its_epsilon(tmp_path):
@@ -110,18 +45,6 @@ def test_the_average_reaches_its_decay_and_is_what_is_used(tmp_path):
     found = load_file(next((tmp_path / "used/model/transformer").glob("*.safetensors")))
     for name, value in found.items():
         assert torch.equal(value, used.learner.ema.weights[name])
-
-
-def test_flow_grpo_averages_every_eighth_step(tmp_path):
-    assert (flow := recipes.get("flow-grpo").values).ema_every == 8 and flow.ema_used
-    trainer = Trainer(config(tmp_path / "run", **FLOW | {"learning_rate": 1e-2, "ema_every": 8}))
-    name = next(iter(trainer.learner.parameters))
-    start = trainer.learner.ema.weights[name].clone()
-    for _ in range(3):
-        trainer.step()
-    assert torch.equal(trainer.learner.ema.weights[name], start), "after six optimiser steps nothing has moved"
-    trainer.step()
-    assert not torch.equal(trainer.learner.ema.weights[name], start)
 
 
 def test_an_evaluation_has_its_own_number_of_steps(tmp_path):

@@ -13,70 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 from commands import popen
+from small import rows
 
-from branchgrpo.objective import edge_loss
-from branchgrpo.planning import process_of
-from branchgrpo.samplers import edge_log_probs
 from branchgrpo.training.config import TrainConfig
-from branchgrpo.training.credit import assign_credit
 from branchgrpo.training.trainer import Trainer
-from branchgrpo.training.update import accumulate
 
 SMALL = dict(steps=6, splits=(0, 2), prompts_per_iteration=2, evaluate_every=0, tracker="none", checkpoint_every=2)
-TIMES = ("seconds", "seconds_rollout", "seconds_update")
 
 
 def config(folder, **changes):
     return TrainConfig.from_dict(SMALL | {"output": str(folder), "iterations": 4} | changes)
-
-
-def gradient(trainer):
-    return {n: p.grad.clone() for n, p in trainer.learner.parameters.items() if p.grad is not None}
-
-
-def prepared(trainer, iteration=0):
-    "A rollout with credit assigned, as an update takes it."
-    process = process_of(trainer.settings, trainer.policy, iteration)
-    return assign_credit(trainer.learner, trainer.collector(iteration), process, trainer.collector.noise(iteration))[0]
-
-
-SIDE = {"splits": [], "roots": 2, "side": [0, 2, 3], "branch_factor": 3, "advantage": "siblings", "lora_rank": 2}
-SIDE |= {"merged": {"3": 2}, "noise_factors": {"2": 1.5}, "step_weights": "std"}
-
-
-@pytest.mark.parametrize("changes", [{}, SIDE], ids=["tree", "side branches"])
-def test_shared_siblings_give_the_edge_by_edge_gradient(tmp_path, changes):
-    trainer = Trainer(config(tmp_path / "run", max_batch=6, **changes))  # one batch size: equal rounding on any CPU
-    rolled = prepared(trainer)
-    tree, cond, process = rolled.tree, rolled.conditioning, rolled.process
-    stats = accumulate(trainer.learner, rolled)
-    assert stats["rollout_mismatch"] == 0
-    shared = gradient(trainer)
-    trainer.learner.optimizer.zero_grad()
-    edges = tree.prompts * tree.plan.trained_edges
-    for i in sorted(tree.plan.trained):
-        for p in range(tree.prompts):
-            for child, parent in list(enumerate(tree.parents[i + 1][p].tolist()))[tree.plan.families(i).first :]:
-                x, row = tree.latents[i][p, parent][None], {k: v[p : p + 1] for k, v in cond.items()}
-                dist = process.step(i, x, trainer.policy.predict(x, process.times[i], row))
-                log_prob = edge_log_probs(dist, tree.latents[i + 1][p, child][None, None])
-                old = tree.log_probs[i + 1][p, child].view(1, 1)
-                advantage = rolled.advantages[i + 1][p, child].view(1, 1)
-                loss = edge_loss(log_prob, old, advantage, trainer.settings.clip_range)
-                (loss.sum() / edges).backward()
-    alone = gradient(trainer)
-    size = torch.cat([g.flatten() for g in alone.values()]).abs().max()
-    for name in shared:
-        torch.testing.assert_close(shared[name], alone[name], rtol=1e-3, atol=1e-5 * max(1.0, size.item()))
-
-
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_ratio_is_exactly_one_before_the_first_update(tmp_path, precision):
-    trainer = Trainer(config(tmp_path / "run", mixed_precision=precision, steps_per_pass=1))
-    for _ in range(2):
-        row = trainer.step()
-        assert row["rollout_mismatch"] == 0 and row["ratio"] == 1 and row["clip_fraction"] == 0
-    assert row["grad_norm"] > 0
 
 
 START = """
@@ -94,13 +40,6 @@ def start(folder, iterations=6, **changes):
 
 def ends_well(process, folder):
     assert process.wait(timeout=200) == 0, Path(f"{folder}.log").read_text()[-2000:]
-
-
-def rows(folder):
-    return [
-        {k: v for k, v in json.loads(line).items() if k not in TIMES}
-        for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()
-    ]
 
 
 CLAIMED = []
@@ -145,12 +84,12 @@ def test_prompts_that_come_again_are_encoded_as_the_first_time(tmp_path):
     (tmp_path / "prompts.txt").write_text("a red 3\ntwo blue 5s\na green 7\n")
     table = SMALL | {"prompts": str(tmp_path / "prompts.txt"), "prompts_per_iteration": 2, "evaluate_every": 0}
 
-    def rows(name, iterations):
+    def trained(name, iterations):
         run = Trainer(TrainConfig.from_dict(table | {"output": str(tmp_path / name), "iterations": iterations})).fit()
-        return [{key: value for key, value in row.items() if "seconds" not in key} for row in run.metrics]
+        return rows(run.path)
 
-    rows("stopped", 2)
-    assert rows("stopped", 4) == rows("whole", 4)
+    trained("stopped", 2)
+    assert trained("stopped", 4) == trained("whole", 4)
 
 
 def test_lost_metrics_stop_no_run(tmp_path):

@@ -113,21 +113,3 @@ def test_every_row_of_a_recomputed_table_is_in_its_record(table):
     text = json.dumps(record, ensure_ascii=False)
     rows, _ = TABLES[table]
     assert not [row for row in rows - INPUTS if json.dumps(row, ensure_ascii=False)[1:-1] not in text]
-
-
-def test_a_dropped_row_or_column_is_found():
-    _, whole = WHOLE["branchgrpo", "Table 1"]
-    rows, columns = TABLES["branchgrpo", "Table 1"]
-    assert not missing(whole, rows, columns)
-    less = {name: ours for name, ours in whole["PAPER_ROWS"].items() if name != "FLUX"}
-    assert missing(whole | {"PAPER_ROWS": less}, rows, columns) == ["row 'FLUX' is not on the page"]
-    less = {name: ours for name, ours in whole["PAPER_COLUMNS"].items() if name != "Unified Reward"}
-    assert missing(whole | {"PAPER_COLUMNS": less}, rows, columns) == ["column 'Unified Reward' is not on the page"]
-    silent = whole | {"PAPER_ROWS": whole["PAPER_ROWS"] | {"FLUX": None}}
-    assert missing(silent, rows, columns) == ["row 'FLUX' has no reason"]
-
-
-def test_what_the_papers_text_lost_is_marked():
-    with open(PUBLISHED / "branchgrpo.csv", encoding="utf-8", newline="") as file:
-        noted = {line["row"] for line in csv.DictReader(file) if line["note"]}
-    assert noted == {"Learning rate", "Weight decay", "Resolution", "Clip range"}

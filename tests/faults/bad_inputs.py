@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import branchgrpo
+from branchgrpo.backbones.loading import folder_of
 from branchgrpo.files import parse_table
 
 TABLES = parse_table(Path(__file__).with_name("bad_inputs.yaml").read_text(encoding="utf-8"))
@@ -67,3 +68,5 @@ def make_files(folder):
     for name, damage in MODELS.items():
         shutil.copytree(Path(branchgrpo.__file__).parent / "testbed/weights/tiny-flux", folder / name)
         damage(folder / name)
+    for name in ("wan", "sd3"):  # as a model of one's own: nothing says at which size it was trained
+        shutil.copytree(folder_of(f"tiny-{name}"), folder / f"b_{name}")

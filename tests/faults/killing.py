@@ -11,6 +11,7 @@ from pathlib import Path
 from commands import popen
 from safetensors import safe_open
 from safetensors.torch import load_file
+from small import rows
 from test_training import SMALL, free_port
 
 from branchgrpo.training.checkpoints import newest, read_manifest, read_saved_table
@@ -81,12 +82,6 @@ def digest(data):
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-def without_seconds(path):
-    lines = path.read_text().splitlines() if path.exists() else []
-    rows = [json.loads(line) for line in lines]
-    return [{key: value for key, value in row.items() if not key.startswith("seconds")} for row in rows]
-
-
 def content(path):
     "Return the bytes of a file; of safetensors a description, since its writer puts metadata in any order."
     if path.suffix != ".safetensors":
@@ -120,8 +115,8 @@ def outcome(folder):
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
     return {
         "state": json.loads((folder / "run.json").read_text())["state"],
-        "metrics": without_seconds(folder / "metrics.jsonl"),
-        "evaluations": without_seconds(folder / "evaluations.jsonl"),
+        "metrics": rows(folder),
+        "evaluations": rows(folder, "evaluations.jsonl"),
         "images": digests(folder, "samples/*"),
         "checkpoints": sorted(path.name for path in (folder / "checkpoints").iterdir()),
         "progress": [progress["iteration"], progress["averaging_steps"], progress["counts"]],

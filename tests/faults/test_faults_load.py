@@ -46,17 +46,6 @@ from branchgrpo import TrainConfig, Trainer
 table = json.loads(sys.argv[1])
 Trainer(TrainConfig.from_dict(table), callbacks=[Sampler(table["output"], 50)]).fit()
 """
-CACHED = """
-import contextlib, os
-from branchgrpo import TrainConfig
-from branchgrpo.reproduction.runs import get_or_train
-table, root, runs = json.loads(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-sampler = Sampler(root, 25)
-for seed in range(runs):
-    with contextlib.redirect_stderr(open(os.devnull, "w")) if seed else contextlib.nullcontext():
-        get_or_train(TrainConfig.from_dict(table | {"seed": seed}), root)
-    sampler.sample(runs=seed + 1)
-"""
 
 
 def sampled(code, *words):
@@ -103,23 +92,6 @@ def test_2000_iterations_and_200_evaluations(tmp_path, noted):
         "2,000 iterations and 200 evaluations in one process, 100 checkpoints",
         f"memory {grown(rows, 'memory_mb'):+.1f} MB from the second tenth to the last; files, threads +0",
         f"2 checkpoints; {late:.0f} bytes of metrics an iteration, first to last",
-        kind="load",
-        curve=curve(rows),
-    )
-
-
-def test_1000_runs_in_one_process(tmp_path, noted):
-    table = TINY | {"iterations": 1, "evaluate_every": 0, "tracker": "none"}
-    rows = sampled(CACHED, json.dumps(table), tmp_path / "runs", 1000)
-    runs = [path for path in (tmp_path / "runs").iterdir() if (path / "lora").is_dir()]
-    assert len(rows) == 40 and len(runs) == 1000
-    without_growth(rows, memory=48)  # 1,000 models were made and dropped, 1.5 MB of weights each
-    each = [rows[i]["disk_mb"] / rows[i]["runs"] for i in (0, -1)]
-    assert each[1] <= 1.01 * each[0], "every run takes the same disk"
-    noted(
-        "1,000 runs trained into the run cache by one process",
-        f"memory {grown(rows, 'memory_mb'):+.1f} MB from the second tenth to the last; files, threads +0",
-        f"1,000 runs of {each[1]:.2f} MB",
         kind="load",
         curve=curve(rows),
     )

@@ -87,6 +87,7 @@ t.accelerator.wait_for_everyone()
 TREE = {}
 SUM = {"reward": "norm(tiny-clip+2*tiny-pickscore)"}
 FUNNEL = {"roots": 6, "splits": [], "prune_at": {"2": 4}, "group_selection": "ovf", "group_keep": 3, "std": "global"}
+PREVIEWS = {"previews": "ode", "advantage": "gains"}
 SHARED = {"ranks_per_prompt": 2, "kl": 0.1}
 ADAPTIVE = {"splits": [0, 2], "adaptive": True, "kl": 0.1}
 WAYS = {"one process": (1, {}), "2 processes (DDP)": (2, {}), "2 processes, sharded": (2, FULL)}
@@ -95,6 +96,7 @@ CASES = {
     "tree": (TREE, [*LATENT, "image", "reward", "infinite reward"]),
     "funnel": (FUNNEL, ["x0", "latents at step 2", "reward"]),
     "sum of rewards": (SUM, ["part"]),
+    "previews": (PREVIEWS, ["x0", "image"]),
 }
 MORE = {
     "tree over ranks": (SHARED, ["latents at step 3", "image", "reward"]),
@@ -153,9 +155,10 @@ def test_a_step_that_is_not_finite_is_taken_by_nobody(tmp_path, noted, way):
 
 
 @pytest.mark.fast
-def test_a_prompt_with_nan_latents_or_images_trains_nothing(tmp_path):
+@pytest.mark.parametrize("changes, kinds", [(TREE, ["latents at step 3", "image"]), (PREVIEWS, ["x0"])])
+def test_a_prompt_with_nan_latents_or_images_trains_nothing(tmp_path, changes, kinds):
     "In one process; the whole suite does it in two, and with sharded weights."
-    left_out(tmp_path, 1, TREE, ["latents at step 3", "image"])
+    left_out(tmp_path, 1, changes, kinds)
 
 
 OWN = """

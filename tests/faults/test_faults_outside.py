@@ -13,7 +13,6 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
-from commands import run
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from PIL import Image
@@ -265,21 +264,6 @@ def test_tables_and_figures_show_a_prompt_as_it_is(noted):
         "A prompt with |, line breaks, <script> and a broken $formula$ in a table and in figures",
         "one cell; drawn as text",
     )
-
-
-RECIPES = "import sys\nfrom branchgrpo.cli import main\nsys.exit(main(sys.argv[1:]))"
-
-
-@pytest.mark.fast
-def test_the_current_folder_hides_no_library(tmp_path, noted):
-    "A file `numbers.py` or `yaml.py` beside the run is not imported in a library's place."
-    for name in ("numbers", "yaml", "matplotlib"):
-        (tmp_path / f"{name}.py").write_text("open('EVIL', 'w')")
-    done = run(
-        [sys.executable, "-c", RECIPES, "recipes"], cwd=tmp_path, timeout=200, env=os.environ | {"PYTHONSAFEPATH": "1"}
-    )
-    assert done.returncode == 0, done.stderr
-    assert not (tmp_path / "EVIL").exists()
 
 
 def declared():

@@ -13,17 +13,14 @@ import threading
 import time
 from contextlib import suppress
 
-import hypothesis.strategies as st
 import pytest
 import torch
 from commands import popen
-from hypothesis import HealthCheck, given, settings
 from PIL import Image
 from test_training import SMALL
 
 from branchgrpo import cli
 from branchgrpo.rewards import scorer, unified
-from branchgrpo.rewards.contract import RewardSum
 from branchgrpo.rewards.names import TOKEN
 from branchgrpo.rewards.scorer import Scorer, in_background
 from branchgrpo.rewards.unified import UnifiedReward
@@ -237,19 +234,6 @@ def test_a_refusal_stops_at_once(status, serve, noted):
     noted(f"a reward server refuses ({status})", str(error.value), "nothing is trained without a score")
 
 
-def test_a_server_may_ask_to_wait(serve, noted):
-    times = []
-
-    def behave(connection, n, body):
-        times.append(time.monotonic())
-        connection.sendall(answer(b"", "503 Later", "Retry-After: 1\r\n") if n == 0 else answer())
-
-    _, scores, _ = scored(serve(behave))
-    assert scores.tolist() == [4.0]
-    assert times[1] - times[0] >= 1
-    noted("a reward server asks to wait a second (503)", "waits, and tries again", "the score")
-
-
 @pytest.mark.fast
 def test_a_server_that_is_not_there_costs_one_line(tmp_path, monkeypatch, capsys, noted):
     monkeypatch.chdir(tmp_path)
@@ -295,6 +279,45 @@ def test_a_pixel_that_is_not_finite_has_no_score(serve):
     server = serve()
     images = torch.cat([IMAGE, IMAGE.where(IMAGE > 0.5, torch.nan)])
     assert scored(server, images)[1].isnan().tolist() == [False, True] and len(server.posts) == 1
+
+
+# images are made while others are scored
+
+
+def watch(policy, name, first, asked, made):
+    "From its call `first` on, a method waits until the server was asked, and only then the server may answer."
+    function, calls = getattr(policy, name), itertools.count(1)
+
+    def watched(*args):
+        if next(calls) >= first:
+            assert asked.wait(60), "nothing is scored while the next images are made"
+            made.set()
+        return function(*args)
+
+    setattr(policy, name, watched)
+
+
+OVERLAPS = {  # which call waits: an image of an iteration after the first, a prediction after the first 16 prompts
+    "decode": (2, lambda trainer: trainer.step()["reward"]),
+    "predict": (7, lambda trainer: trainer.evaluator(trainer.policy)[0]["eval_reward"]),
+}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", OVERLAPS)
+def test_images_are_made_while_a_server_scores_others(serve, tmp_path, name):
+    asked, made = threading.Event(), threading.Event()
+
+    def behave(connection, n, body):
+        asked.set()
+        assert made.wait(60)
+        connection.sendall(answer())
+
+    table = SMALL | {"output": str(tmp_path), "decode_batch": 1 if name == "decode" else None, "evaluation_prompts": 32}
+    trainer = Trainer(TrainConfig.from_dict(table | {"reward": f"unified-reward:{serve(behave).where}"}))
+    first, run = OVERLAPS[name]
+    watch(trainer.policy, name, first, asked, made)
+    assert run(trainer) == 4
 
 
 # a score is a function of its own image
@@ -464,62 +487,6 @@ def test_a_server_on_this_machine_is_called_without_a_proxy(serve, monkeypatch, 
     assert proxy.posts[0].startswith(b"POST http://node7.invalid:8080/v1/chat/completions")
     happened = "a server on this machine is called directly, another one by the proxy"
     noted("HTTP_PROXY is set and the reward server is here", happened, "the score")
-
-
-# rewards of one's own that fail
-
-
-class Failing:
-    "Scores an image by its first pixel; each call fails as `fates` says, in turn."
-
-    def __init__(self, fates):
-        self.fates = iter(fates)
-
-    def __call__(self, images, prompts, metadata=None):
-        assert [row["id"] for row in metadata] == [round(255 * image[0, 0, 0].item()) for image in images]
-        fate = next(self.fates, "good")
-        if fate == "raises":
-            raise ConnectionError("gone")
-        scores = images[:, 0, 0, 0] * 255
-        bad = {"nan": torch.nan, "inf": torch.inf}.get(fate)
-        if bad is not None:
-            scores[:: 2 if len(scores) > 1 else 1] = bad
-        return scores
-
-
-FATES = st.lists(st.sampled_from(["good", "raises", "nan", "inf"]), max_size=8)
-COUNTED = [0]
-
-
-@given(
-    order=st.permutations(range(12)),
-    prompts=st.lists(st.sampled_from("abc"), min_size=12, max_size=12),
-    one=FATES,
-    two=FATES,
-    retries=st.integers(0, 4),
-)
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def check_rows(order, prompts, one, two, retries):
-    "Whatever fails, a score that is there is that of its image, in its part."
-    COUNTED[0] += 1
-    images = images_of(list(order))
-    known = [{"id": i} for i in order]
-    pair = RewardSum({"one": (1.0, Failing(one)), "two": (1.0, Failing(two))})
-    for reward in (Failing(one), pair):
-        total, parts = Scorer(reward, retries, wait=0.0)(images, prompts, known)
-        wanted = torch.tensor(order).float()
-        for part in parts.values():
-            assert (part.isnan() | (part - wanted).abs().lt(1e-3) | part.isinf()).all()
-        if not one and not two:
-            assert total.isfinite().all()
-
-
-@pytest.mark.fast
-def test_no_score_is_attached_to_a_wrong_row(noted):
-    COUNTED[0] = 0
-    check_rows()
-    what = "a score belongs to its image, whatever call of a reward or of a sum fails"
-    noted(what, f"{COUNTED[0]} examples", "0 failures", kind="properties", examples=COUNTED[0])
 
 
 # a run that is told to stop while it waits for a server
