@@ -1006,6 +1006,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                 'branchgrpo.own.object_digest': ('rewards/own.html#object_digest', 'branchgrpo/own.py'),
                                 'branchgrpo.own.object_name': ('rewards/own.html#object_name', 'branchgrpo/own.py'),
                                 'branchgrpo.own.object_values': ('rewards/own.html#object_values', 'branchgrpo/own.py'),
+                                'branchgrpo.own.same_as_recorded': ('rewards/own.html#same_as_recorded', 'branchgrpo/own.py'),
                                 'branchgrpo.own.search': ('rewards/own.html#search', 'branchgrpo/own.py'),
                                 'branchgrpo.own.short_digest': ('rewards/own.html#short_digest', 'branchgrpo/own.py'),
                                 'branchgrpo.own.source_text': ('rewards/own.html#source_text', 'branchgrpo/own.py'),

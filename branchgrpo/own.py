@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['PLAIN', 'SOURCE', 'is_own_name', 'import_own', 'import_module', 'import_file', 'search', 'short_digest',
-           'object_name', 'is_ours', 'value_text', 'source_text', 'object_values', 'object_digest', 'joint_digest']
+           'object_name', 'is_ours', 'value_text', 'source_text', 'object_values', 'object_digest', 'joint_digest',
+           'same_as_recorded']
 
 # %% ../nbs/rewards/01_own.ipynb #952cad32
 import functools
@@ -153,3 +154,16 @@ def joint_digest(digests: list[str]) -> str | None:
     if len(digests) < 2:
         return digests[0] if digests else None
     return SOURCE + short_digest(*digests)
+
+# %% ../nbs/rewards/01_own.ipynb #0ec36d6c
+_OLDER = re.compile(r"(lambda-)?[0-9a-f]{16}")
+_TODAY = re.compile(rf"(lambda-)?{SOURCE}[0-9a-f]{{16}}")
+
+
+def same_as_recorded(old: Any, new: Any) -> bool:
+    "Return whether a recorded setting is today's; an older digest of code is that of any source."
+    if isinstance(old, dict) and isinstance(new, dict):
+        return old.keys() == new.keys() and all(same_as_recorded(old[key], new[key]) for key in old)
+    if isinstance(old, str) and isinstance(new, str) and _OLDER.fullmatch(old) and (today := _TODAY.fullmatch(new)):
+        return old.startswith("lambda-") == bool(today[1])
+    return old == new

@@ -140,13 +140,19 @@ def test_a_reward_of_your_own_file_at_the_shell(tmp_path):
     assert "reward" in recorded["sources"]
 
 
-def test_a_run_with_another_digest_of_code_is_another_run(tmp_path):
+def test_a_run_with_an_older_digest_of_code_resumes(tmp_path):
+    "Made of compiled code, it cannot be compared with one of source; a digest of other source is another run."
     trained(tmp_path / "run")
     table = json.loads((tmp_path / "run/run.json").read_text())
-    table["settings"]["sources"]["reward"] = "source-" + "0" * 16
-    (tmp_path / "run/run.json").write_text(json.dumps(table))
+
+    def resumed(digest):
+        table["settings"]["sources"]["reward"] = digest
+        (tmp_path / "run/run.json").write_text(json.dumps(table))
+        return trained(tmp_path / "run", iterations=3)[1]
+
     with pytest.raises(ValueError, match="holds another run .differs in sources"):
-        trained(tmp_path / "run", iterations=3)
+        resumed("source-" + "0" * 16)
+    assert len(resumed("0" * 16).metrics) == 3
 
 
 PLUGIN = """

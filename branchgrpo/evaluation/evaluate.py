@@ -119,11 +119,13 @@ def read_evaluation(folder: Path) -> dict[str, Any]:
 # %% ../../nbs/evaluation/01_evaluate.ipynb #0fc570a7
 def check_place(folder: Path, new: dict[str, Any]) -> bool:
     "Return whether the folder of a record is there. Raise `ValueError` if it cannot be made, or holds something else."
+    from branchgrpo.own import same_as_recorded
+
     check_output(folder)
     if (folder / "evaluation.json").is_file():
         old = {name: new[name] for name in ("prompt_set", "iterations") if name in new}  # older records have none
         old |= read_evaluation(folder)
-        differ = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+        differ = sorted(name for name in old.keys() | new.keys() if not same_as_recorded(old.get(name), new.get(name)))
         if differ:
             raise ValueError(f"output: {str(folder)!r} holds another evaluation (differs in {first_of(differ)})")
         return True

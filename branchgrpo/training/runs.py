@@ -41,7 +41,7 @@ from branchgrpo.files import (
     write_text,
 )
 from ..registry import first_of, reason, shown
-from ..own import short_digest
+from ..own import same_as_recorded, short_digest
 from ..settings import RETIRED
 
 # %% ../../nbs/training/09_runs.ipynb #9d7ae096
@@ -232,7 +232,7 @@ def check_same_run(path: str | Path, settings: dict) -> None:
     "Raise `ValueError` if the run at `path` has other settings; those in `FREE` may differ."
     old = recorded_run(path, "output")["settings"]
     names = (old.keys() | settings.keys()) - {*FREE, *RETIRED}
-    differ = [k for k in names if old.get(k) != settings.get(k)]
+    differ = [k for k in names if not same_as_recorded(old.get(k), settings.get(k))]
     if differ:
         raise ValueError(
             f"output: {str(path)!r} holds another run (differs in {first_of(sorted(differ))}); give another folder"
