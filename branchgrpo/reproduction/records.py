@@ -151,7 +151,7 @@ def by_seed(found: dict) -> dict[str, dict]:
 # %% ../../nbs/reproduction/01_records.ipynb #ed5cc9e8
 def run_from_record(run: dict, settings: dict, totals: dict, means: dict) -> RecordedRun:
     "Return a run of a record; `settings` are those that it does not have itself."
-    info = {"settings": run.get("settings") or settings}
+    info = {"settings": run.get("settings") or settings, "device": run.get("device")}
     seconds, rows = run.get("seconds_per_iteration"), run.get("metrics")
     totals = {} if rows else run.get("totals") or totals  # metrics have all counts
     return RecordedRun(run.get("run"), run["evaluations"], info, totals, seconds, means, rows)
@@ -173,7 +173,7 @@ def recorded_runs(record: dict) -> dict[str, list[RecordedRun]]:
 
 # %% ../../nbs/reproduction/01_records.ipynb #8548e748
 def run_record(run: Any) -> dict:
-    "Return what a record keeps of a run: folder, comparable seconds, evaluations, metrics, settings."
+    "Return what a record keeps of a run: folder, machine, comparable seconds, evaluations, metrics, settings."
     totals = getattr(run, "totals", None)  # of a run that is drawn again
     metrics = run.rows if isinstance(run, RecordedRun) else run.metrics
     return (
@@ -181,6 +181,7 @@ def run_record(run: Any) -> dict:
         | ({} if metrics is None else {"metrics": metrics})
         | {
             "run": str(run.path),
+            "device": run.info.get("device"),
             "seconds_per_iteration": getattr(run, "seconds_per_iteration", None),  # none if it was not timed
             "evaluations": run.evaluations,
             "settings": run.info["settings"],

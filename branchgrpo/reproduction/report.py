@@ -169,8 +169,9 @@ def origin(record: dict) -> str:
     text = ", ".join(filter(None, (record.get("date", ""), record.get("device", ""), seeds_text(counts))))
     if "seconds" in record:
         text += f", {record['seconds']:.0f} s"
-    if record.get("training_seconds"):
-        text += f", {record['training_seconds'] / 3600:.1f} hours of training (runs are shared)"
+    if record.get("hours"):
+        each = [f"{hours:.1f} hours on {device}" for device, hours in record["hours"].items()]
+        text += f", trained for {' and '.join(each)} (runs are shared)"
     return text
 
 # %% ../../nbs/reproduction/13_report.ipynb #bdd7576d

@@ -254,7 +254,8 @@ def write_run(folder: Path, table: Path, record: dict[str, Any]) -> None:
     for name in ROWS:
         run.write_rows(name, record[name])
     write_text(beside / "run.json", "{}")
-    run.set_state(settings=record["settings"], state="finished", recorded_in=str(table))
+    kept = {name: record.get(name) for name in ("settings", "device")}
+    run.set_state(**kept, state="finished", recorded_in=str(table))
     try:
         beside.rename(folder)
     except OSError:  # another process was first

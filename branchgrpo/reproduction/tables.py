@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PRINTED', 'BASE', 'NOTHING', 'COSTS', 'published', 'as_interval', 'number_text', 'cell_text', 'markdown_table',
            'columns_of', 'table_rows', 'date_and_machine', 'write_numbers', 'print_verdicts', 'verdicts_of_sample',
-           'training_seconds', 'write_comparison', 'base_value', 'with_base', 'run_value', 'scaled', 'Source',
+           'hours_by_device', 'write_comparison', 'base_value', 'with_base', 'run_value', 'scaled', 'Source',
            'measured', 'column_title', 'WholeTable', 'cell_shown', 'row_reason', 'whole_row', 'rows_without_runs',
            'whole_table', 'same_value', 'brightness', 'tiny_trainer', 'measured_average', 'steps_per_rollout',
            'rewards_of', 'evaluation_of', 'device_here', 'scores_on', 'values_on', 'rows_on', 'BenchmarkPart',
@@ -15,6 +15,7 @@ __all__ = ['PRINTED', 'BASE', 'NOTHING', 'COSTS', 'published', 'as_interval', 'n
 import csv
 import json
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -173,12 +174,15 @@ def verdicts_of_sample(verdicts: dict[str, str], size: int, least: int, things: 
     return {}
 
 # %% ../../nbs/reproduction/10_tables.ipynb #7fbc5b5e
-def training_seconds(c: Comparison) -> float:
-    "Return the seconds that all runs took when they were trained."
-    if c.record is not None:
-        return c.record.get("training_seconds", 0.0)
-    untimed = [getattr(run, "run", run) for runs in c.runs.values() for run in runs]
-    return sum(run.metrics[-1]["seconds"] for run in untimed)
+def hours_by_device(runs: Iterable[Any]) -> dict[str, float]:
+    "Return the hours that runs took when they were trained, by the device that their records name."
+    hours: dict[str, float] = {}
+    for run in (getattr(run, "run", run) for run in runs):  # as they were trained, not as timed
+        device = run.info.get("device")
+        if device:
+            hours[device] = hours.get(device, 0.0) + run.metrics[-1]["seconds"] / 3600
+    return hours
+
 
 # %% ../../nbs/reproduction/10_tables.ipynb #b7d6acbc
 def write_comparison(path: str, c: Comparison, rows: list[dict], verdicts: list[dict], **more: Any) -> None:
@@ -188,11 +192,11 @@ def write_comparison(path: str, c: Comparison, rows: list[dict], verdicts: list[
     runs: Runs = {}
     for label, found in c.runs.items():
         runs[label] = {str(seed): run_record(run) for seed, run in zip(c.seeds, found)}
-    record = (date_and_machine() if c.record is None else c.record) | {
+    now = date_and_machine() | {"hours": hours_by_device(run for found in c.runs.values() for run in found)}
+    record = (now if c.record is None else c.record) | {
         "rows": rows,
         "verdicts": with_false_discovery(verdicts),
         "seeds": c.seeds,
-        "training_seconds": training_seconds(c),
         **more,
     }
     write_record(path, record, runs)
