@@ -81,14 +81,14 @@ def numbers_of(record: dict) -> dict[str, list[dict]]:
 def beside_printed(rows: list[dict], printed: dict[str, dict[str, str]]) -> list[dict]:
     "Return the rows and columns of a record that a paper prints too: ours, and in brackets what is printed."
     columns = {}  # a column of ours begins with the printed name, and says in brackets what is measured
-    for ours in rows[0]:
+    for ours in dict.fromkeys(name for row in rows for name in row):
         names = [name for row in printed.values() for name in row if f"{ours} (".startswith(f"{name} (")]
         if names:
             columns[ours] = max(names, key=len)
     both = []
     for row in rows if columns else []:
         theirs = printed.get(row.get("label", ""))
-        if theirs is not None:
+        if theirs is not None and any(row.get(ours) is not None for ours in columns):  # two tables may share a label
             cells = {ours: (cell_text(row.get(ours)), theirs.get(name)) for ours, name in columns.items()}
             cells = {name: f"{ours} *({paper})*" if paper else ours for name, (ours, paper) in cells.items()}
             both.append({"": row["label"]} | cells)

@@ -183,7 +183,6 @@ def hours_by_device(runs: Iterable[Any]) -> dict[str, float]:
             hours[device] = hours.get(device, 0.0) + run.metrics[-1]["seconds"] / 3600
     return hours
 
-
 # %% ../../nbs/reproduction/10_tables.ipynb #b7d6acbc
 def write_comparison(path: str, c: Comparison, rows: list[dict], verdicts: list[dict], **more: Any) -> None:
     """Write a comparison: rows, verdicts, date, commit and machine, and `more` as JSON; its runs as a table.
