@@ -1209,6 +1209,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                     'branchgrpo/reproduction/command.py'),
                                                  'branchgrpo.reproduction.command.check_ways': ( 'reproduction/command.html#check_ways',
                                                                                                  'branchgrpo/reproduction/command.py'),
+                                                 'branchgrpo.reproduction.command.drawn_runs': ( 'reproduction/command.html#drawn_runs',
+                                                                                                 'branchgrpo/reproduction/command.py'),
                                                  'branchgrpo.reproduction.command.given_gpus': ( 'reproduction/command.html#given_gpus',
                                                                                                  'branchgrpo/reproduction/command.py'),
                                                  'branchgrpo.reproduction.command.given_parameters': ( 'reproduction/command.html#given_parameters',

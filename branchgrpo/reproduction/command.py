@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PageOptions', 'SlurmOptions', 'reproduce', 'check_options', 'check_gpus', 'check_ways', 'parameter', 'table',
-           'given_parameters', 'given_gpus', 'ready_folders', 'run_here', 'hand_to_slurm', 'train_only']
+           'given_parameters', 'given_gpus', 'drawn_runs', 'ready_folders', 'run_here', 'hand_to_slurm', 'train_only']
 
 # %% ../../nbs/reproduction/08_command.ipynb #6d34bf9e
 import json
@@ -140,6 +140,17 @@ def given_gpus(o: PageOptions, slurm: SlurmOptions) -> int | None:
         return slurm.nodes * slurm.gpus_per_node
     return 1 if o.gpus else None
 
+# %% ../../nbs/reproduction/08_command.ipynb #8042067f
+def drawn_runs(jobs: list) -> dict:
+    "Return the runs whose weights notebooks draw from: of each that draws from models, those of its first seed."
+    from branchgrpo.reproduction.pages import wanted_runs
+
+    drawn = {}
+    for wanted in (wanted_runs([job]) for job in jobs if job.runner.get("models")):
+        seeds = [config.seed for config, _ in wanted.values()]
+        drawn |= {folder: run for folder, run in wanted.items() if run[0].seed == seeds[0]}
+    return drawn
+
 
 def ready_folders(jobs: list, recorded: bool) -> None:
     "Write the folders of the runs that tables hold, if asked to, and remove those that lack weights a notebook needs."
@@ -147,12 +158,13 @@ def ready_folders(jobs: list, recorded: bool) -> None:
     from branchgrpo.reproduction.runs import remove_runs_without_weights, runs_from_tables
 
     waiting = [job for job in jobs if not job.done]
+    drawn = drawn_runs(waiting)
     if recorded:
         outputs = dict.fromkeys(job.parameters.get("output", "figures/testbed") for job in jobs)
         tables = [path for output in outputs for path in sorted((Path(output) / "runs").glob("*.parquet"))]
-        found = runs_from_tables(wanted_runs([job for job in waiting if not job.runner.get("models")]), tables)
-        print(f"{found} runs come from the tables of figures/", flush=True)
-    remove_runs_without_weights(wanted_runs([job for job in waiting if job.runner.get("models")]))
+        others = {folder: run for folder, run in wanted_runs(waiting).items() if folder not in drawn}
+        print(f"{runs_from_tables(others, tables)} runs come from the tables of figures/", flush=True)
+    remove_runs_without_weights(drawn)
 
 # %% ../../nbs/reproduction/08_command.ipynb #a7d24c3d
 def run_here(jobs: list, o: PageOptions) -> int:

@@ -498,7 +498,8 @@ The [registered study](../REPORT.md) ({{ seeds }}; shares of the baseline's gain
 - *Faster for the same compute?* BranchGRPO than DanceGRPO: {{ found['branchgrpo-cost'] }};
   with a learned reward: {{ found['learned-cost'] }}. Pro-GRPO than Flow-GRPO: {{ found['pro-grpo-cost'] }}.
 - *Better per update?* BranchGRPO: {{ found['branchgrpo-end'] }}. Pro-GRPO: {{ found['pro-grpo-end'] }}.
-- *As good for less?* Width pruning: {{ found['widpru-end'] }}. BranchGRPO-Mix: {{ found['mix-end'] }}.
+- *As good for less?* Depth pruning: {{ found['deppru-end'] }}. Width: {{ found['widpru-end'] }}.
+  BranchGRPO-Mix: {{ found['mix-end'] }}.
 - *Do untrained scores fall?* {{ harm | capitalize }}.
 - *Better than guidance alone?* {{ guidance }}."""
 
