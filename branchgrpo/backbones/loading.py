@@ -34,7 +34,6 @@ from torch import nn
 from .pipeline import ENCODERS, FamilyDefaults, check_text, unsupported_error
 from .published import PUBLISHED
 from ..files import is_there
-from ..methods.recipe import adapted
 from ..policy import Policy
 from ..registry import Registry, loaded, reason, shown, unknown_name_error
 from ..own import import_own, is_own_name
@@ -210,7 +209,7 @@ def with_family_sizes(recipe: Any, name: str) -> Any:
             changes[setting] = (own[setting], f"of {name}; {recipe.name} states it for a {pipeline}")
     if "frames" in own and recipe.values.frames is None:
         changes["frames"] = (own["frames"], f"of {name}")
-    return adapted(recipe, changes) if changes else recipe
+    return recipe.changed(changes) if changes else recipe
 
 # %% ../../nbs/backbones/01_loading.ipynb #3ba7b50d
 ENCODER_PLACES = ("device", "cpu", "none")

@@ -11,7 +11,7 @@ __all__ = ['TUNED', 'SIZES', 'SIZES_OF_BACKBONE', 'ITERATIONS', 'ETA_OF_TRANSITI
 # %% ../../nbs/testbed/05_scaling.ipynb #f670260f
 from collections.abc import Iterable
 
-from ..methods.recipe import Recipe, Sourced, adapted
+from ..methods.recipe import Recipe, Sourced
 
 # %% ../../nbs/testbed/05_scaling.ipynb #fd52719b
 def scaled_step(step: int, steps_from: int, steps_to: int) -> int:
@@ -189,4 +189,4 @@ def at_testbed(recipe: Recipe, backbone: str = "tiny-flux") -> Recipe:
     changes |= SIZES | scaled_rate(recipe) | SIZES_OF_BACKBONE.get(backbone, {})
     if recipe.values.transition in ETA_OF_TRANSITION:
         changes["eta"] = ETA_OF_TRANSITION[recipe.values.transition]
-    return adapted(recipe, changes)
+    return recipe.changed(changes)
