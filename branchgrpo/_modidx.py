@@ -1986,8 +1986,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'branchgrpo/rewards/contract.py'),
                                              'branchgrpo.rewards.contract.tell_frame_rate': ( 'rewards/contract.html#tell_frame_rate',
                                                                                               'branchgrpo/rewards/contract.py'),
-                                             'branchgrpo.rewards.contract.type_with_article': ( 'rewards/contract.html#type_with_article',
-                                                                                                'branchgrpo/rewards/contract.py'),
                                              'branchgrpo.rewards.contract.within_memory': ( 'rewards/contract.html#within_memory',
                                                                                             'branchgrpo/rewards/contract.py'),
                                              'branchgrpo.rewards.contract.within_prompts': ( 'rewards/contract.html#within_prompts',
