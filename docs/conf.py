@@ -10,7 +10,8 @@ author = "The branchgrpo developers"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.mathjax"]
 root_doc = "nbs/index"
 include_patterns = ["nbs/**.ipynb", "reproduce/**.ipynb", "figures/**.md", "docs/**", "*.md"]
-exclude_patterns = ["**/.ipynb_checkpoints", ".*", "README.md", "_*", "branchgrpo", "build", "docs/templates", "runs"]
+exclude_patterns = ["**/.ipynb_checkpoints", ".*", "README.md", "_*", "branchgrpo", "build", "runs"]
+exclude_patterns += ["docs/templates", "docs/extra"]
 suppress_warnings = ["ref.python"]  # a type that two modules have
 
 nb_execution_mode = "off"  # outputs are those that are stored
@@ -38,6 +39,7 @@ html_static_path = ["static", f"{import_module('sphinx-mathjax-offline').__path_
 mathjax_path = "mathjax/tex-chtml.js"
 html_css_files = ["site.css"]
 html_search_scorer = str(Path(__file__).parent / "static/scorer.js")  # pages for users first
+html_extra_path = ["extra"]  # the first address
 html_favicon = "static/icon.svg"
 html_copy_source = html_show_sourcelink = html_show_copyright = False
 

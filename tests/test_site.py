@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 from sphinx.cmd.build import build_main
+from sphinx.util.matching import patfilter
 
-from branchgrpo.site.build import GLANCE, all_results, navigation
+from branchgrpo.site.build import NAVIGATION
 
 ROOT = Path(__file__).parents[1]
 
@@ -19,17 +20,11 @@ def notebooks(folder):
 
 
 def test_every_page_has_one_place_in_the_navigation():
-    listed = [page for lists in navigation(ROOT).values() for pages in lists.values() for page in pages]
     files = [path for part in ("*.md", "figures/**/*.md", "docs/*.md") for path in ROOT.glob(part)]
-    own = {path.relative_to(ROOT).as_posix() for path in files}
-    assert sorted(listed) == sorted(
-        {*notebooks("nbs"), *notebooks("reproduce"), *own} - {"nbs/index.ipynb", "README.md"}
-    )
-
-
-def test_pages_at_a_glance_and_results_are_there():
-    assert [page for page in GLANCE if not (ROOT / page).is_file()] == []
-    assert set(all_results(ROOT)) <= set(notebooks("reproduce"))
+    own = {path.relative_to(ROOT).as_posix() for path in files} | {*notebooks("nbs"), *notebooks("reproduce")}
+    pages = sorted(name.rpartition(".")[0] for name in own - {"nbs/index.ipynb", "README.md"})
+    patterns = re.findall(r"^/(.+)$", (ROOT / NAVIGATION).read_text(), re.MULTILINE)
+    assert sorted(page for pattern in patterns for page in patfilter(pages, pattern)) == pages
 
 
 def notebook(*cells):
@@ -45,18 +40,37 @@ def notebook(*cells):
 INDEX = "# Home\n> All.\n\n## The course\n- **Part.** [a](a.ipynb), [pages](site/00_build.ipynb)"
 LESSON = ["# A\n> One lesson.", "#| hide\nunseen = 1", "#| export\nx = 1", "#| slow\ny = 2"]
 REFERENCE = "# Reference\n\n```{eval-rst}\n.. autosummary::\n   :toctree: reference\n\n   branchgrpo.site.build\n```\n"
+CONTENTS = """```{toctree}
+:hidden:
+:glob:
+:caption: Part
+
+/nbs/a
+/nbs/site/*
+/docs/*
+```
+```{toctree}
+:hidden:
+:glob:
+:caption: Results
+
+/figures/*
+/reproduce/**
+```
+"""
 REPORT = "# All\n\n## Figure 1\n\n![fig1](testbed/fig1.png)\n\n[notebook](../reproduce/a/fig1.ipynb)\n"
 
 
 def small_repository(root, text):
     "A repository with the parts that a site needs, and one lesson with a text."
-    for part in ("nbs/site", "reproduce/a", "figures/testbed", "docs"):
+    for part in ("nbs/site", "reproduce/a", "figures/testbed", "docs/templates"):
         (root / part).mkdir(parents=True)
     (root / "nbs/index.ipynb").write_text(notebook(INDEX))
+    (root / NAVIGATION).write_text(CONTENTS)
     (root / "nbs/a.ipynb").write_text(notebook(*LESSON, text))
     shutil.copy(ROOT / "nbs/site/00_build.ipynb", root / "nbs/site")  # the lesson of the module in the reference
     (root / "reproduce/a/fig1.ipynb").write_text(notebook("# Figure 1\n> A claim.", "#| export\nz = 3"))
-    (root / "figures/README.md").write_text(REPORT)
+    (root / "figures/exploration.md").write_text(REPORT)
     shutil.copy(ROOT / "figures/testbed/quickstart_front.png", root / "figures/testbed/fig1.png")
     (root / "docs/reference.md").write_text(REFERENCE)
     (root / "docs/explorer.md").write_text("# The explorer\n")
@@ -78,8 +92,8 @@ def test_a_small_site_is_built(tmp_path):
     assert '"../reference' not in pages["nbs/a.html"], "a lesson's module is in the reference if there is one"
     assert "../docs/reference/branchgrpo.site.build.html" in pages["nbs/site/00_build.html"]
     assert "../../nbs/site/00_build.html" in pages["docs/reference/branchgrpo.site.build.html"]
-    assert "../../figures/README.html#figure-1" in pages["reproduce/a/fig1.html"]
-    assert re.search(r"Part.*a\.html.*Results.*figures/README\.html", pages["nbs/index.html"], re.DOTALL)
+    assert "../../figures/exploration.html" in pages["reproduce/a/fig1.html"]
+    assert re.search(r"Part.*a\.html.*Results.*figures/exploration\.html", pages["nbs/index.html"], re.DOTALL)
     assert "url=nbs/index.html" in pages["index.html"] and "</script>" in pages["explore.html"]
     assert (site / "searchindex.js").is_file() and (site / "_images/fig1.png").is_file()
     loads = r"""<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)=["'](?:https?:)?//"""

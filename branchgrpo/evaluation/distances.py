@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['KERNELS', 'polynomial_kernel', 'rbf_kernel', 'median_bandwidth', 'check_features', 'kernel_matrices', 'within',
-           'weighted_mmd2', 'drawn_weights', 'Distance', 'mmd2', 'ClipFeatures', 'InceptionFeatures', 'features',
-           'embed_2d', 'clip_layers', 'pairwise_distance']
+           'weighted_mmd2', 'drawn_weights', 'Distance', 'mmd2', 'InceptionFeatures', 'features', 'embed_2d',
+           'clip_layers', 'pairwise_distance']
 
 # %% ../../nbs/evaluation/02_distances.ipynb #d7a6dfb2
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -109,19 +110,6 @@ def mmd2(
     low, high = torch.nanquantile(weighted_mmd2(matrices, *drawn), ends).tolist()
     return Distance(value, low, high)
 
-# %% ../../nbs/evaluation/02_distances.ipynb #cb024046
-class ClipFeatures(nn.Module):
-    "The projected image features of a CLIP model, a folder or a hub name: `(B, E)` of images `(B, 3, H, W)` in [0, 1]."
-
-    def __init__(self, folder: str = "openai/clip-vit-base-patch32", device: str = "cpu"):
-        super().__init__()
-        from branchgrpo.rewards.clip import ClipReward
-
-        self.clip = ClipReward(folder, device)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.clip.features(images)
-
 # %% ../../nbs/evaluation/02_distances.ipynb #d2c1b05b
 class InceptionFeatures(nn.Module):
     """The 2,048 pool features of Inception v3, as KID and FID use them: `(B, 2048)` of images `(B, 3, H, W)` in [0, 1].
@@ -146,7 +134,7 @@ class InceptionFeatures(nn.Module):
 # %% ../../nbs/evaluation/02_distances.ipynb #29d6b486
 @torch.no_grad()
 def features(
-    extractor: nn.Module,  # images (B, 3, H, W) -> (B, D) or (B, D, …)
+    extractor: Callable[[Tensor], Tensor],  # images (B, 3, H, W) -> (B, D) or (B, D, …)
     images: Tensor,  # (B, 3, H, W) in [0, 1], or clips (B, 3, F, H, W)
     max_batch: int = 256,
 ) -> Tensor:
