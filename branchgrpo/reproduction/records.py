@@ -176,12 +176,13 @@ def run_record(run: Any) -> dict:
     "Return what a record keeps of a run: folder, machine, comparable seconds, evaluations, metrics, settings."
     totals = getattr(run, "totals", None)  # of a run that is drawn again
     metrics = run.rows if isinstance(run, RecordedRun) else run.metrics
+    device = {"device": run.info["device"]} if run.info.get("device") else {}  # older records do not say it
     return (
         ({"totals": totals} if totals else {})
         | ({} if metrics is None else {"metrics": metrics})
         | {
             "run": str(run.path),
-            "device": run.info.get("device"),
+            **device,
             "seconds_per_iteration": getattr(run, "seconds_per_iteration", None),  # none if it was not timed
             "evaluations": run.evaluations,
             "settings": run.info["settings"],
