@@ -10,6 +10,7 @@ __all__ = ['TEXTS', 'FILES', 'BASES', 'RECIPES', 'ON_DIFFUSION', 'recipe_of', 'r
 # %% ../nbs/basics/04_recipes.ipynb #f26b17a4
 import dataclasses
 import re
+import typing
 import warnings
 from functools import cache
 from importlib import resources
@@ -49,13 +50,14 @@ def read_recipe_table(path: Path) -> dict[str, Any]:
 
 # %% ../nbs/basics/04_recipes.ipynb #77637ec4
 def sourced(key: str, value: Any, path: Path) -> tuple[Any, str]:
-    "Return `(value, source)` of one line of a recipe's file."
-    source = path.name
+    "Return `(value, source)` of one line of a recipe's file; `{value: null}` is one where a setting may have none."
+    source, may_be_none = path.name, False
     if isinstance(value, dict) and "value" in value:
         for other in value.keys() - {"value", "source"}:
             raise ValueError(f"{key}: {other!r} in {str(path)!r} is not one of value, source")
-        return value["value"], str(value.get("source", source))
-    if value is None:
+        value, source = value["value"], str(value.get("source", source))
+        may_be_none = type(None) in typing.get_args(field_types(MethodSettings)[key])
+    if value is None and not may_be_none:
         raise ValueError(f"{key}: there is no value in {str(path)!r}; leave the line out for that of the base")
     return value, source
 

@@ -22,6 +22,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from ..files import plain_line
 from ..registry import reason, shown
 from ..training.runs import LOCK, Run, recorded_run
 
@@ -186,9 +187,9 @@ def metric_text(record: Record, name: str) -> str:
 # %% ../../nbs/viewing/01_run.ipynb #e20443f9
 def run_table(records: list[Record]) -> str:
     "Return the table of some runs, as plain text; the columns are numbered as the runs are."
-    lines = [f"{n}  {r.name}  {r.about()}" for n, r in enumerate(records, 1)]
+    lines = [f"{n}  {plain_line(r.name)}  {plain_line(r.about())}" for n, r in enumerate(records, 1)]
     first, others = metric_names(records)
-    rows = [[name, *(metric_text(r, name) for r in records)] for name in (*first, *others)]
+    rows = [[plain_line(name), *(metric_text(r, name) for r in records)] for name in (*first, *others)]
     if not rows:
         return "\n".join([*lines, "no iteration is finished yet"])
     rows.insert(0, ["begin → end", *(str(n) for n in range(1, len(records) + 1))])
