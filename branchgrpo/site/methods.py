@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import recipes
+from ..files import read_table
 from ..methods.papers import ERRATA, QUOTES, erratum_text, quoted, quotes_of
 from ..methods.recipe import Recipe
 from ..plan import plan_cost
@@ -185,10 +186,12 @@ def errata(paper: str) -> str:
     return "\n".join(erratum_text(e) for e in ERRATA if e.paper == paper)
 
 
-def results(label: str, record: str | Path = "../../figures/testbed/study_answers.json") -> str:
-    "Return what the registered study found of a method, by its printed name."
-    table = json.loads(Path(record).read_text(encoding="utf-8"))
-    found = [f"- {sentence}" for sentence in table["sentences"] if f"{label} " in sentence]
-    if not found:
-        return f"The registered study has no claim on {label}."
-    return "\n".join([f"From the record of {table['date']} ({table['device']}, tiny models):", "", *found])
+def results(*names: str, root: str | Path = "../..") -> str:
+    "Return what the registered study found of all claims that compare one of some recipes with another."
+    claims = read_table(Path(root) / "reproduce/registered.yaml")["claims"]
+    record = json.loads((Path(root) / "figures/testbed/study_answers.json").read_text(encoding="utf-8"))
+    lines = [f"From the record of {record['date']} ({record['device']}, tiny models):", ""]
+    for answer, sentence in zip(record["answers"], record["sentences"]):
+        claim = claims[answer["claim"]]
+        lines += [f"- {sentence}"] if {claim["label"], claim["other"]} & set(names) else []
+    return "\n".join(lines)
