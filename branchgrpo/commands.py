@@ -118,7 +118,7 @@ def score(given: dict[str, Any]) -> int:
     "Draw images for a prompt set with fixed seeds and score them; the same command again continues."
     import torch
     from branchgrpo.evaluation.evaluate import Evaluation, Evaluator
-    from branchgrpo.evaluation.sampling import levels_text, state_text
+    from branchgrpo.evaluation.sampling import state_text
 
     where = options(EvaluateOptions, given, required=("output",))
     check_benchmark(where)
@@ -132,7 +132,7 @@ def score(given: dict[str, Any]) -> int:
         print(f"process {rank} of {processes} is done; the last one writes the summary")
         return 0
     print_summary(summary)
-    print(f"evaluation: {where.output}, images drawn {levels_text(evaluator.policy)}{state_text(drawn.backbone)}")
+    print(f"evaluation: {where.output}, images drawn{state_text(drawn.backbone)}")
     if where.benchmark:
         from branchgrpo.evaluation.benchmarks import run_benchmark
 
@@ -163,15 +163,13 @@ def print_summary(summary: dict[str, Any]) -> None:
 # %% ../nbs/cli/01_commands.ipynb #8b8799fb
 def draw(given: dict[str, Any]) -> int:
     "Draw one image per prompt, without added noise, into one image file."
-    import numpy as np
     import torch
-    from PIL import Image
     from branchgrpo.backbones.loading import without_remarks
     from branchgrpo.evaluation.evaluate import Drawing
-    from branchgrpo.evaluation.sampling import as_image, cannot_draw, drawing_seed, drawing_steps, levels_text
-    from branchgrpo.evaluation.sampling import sample, state_text, truths
+    from branchgrpo.evaluation.sampling import cannot_draw, drawing_seed, drawing_steps, sample, state_text
     from branchgrpo.files import write_atomic
-    from branchgrpo.viewing.run import enlarged, marked
+    from branchgrpo.training.held_out import image_sheet
+    from branchgrpo.viewing.run import enlarged
 
     o, drawing = options(SampleOptions, given, required=("prompt",)), options(Drawing, given)
     check_sample(o)
@@ -181,14 +179,11 @@ def draw(given: dict[str, Any]) -> int:
     with without_remarks("transformers", least), without_remarks("diffusers", least):
         steps, seed = drawing_steps(drawing.backbone, o.steps, 20), drawing_seed(drawing.backbone, drawing.seed)
         images = sample(policy, o.prompt, steps, seed)
-    row = enlarged(Image.fromarray(np.concatenate([np.asarray(as_image(image)) for image in images], 1)))
-    right = truths(drawing.backbone, images, o.prompt)
-    row = marked(row, right) if right else row
+    row = enlarged(image_sheet(images))
     write_atomic(o.output, lambda temporary: row.save(temporary, format="png"))
     if remark:
         print(f"branchgrpo: {remark}", file=sys.stderr)
-    found = f" ({sum(right)} right, by the checker)" if right else ""
-    print(f"{len(images)} images{found}, drawn {levels_text(policy)}{state_text(drawing.backbone)}: {o.output}")
+    print(f"{len(images)} images{state_text(drawing.backbone)}: {o.output}")
     return 0
 
 

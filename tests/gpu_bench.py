@@ -43,6 +43,7 @@ from pathlib import Path
 
 import torch
 from gpu_models import RandomReward, flux, sd, sd3, wan, without_adapter
+from torch._dynamo.utils import counters
 
 from branchgrpo import cli
 from branchgrpo.machine.bench import interleaved, seconds_of
@@ -54,7 +55,7 @@ from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.credit import assign_credit
 from branchgrpo.training.learner import autocast
 from branchgrpo.training.runs import Run, environment
-from branchgrpo.training.speed import checkpoint_blocks, compile_blocks, compiled_graphs, set_attention, use_tf32
+from branchgrpo.training.speed import checkpoint_blocks, compile_blocks, set_attention, use_tf32
 from branchgrpo.training.trainer import Trainer
 from branchgrpo.training.update import MISMATCH_LIMIT, edge_sums, edge_terms, shared_micro_batches, update
 
@@ -237,10 +238,10 @@ def compiled_run(lines: Lines) -> None:
     backend = "eager" if lines.tiny else "inductor"
     trainer = Trainer(config_of(prompts_per_iteration=2, max_batch=4, **TINY if lines.tiny else SHORT))
     compile_blocks(trainer.policy.denoiser, backend)
-    graphs = [compiled_graphs()]
+    graphs = [counters["stats"]["unique_graphs"]]
     for _ in range(3):
         trainer.step()
-        graphs.append(compiled_graphs())
+        graphs.append(counters["stats"]["unique_graphs"])
     made = [after - before for before, after in zip(graphs, graphs[1:])]
     lines.add("compiled", name=f"tiny-flux, {backend}: graphs made in each iteration", graphs=made)
 
@@ -387,14 +388,14 @@ def compiled(lines: Lines, policy, reward, batch: int) -> None:
     trainer = short(lines, policy, reward)
     compile_blocks(policy.denoiser, "eager" if lines.tiny else "inductor")
     first = seconds_of(call(policy, batch), DEVICE)
-    lines.add("compiled", name="first call", seconds=first, graphs=compiled_graphs())
+    lines.add("compiled", name="first call", seconds=first, graphs=counters["stats"]["unique_graphs"])
     for backward in (False, True):
         name = "forward and backward" if backward else "forward"
         lines.add("compiled", name=name, seconds_per_latent=per_latent(policy, batch, backward))
     lines.attempt(
         "compiled", "17 calls", lambda: iteration(trainer, lines, "compiled", "17 calls"), 0 if lines.tiny else 90
     )
-    lines.add("compiled", name="all", graphs=compiled_graphs())
+    lines.add("compiled", name="all", graphs=counters["stats"]["unique_graphs"])
 
 
 def variants(lines: Lines) -> None:

@@ -186,7 +186,6 @@ def run_benchmark(
     evaluation: str | Path,  # the folder of a finished evaluation with images
     prompts: list[str],  # that were evaluated: texts, or each a `Prompt`
     command: str | None = None,  # none: lay the images out, and stop
-    target: str | Path | None = None,  # the tool's folder; none: inside the evaluation's
 ) -> dict[str, float] | None:
     """Lay an evaluation out for a benchmark; with a `command`, run it and return its scores, also kept in NAME.json.
 
@@ -197,7 +196,7 @@ def run_benchmark(
     rows = read_jsonl(evaluation / "images.jsonl")
     if not rows or "image" not in rows[0]:
         raise ValueError(f"evaluation: {str(evaluation)!r} is not finished, or has no images")
-    target = Path(target or evaluation / name)
+    target = evaluation / name
     known, samples = rows_of(prompts), 1 + max(row["sample"] for row in rows)
     tool.layout(rows, [known[row["number"] // samples] for row in rows], evaluation, target)
     if not command:

@@ -29,14 +29,7 @@ from .config import Settings
 from .kept_trees import MOST_INNER, Sketch, tree_is_due
 from .learner import DTYPES
 from .processes import RankGroup, SharedPredictor, group_positions, make_group
-from branchgrpo.training.scoring import (
-    RolloutRewards,
-    earliest_fault,
-    emptied,
-    faulty_depths,
-    images_per_call,
-    look_at_tree,
-)
+from .scoring import RolloutRewards, emptied, first_fault, images_per_call, look_at_tree
 from ..tree import Tree
 
 # %% ../../nbs/training/06_collection.ipynb #2979f41c
@@ -100,11 +93,6 @@ class RewardJudge(Judge):
     selected: int = 0  # nodes that were scored, over all processes, besides those for `splits`
     scores: dict[int, list[Tensor]] = field(default_factory=dict)  # {depth: (P, V) of each completion}
 
-    def score(self, step: int, nodes: Tensor, what: str) -> Tensor:
-        "Return the rewards `(P, W)` of nodes; `what` they are is named if they are not finite."
-        self.rewards_of.step, self.rewards_of.what = step, f"{what} or its image"
-        return self.rewards_of(nodes)[0]
-
     @property
     def previews(self) -> int:
         "Return how many nodes were scored before the end, over all processes."
@@ -118,11 +106,10 @@ class RewardJudge(Judge):
 
     def known(self, step: int, x0_hat: Tensor) -> Tensor:
         "Return the rewards of x̂₀, NaN for a prompt that is left out."
-        rewards = self.score(step, x0_hat, f"an x̂₀ of step {step}")
-        return rewards.masked_fill(self.rewards_of.unscored[:, None], torch.nan)
+        return self.rewards_of(x0_hat)[0].masked_fill(self.rewards_of.unscored[:, None], torch.nan)
 
     def survivors(self, step: int, x0_hat: Tensor, k: int) -> Tensor:
-        s, rewards = self.settings, self.score(step, x0_hat, f"an x̂₀ of step {step}").cpu()
+        s, rewards = self.settings, self.rewards_of(x0_hat)[0].cpu()
         self.selected += s.prompts_per_iteration * rewards.shape[1]
         generators = [self.noise.generator(p, preview_stream(step)) for p in self.noise.prompts]
         return choose(s.selection, rewards, k, generators, seen_by(s, s.selection, self.rewards_of, len(rewards)))
@@ -131,7 +118,7 @@ class RewardJudge(Judge):
         return self.splits(step, x0_hat) if self.splits else 0
 
     def preview(self, depth: int, number: int, ends: Tensor) -> None:
-        scores = self.score(depth, ends, f"a preview of depth {depth}")
+        scores = self.rewards_of(ends)[0]
         self.selected += self.settings.prompts_per_iteration * scores.shape[1]
         self.scores.setdefault(depth, []).append(scores)
 
@@ -174,7 +161,7 @@ def count_unscored(settings: Settings, accelerator, rewards_of: RolloutRewards, 
     everyone = settings.prompts_per_iteration
     if not unscored:
         return 0
-    reason = earliest_fault(rewards_of.lost, accelerator)
+    reason = first_fault(rewards_of, accelerator)
     if unscored > settings.max_unscored * everyone:
         raise TooManyUnscored(
             f"max_unscored: {unscored} of {everyone} prompts could not be scored at iteration {iteration}, "
@@ -198,8 +185,7 @@ def collect(c: Collector, iteration: int) -> Collected:
     is_kept = c.accelerator.is_main_process and tree_is_due(c.settings, iteration + 1)
     judge = make_judge(c, iteration, is_kept)
     (tree, conditioning), rewards_of = roll(c, iteration, judge), judge.rewards_of
-    look_at_tree(rewards_of.lost, tree, faulty_depths(tree))
-    rewards_of.step, rewards_of.what = tree.steps, "an image"
+    look_at_tree(rewards_of, tree)
     rewards, parts = rewards_of(tree.finished)
     if unscored_prompts := count_unscored(c.settings, c.accelerator, rewards_of, iteration):
         conditioning = emptied(tree, conditioning, rewards_of.unscored)

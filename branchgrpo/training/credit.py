@@ -44,7 +44,6 @@ class TrainingBatch:
     advantages: list[Tensor]  # (P, W_d) per depth
     edge_mask: list[Tensor]  # (P, W_d) bool per depth: the trained edges
     parts: list[Tensor] | None = None  # (P, W_d) per depth: the optimiser step of each edge; None: all of the first
-    iteration: int = 0  # named in messages
     kl_mask: list[Tensor] | None = None  # (P, W_d) bool per depth: edges that the KL term sees; None: all
 
 # %% ../../nbs/training/07_credit.ipynb #d9f23277
@@ -288,7 +287,6 @@ def assign_credit(
         advantages=weighted_advantages(s, learner.policy, process, tree.plan.trained, advantages),
         edge_mask=edge_mask,
         parts=edge_parts(tree, edge_mask, s.steps_per_pass, s.step_unit, noise),
-        iteration=noise.iteration,
         kl_mask=kl_edges(s, tree, rewards, collected.unscored, each, learner.accelerator),
     )
     return batch, leaf_mask

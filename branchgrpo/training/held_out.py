@@ -170,12 +170,14 @@ def by_prompt(e: HeldOutEvaluator, table: dict[str, dict]) -> dict[str, list]:
     return found | ({"right": [value > 0.5 for value in check["all"].tolist()]} if "all" in check else {})
 
 # %% ../../nbs/training/11_held_out.ipynb #78637ef6
-def image_sheet(images: Tensor) -> np.ndarray:
-    "Return images (B, 3, H, W), or clips as strips of frames, as one image of bytes (H', W', 3), in a row."
+def image_sheet(images: Tensor) -> Any:
+    "Return images (B, 3, H, W) in [0, 1], or clips as strips of frames, as one PIL image, in a row."
+    from PIL import Image
+
     if images.ndim == 5:
         images = images.transpose(2, 3).flatten(3)
-    rows = images.cpu().nan_to_num().mul(255).round().byte().permute(0, 2, 3, 1).numpy()
-    return np.concatenate(list(rows), 1)
+    rows = images.cpu().nan_to_num().clamp(0, 1).mul(255).round().byte().permute(0, 2, 3, 1).numpy()
+    return Image.fromarray(np.concatenate(list(rows), 1))
 
 # %% ../../nbs/training/11_held_out.ipynb #30e0654b
 def record_evaluation(run: Run, scores: dict[str, float], images: Tensor, by_prompt: dict[str, list]) -> None:
@@ -183,9 +185,7 @@ def record_evaluation(run: Run, scores: dict[str, float], images: Tensor, by_pro
     images, if they are images, as samples/000025.png."""
     write_text(run.path / "samples" / f"{scores['iteration']:06d}.json", json.dumps(by_prompt))
     if images.ndim >= 4:
-        from PIL import Image
-
-        sheet = Image.fromarray(image_sheet(images))
+        sheet = image_sheet(images)
         path = run.path / "samples" / f"{scores['iteration']:06d}.png"
         write_atomic(path, lambda temporary: sheet.save(temporary, format="png"))
     kept = [row for row in run.evaluations if row["iteration"] < scores["iteration"]]

@@ -186,7 +186,6 @@ class Learner:
     ema: AveragedWeights
     before: Any = None  # the policy before training, if it is a copy
     skipped_in_a_row: int = 0  # updates without a finite gradient
-    skipped_from: str = ""  # where the first of them began
     stop_requested: Callable[[], bool | None] = do_nothing  # whether this process was asked to stop
     check_stop: Callable[[], None] = do_nothing  # raises `Preempted` on all processes if one must stop; all call it
 

@@ -29,7 +29,6 @@ from typing import Any
 
 import branchgrpo
 from branchgrpo.files import (
-    EVERYWHERE,
     Refused,
     append_jsonl,
     check_output,
@@ -284,12 +283,7 @@ def open_run(
         return run
     table = {"settings": settings, "state": "started", **environment()}
     table |= {} if prompts is None else {"prompts": prompt_facts(prompts)}
-    try:
-        write_text(run.path / "run.json", json.dumps(table, indent=1))
-    except OSError as error:
-        if error.errno in EVERYWHERE:  # a full disk is no wrong input
-            raise
-        raise ValueError(f"output: {str(path)!r} cannot be made ({error.strerror})") from None
+    write_text(run.path / "run.json", json.dumps(table, indent=1))
     return run
 
 # %% ../../nbs/training/09_runs.ipynb #080b893d

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['REMOTE_CHUNK', 'LOOK', 'finite_rows', 'with_rows', 'make_scorers', 'images_per_call', 'decode_and_score',
-           'joined_scores', 'Lost', 'earliest_fault', 'RolloutRewards', 'own_scores', 'shared_scores',
-           'rewards_of_parts', 'faulty_depths', 'look_at_tree', 'emptied']
+           'joined_scores', 'RolloutRewards', 'own_scores', 'shared_scores', 'rewards_of_parts', 'first_fault',
+           'look_at_tree', 'emptied']
 
 # %% ../../nbs/training/05_scoring.ipynb #5a0ebb09
 from collections.abc import Callable
@@ -88,41 +88,13 @@ def joined_scores(waiting: list[Future], scorer: Scorer, watch: Callable[[], Non
     parts = [future.result() for future in waiting]
     return {name: torch.cat([part[name] for part in parts] or [torch.zeros(0)]) for name in members_of(scorer.reward)}
 
-# %% ../../nbs/training/05_scoring.ipynb #c6c50686
-@dataclass
-class Lost:
-    "The prompts that an iteration leaves out: `rows (P,)` bool, and the faults that were found."
-
-    rows: Tensor
-    faults: list[tuple[float, str, Tensor]] = field(default_factory=list)  # (step, what it is, rows)
-
-    def add(self, step: float, what: str, rows: Tensor) -> None:
-        "Leave out `rows (P,)`, seen at a step of the rollout."
-        rows = rows.to(self.rows.device)
-        self.faults.append((step, what, rows))
-        self.rows |= rows
-
-    def first(self) -> tuple[float, str] | None:
-        "Return the earliest fault, a step and what it is; None if there was none."
-        found = [(step, what) for step, what, rows in self.faults if rows.any()]
-        return min(found, default=None)
-
-# %% ../../nbs/training/05_scoring.ipynb #3620aa21
-def earliest_fault(lost: Lost, accelerator) -> str:
-    "Return what the earliest fault of all processes is, and on which process; empty without any. Collective."
-    own = lost.first()
-    if accelerator.num_processes == 1:
-        return own[1] if own else ""
-    everyone = gather_object([own])
-    found = [(*fault, rank) for rank, fault in enumerate(everyone) if fault]
-    return "{1} (process {2})".format(*min(found)) if found else ""
-
 # %% ../../nbs/training/05_scoring.ipynb #b9880355
 @dataclass
 class RolloutRewards:
     """Rewards of the nodes of P trees: `rewards_of(latents (P, W, …)) -> rewards (P, W), {part: (P, W)}`.
 
-    `lost` marks prompts without a finite image or reward; they count 0. `images` are the last ones of this process."""
+    `unscored (P,)` marks prompts without a finite image or reward; they count 0. `faults` say why, in the order in
+    which they were found. `images` are the last ones of this process."""
 
     policy: Any
     scorer: Scorer
@@ -131,17 +103,17 @@ class RolloutRewards:
     size: int | None = None  # images per call; None: all
     group: RankGroup = RankGroup()  # the processes that share the images
     watch: Callable[[], None] = do_nothing  # called between chunks; it may raise
-    step: float = 0.0  # of the rollout, whose previews or images are scored
-    what: str = "an image"
     images: Tensor = field(default_factory=torch.Tensor)
+    faults: list[tuple[str, Tensor]] = field(default_factory=list)  # (what is not finite, rows (P,))
 
     def __post_init__(self):
-        self.lost = Lost(torch.zeros(len(self.prompts), dtype=torch.bool, device=self.processes.device))
+        self.unscored = torch.zeros(len(self.prompts), dtype=torch.bool, device=self.processes.device)
 
-    @property
-    def unscored(self) -> Tensor:
-        "Return which prompts (P,) are left out."
-        return self.lost.rows
+    def leave_out(self, rows: Tensor, what: str) -> None:
+        "Mark `rows (P,)`, in which something is not finite."
+        rows = rows.to(self.unscored.device)
+        self.faults.append((what, rows))
+        self.unscored |= rows
 
     def __call__(self, latents: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return rewards_of_parts(self, shared_scores(self, latents))
@@ -155,7 +127,7 @@ def own_scores(r: RolloutRewards, nodes: Tensor) -> dict[str, Tensor]:
         r.images, waiting = decode_and_score(r.policy, nodes.flatten(0, 1), {"": r.scorer}, names, r.size, r.watch)
         scores = joined_scores(waiting[""], r.scorer, r.watch)
         wrong = ~finite_rows(r.images).to(r.unscored.device)
-        r.lost.add(r.step, f"{r.what} is not finite", wrong.reshape(nodes.shape[:2]).any(1))
+        r.leave_out(wrong.reshape(nodes.shape[:2]).any(1), "an image, or the latent of one, is not finite")
         scores = {k: with_rows(v.float().to(wrong.device), wrong, torch.nan) for k, v in scores.items()}
         return {k: v.reshape(nodes.shape[:2]) for k, v in scores.items()}
 
@@ -177,28 +149,29 @@ def rewards_of_parts(r: RolloutRewards, parts: dict[str, Tensor]) -> tuple[Tenso
     table = parts | {None: total.float().reshape(shape)}
     error = f": {r.scorer.last_error}" if r.scorer.last_error else ""
     for name, scores in table.items():
-        r.lost.add(
-            r.step + 0.5, f"{f'reward {name}' if name else 'a reward'} is not finite{error}", ~finite_rows(scores)
-        )
+        r.leave_out(~finite_rows(scores), f"{f'reward {name}' if name else 'a reward'} is not finite{error}")
     table = {k: t.nan_to_num(0.0, 0.0, 0.0) for k, t in table.items()}
     table = {k: t.masked_fill(r.unscored[:, None], 0.0) for k, t in table.items()}
     return table.pop(None), {k: t for k, t in table.items() if k}
 
-# %% ../../nbs/training/05_scoring.ipynb #f7677a29
-def faulty_depths(tree: Tree) -> Tensor:
-    "Return at which depths (depths + 1, P) a latent or log-density is not finite; last: the finished latents."
-    wrong = [~(finite_rows(x) & finite_rows(p)) for x, p in zip(tree.latents, tree.log_probs)]
-    return torch.stack([*wrong, ~finite_rows(tree.finished)])
+# %% ../../nbs/training/05_scoring.ipynb #3620aa21
+def first_fault(r: RolloutRewards, accelerator) -> str:
+    "Return what was found first, and on which process; empty without any. Collective."
+    own = next((what for what, rows in r.faults if rows.any()), "")
+    if accelerator.num_processes == 1:
+        return own
+    everyone = gather_object([own])
+    return next((f"{what} (process {rank})" for rank, what in enumerate(everyone) if what), "")
 
 # %% ../../nbs/training/05_scoring.ipynb #46a9f17e
-def look_at_tree(lost: Lost, tree: Tree, wrong: Tensor) -> None:
-    "Leave out the prompts with a `wrong` depth, as `faulty_depths` has it."
+def look_at_tree(r: RolloutRewards, tree: Tree) -> None:
+    "Leave out the prompts with a latent or log-density that is not finite: the cause of what else was found."
+    wrong = [~(finite_rows(x) & finite_rows(p)) for x, p in zip(tree.latents, tree.log_probs)]
     dtype = str(tree.latents[-1].dtype).removeprefix("torch.")
     hint = "; use bf16 or no for mixed_precision" if dtype == "float16" else ""
-    for depth, rows in enumerate(wrong):
-        step = min(depth, tree.steps) - 1
-        where = f"of step {step}" if depth else "of the initial noise"
-        lost.add(step, f"the latents {where} are not finite in {dtype}{hint}", rows)
+    rows = torch.stack([*wrong, ~finite_rows(tree.finished)]).any(0)
+    r.leave_out(rows, f"the latents are not finite in {dtype}{hint}")
+    r.faults.insert(0, r.faults.pop())
 
 # %% ../../nbs/training/05_scoring.ipynb #7fbc1ca7
 def emptied(tree: Tree, conditioning: dict[str, Tensor], rows: Tensor) -> dict[str, Tensor]:

@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['SHOWN', 'LOG_EVERY', 'KEPT', 'COUNTED', 'train_iteration', 'masked_std', 'reward_metrics', 'over_processes',
-           'add_progress', 'Callback', 'notify', 'is_log', 'say_in_log', 'log_line', 'ProgressBar', 'Tracking',
-           'open_models', 'Trainer', 'is_done', 'open_alone', 'open_shared', 'resume', 'close_run', 'one_training',
-           'fit', 'iterate', 'finish_row', 'store_tree', 'save_now', 'evaluate_now', 'is_evaluated',
-           'complete_evaluation']
+           'add_progress', 'Callback', 'notify', 'is_log', 'ProgressBar', 'Tracking', 'open_models', 'Trainer',
+           'is_done', 'open_alone', 'open_shared', 'resume', 'close_run', 'one_training', 'fit', 'iterate',
+           'finish_row', 'store_tree', 'save_now', 'evaluate_now', 'is_evaluated', 'complete_evaluation']
 
 # %% ../../nbs/training/14_trainer.ipynb #add17653
 import builtins
 import contextlib
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from ..credit import flat_groups
 from ..files import refusals_in_words
@@ -149,38 +149,23 @@ def is_log() -> bool:
     "Return whether errors go to a file or a pipe, where a bar is not drawn; in a notebook nothing is printed."
     return not sys.stderr.isatty() and not hasattr(builtins, "__IPYTHON__")
 
-
-def say_in_log(text: str) -> None:
-    "Print a line on standard error, in a terminal or a log."
-    if sys.stderr.isatty() or is_log():
-        print(f"branchgrpo: {text}", file=sys.stderr, flush=True)
-
-
-def log_line(row: dict[str, Any], total: int, per_iteration: float) -> str:
-    "Return an iteration in one line of a log, with the minutes left at so many seconds per iteration."
-    left = (total - row["iteration"]) * per_iteration / 60
-    numbers = ", ".join(f"{key} {row[key]:.4g}" for key in SHOWN[:5])
-    return f"{row['iteration']}/{total}  {numbers}  {left:.1f} min left"
-
 # %% ../../nbs/training/14_trainer.ipynb #5a71d001
 class ProgressBar(Callback):
     "Shows the iteration, the time left and the main metrics: in a terminal as a bar, in a log as a line a minute."
 
     def on_start(self, trainer):
-        quiet = None if trainer.accelerator.is_main_process else True
-        self.first, self.started = trainer.progress.iteration, time.monotonic()
-        self.said = self.started
-        total = trainer.settings.iterations
-        self.bar = tqdm(initial=self.first, total=total, disable=quiet, desc=trainer.settings.recipe)
+        s, main = trainer.settings, trainer.accelerator.is_main_process
+        self.in_log, self.said = main and is_log(), time.monotonic()
+        delay, disable = (math.inf, False) if self.in_log else (0.0, None if main else True)
+        first = trainer.progress.iteration
+        self.bar = tqdm(desc=s.recipe, total=s.iterations, initial=first, delay=delay, disable=disable)
 
     def on_iteration(self, trainer, row):
         self.bar.set_postfix({key: f"{row[key]:.4g}" for key in SHOWN}, refresh=False)
         self.bar.update(row["iteration"] - self.bar.n)
-        now = time.monotonic()
-        if trainer.accelerator.is_main_process and is_log() and now - self.said >= LOG_EVERY:
-            per_iteration = (now - self.started) / max(row["iteration"] - self.first, 1)
-            print(log_line(row, trainer.settings.iterations, per_iteration), file=sys.stderr, flush=True)
-            self.said = now
+        if self.in_log and time.monotonic() - self.said >= LOG_EVERY:
+            self.said = time.monotonic()
+            print(self.bar, file=sys.stderr, flush=True)
 
     def on_end(self, trainer):
         self.bar.close()
@@ -225,8 +210,7 @@ class Trainer:
         self.prompts = load_prompts(s.prompts if prompts is None else prompts)
         self.accelerator = make_accelerator(s)
         self.policy, self.scorer, self.held_out = open_models(s, self.accelerator, policy, reward)
-        if use_one_thread(self.policy.denoiser, self.accelerator.device) and self.accelerator.is_main_process:
-            say_in_log("one thread of the CPU, as a small model needs; OMP_NUM_THREADS sets another number")
+        use_one_thread(self.policy.denoiser, self.accelerator.device)
         self.policy.first_frames = self.prompts.first_frames
         self.conditioner = make_conditioner(s, self.policy, self.accelerator.device)
         self.collector = Collector(s, self.policy, self.scorer, self.prompts, self.conditioner, self.accelerator)

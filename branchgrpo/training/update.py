@@ -6,8 +6,8 @@
 __all__ = ['EDGE_MEANS', 'MISMATCH_LIMIT', 'ONE_SIZE', 'MicroBatch', 'edges_of', 'no_edges', 'micro_batches', 'own_edges',
            'shared_micro_batches', 'revisited', 'reference_mean', 'of_batch', 'EdgeTerms', 'edge_terms', 'edge_sums',
            'count_edges', 'until_stopped', 'agree_on_stop', 'seen_by_all', 'accumulate', 'optimiser_step',
-           'TooManySkipped', 'where_skipped', 'count_skipped', 'RolloutMismatch', 'check_mismatch', 'keep_old',
-           'loss_divisor', 'train_step', 'edge_mean', 'update_metrics', 'update']
+           'TooManySkipped', 'count_skipped', 'RolloutMismatch', 'check_mismatch', 'keep_old', 'loss_divisor',
+           'train_step', 'edge_mean', 'update_metrics', 'update']
 
 # %% ../../nbs/training/08_update.ipynb #fa44f4d0
 import warnings
@@ -241,23 +241,14 @@ def optimiser_step(learner: Learner, losses: Tensor | None = None) -> tuple[Tens
 class TooManySkipped(ValueError):
     "The gradient was not finite in `max_skipped` updates in a row."
 
-
-def where_skipped(losses: Tensor, iteration: int) -> str:
-    "Return in words where a step began to be not finite: in the loss of a process, or in the gradient alone."
-    lost = (~losses.isfinite()).nonzero()[:, 0].tolist()
-    what = f"the loss of process {lost[0]}" if lost else "the gradient of a finite loss"
-    return f"{what} at iteration {iteration}"
-
 # %% ../../nbs/training/08_update.ipynb #6b6d7df2
-def count_skipped(learner: Learner, taken: bool, where: str = "") -> None:
-    "Count updates in a row without a step, and keep `where` the first began. Raise `TooManySkipped` at `max_skipped`."
-    learner.skipped_from = "" if taken else learner.skipped_from or where
+def count_skipped(learner: Learner, taken: bool) -> None:
+    "Count updates in a row without a step. Raise `TooManySkipped` at `max_skipped`."
     learner.skipped_in_a_row = 0 if taken else learner.skipped_in_a_row + 1
     if learner.skipped_in_a_row >= learner.settings.max_skipped:
         raise TooManySkipped(
-            f"max_skipped: the gradient was not finite in {learner.skipped_in_a_row} updates in a row "
-            f"(first: {learner.skipped_from or 'unknown'}); lower learning_rate, or set "
-            "mixed_precision no or another attention kernel to see what makes it so"
+            f"max_skipped: the gradient was not finite in {learner.skipped_in_a_row} updates in a row; lower "
+            "learning_rate, or set mixed_precision no or another attention kernel to see what makes it so"
         )
 
 # %% ../../nbs/training/08_update.ipynb #bc1acd36
@@ -360,7 +351,5 @@ def update(learner: Learner, rolled: TrainingBatch) -> dict[str, Any]:
     every = parts * s.passes
     steps = [train_step(learner, rolled, part, divisor, first=n == 0) for n, part in enumerate(every)]
     stats = update_metrics(steps, steps[-len(parts) :])
-    skipped = [step for step in steps if not (step["taken"] or step["empty"])]
-    where = where_skipped(skipped[0]["losses"], rolled.iteration) if skipped else ""
-    count_skipped(learner, stats["optimiser_steps"] > 0 or not skipped, where)
+    count_skipped(learner, stats["optimiser_steps"] > 0 or not stats["skipped_steps"])
     return stats

@@ -147,7 +147,7 @@ t.accelerator.wait_for_everyone()
 def test_a_step_that_is_not_finite_is_taken_by_nobody(tmp_path, noted, way):
     n, sharding = WAYS[way]
     processes(n, BEGIN + INJECT + SKIPPED + END, settings(tmp_path / "run", **sharding), tmp_path / "out")
-    line = f"the gradient was not finite in 2 updates in a row (first: the loss of process {n - 1} at iteration 3)"
+    line = "the gradient was not finite in 2 updates in a row"
     for rank in range(n):
         assert line in Path(f"{tmp_path}/out.log{rank}").read_text()
     for kind in ("loss", "gradient"):
