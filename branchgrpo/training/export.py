@@ -132,16 +132,20 @@ def write_result(learner: Learner, target: Path, state: dict[str, torch.Tensor])
     delete(temporary)
     policy, s = learner.policy, learner.settings
     parts = {"scheduler": policy.trained_scheduler(s.shift)} if hasattr(policy, "trained_scheduler") else {}
-    if s.lora_rank > 0:
-        write_lora(policy, temporary, state)
-        for name, part in parts.items():
-            part.save_pretrained(temporary / name)
-    else:
-        write_model(policy, temporary, state, learner.is_sharded, **parts)
-    if parts:
-        (temporary / "how_to_draw.md").write_text(how_to_draw(policy, s, **parts), encoding="utf-8")
-    for path in (*temporary.rglob("*"), temporary):
-        to_disk(path)
+    try:
+        if s.lora_rank > 0:
+            write_lora(policy, temporary, state)
+            for name, part in parts.items():
+                part.save_pretrained(temporary / name)
+        else:
+            write_model(policy, temporary, state, learner.is_sharded, **parts)
+        if parts:
+            (temporary / "how_to_draw.md").write_text(how_to_draw(policy, s, **parts), encoding="utf-8")
+        for path in (*temporary.rglob("*"), temporary):
+            to_disk(path)
+    except BaseException:
+        delete(temporary)  # a full disk has room again
+        raise
     replace_folder(temporary, target)
 
 # %% ../../nbs/training/13_export.ipynb #9c388be3
