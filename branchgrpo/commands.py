@@ -166,10 +166,10 @@ def draw(given: dict[str, Any]) -> int:
     import torch
     from branchgrpo.backbones.loading import without_remarks
     from branchgrpo.evaluation.evaluate import Drawing
-    from branchgrpo.evaluation.sampling import cannot_draw, drawing_seed, drawing_steps, sample, state_text
+    from branchgrpo.evaluation.sampling import cannot_draw, drawing_seed, drawing_steps, sample, state_text, truths
     from branchgrpo.files import write_atomic
     from branchgrpo.training.held_out import image_sheet
-    from branchgrpo.viewing.run import enlarged
+    from branchgrpo.viewing.run import enlarged, marked
 
     o, drawing = options(SampleOptions, given, required=("prompt",)), options(Drawing, given)
     check_sample(o)
@@ -179,11 +179,13 @@ def draw(given: dict[str, Any]) -> int:
     with without_remarks("transformers", least), without_remarks("diffusers", least):
         steps, seed = drawing_steps(drawing.backbone, o.steps, 20), drawing_seed(drawing.backbone, drawing.seed)
         images = sample(policy, o.prompt, steps, seed)
-    row = enlarged(image_sheet(images))
+    row, right = enlarged(image_sheet(images)), truths(drawing.backbone, images, o.prompt)
+    row = marked(row, right) if right else row
     write_atomic(o.output, lambda temporary: row.save(temporary, format="png"))
     if remark:
         print(f"branchgrpo: {remark}", file=sys.stderr)
-    print(f"{len(images)} images{state_text(drawing.backbone)}: {o.output}")
+    found = f" ({sum(right)} right, by the checker)" if right else ""
+    print(f"{len(images)} images{found}{state_text(drawing.backbone)}: {o.output}")
     return 0
 
 

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..settings import variable
 from ..backbones.loading import avoid_cudnn_attention
+from ..registry import unknown_name_error
 from .config import Settings
 
 # %% ../../nbs/training/16_speed.ipynb #f50beee1
@@ -37,6 +38,12 @@ def check_speed(s: Settings) -> None:
         raise ValueError("tf32: True cannot be compiled by torch below 2.13 (pytorch#166387); leave one of them out")
     if s.checkpoint_blocks > 1 and not s.gradient_checkpointing:
         raise ValueError(f"checkpoint_blocks: {s.checkpoint_blocks} needs gradient_checkpointing")
+    if s.attention is not None:
+        from diffusers.models.attention_dispatch import AttentionBackendName
+
+        kernels = [kernel.value for kernel in AttentionBackendName]
+        if s.attention not in kernels:
+            raise unknown_name_error("attention", s.attention, kernels)
 
 # %% ../../nbs/training/16_speed.ipynb #46250ab5
 def blocks_of(module: nn.Module) -> list[nn.Module]:
