@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ONLY_FLAGS', 'MESSAGES', 'AGAIN', 'CONTINUING', 'COMPLETED_NAMES', 'COMPLETED_PLACES', 'SHELLS', 'sections_of',
            'comments_in', 'flag_of', 'shown_default', 'add_section', 'Help', 'ShowAll', 'Parser', 'show_first',
-           'fill_parser', 'parser_of', 'parse', 'joined', 'from_file', 'one_line', 'not_expected', 'nearest_flag',
+           'fill_parser', 'parser_of', 'parse', 'from_file', 'one_line', 'not_expected', 'nearest_flag',
            'CompletionOptions', 'with_names', 'whole_parser']
 
 # %% ../nbs/cli/00_options.ipynb #021d984e
@@ -140,28 +140,18 @@ def fill_parser(parser: argparse.ArgumentParser, classes: tuple[type, ...], conf
 def parser_of(prog: str, about: str, classes: tuple[type, ...], config: bool = False) -> Parser:
     "Return the parser of a command whose options are the fields of `classes`."
     parser = Parser(prog=prog, usage="%(prog)s [options]", description=about, allow_abbrev=False, formatter_class=Help)
+    parser._negative_number_matcher = re.compile(r"-([0-9.]|inf$|nan$)")  # argparse's own takes -1:2 for a flag
     fill_parser(parser, classes, config)
     return parser
 
 # %% ../nbs/cli/00_options.ipynb #13986090
 def parse(parser: Parser, words: list[str]) -> dict[str, Any]:
     "Return the options that were given, as words or as a file holds them. Raise `ValueError` if one is unknown."
-    found = vars(parser.parse_args(joined(words)))
+    found = vars(parser.parse_args(words))
     given: dict[str, Any] = {}
     for path in found.pop("config", None) or ():
         given |= from_file(parser, path)
     return given | without_retired({name: value for name, value in found.items() if value is not None})
-
-# %% ../nbs/cli/00_options.ipynb #59782f5a
-def joined(words: list[str]) -> list[str]:
-    "Return the words with `--eta -1` as `--eta=-1`, since a parser takes -1e-4 and -1:2 for flags."
-    out: list[str] = []
-    for word in words:
-        if out and re.fullmatch(r"--[a-z][a-z0-9-]*", out[-1]) and re.match(r"-([0-9.]|inf$|nan$)", word):
-            out[-1] = f"{out[-1]}={word}"
-        else:
-            out.append(word)
-    return out
 
 # %% ../nbs/cli/00_options.ipynb #eff98d0c
 ONLY_FLAGS = ("help", "help_all", "config", "print_config")  # no settings of a file
@@ -171,7 +161,7 @@ def from_file(parser: Parser, path: str) -> dict[str, Any]:
     "Return the settings of a YAML file. Raise `ValueError` naming one that is unknown."
     names = [action.dest for action in parser._actions if action.dest not in ONLY_FLAGS]
     table = without_retired(read_table(path))
-    for name in table.keys() - set(names):
+    for name in [name for name in table if name not in names]:
         close = difflib.get_close_matches(name[:80], names, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ValueError(f"config: {shown(name)} in {shown(path)} is not the name of a setting{hint}")

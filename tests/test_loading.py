@@ -1,38 +1,10 @@
-"""Two processes of one machine: one reads the denoiser, one encodes the prompts."""
+"""Two processes of one machine: one encodes the prompts."""
 
 import json
-import shutil
 
 import pytest
 import torch
 from test_training import SMALL, together
-
-from branchgrpo.backbones.loading import folder_of
-
-LOADS = """
-import os, sys, torch, torch.distributed as dist
-from branchgrpo import load_backbone
-dist.init_process_group("gloo")
-folders, out = sys.argv[1:3], sys.argv[-1]
-policy = load_backbone(folders[dist.get_rank()], together=True)
-torch.save({n: p.detach() for n, p in policy.denoiser.named_parameters()}, f"{out}.{dist.get_rank()}")
-dist.barrier()
-os._exit(0)
-"""
-
-
-def test_one_process_reads_the_denoiser_for_both(tmp_path):
-    "The second process has a folder without the denoiser's weights."
-    blind = tmp_path / "blind"
-    shutil.copytree(folder_of("tiny-flux"), blind)
-    for file in (blind / "transformer").glob("*.safetensors"):
-        file.unlink()
-    for code, log in together(2, LOADS, folder_of("tiny-flux"), str(blind), tmp_path / "weights"):
-        assert code == 0, log
-    one, two = torch.load(tmp_path / "weights.0"), torch.load(tmp_path / "weights.1")
-    assert one.keys() == two.keys()
-    assert all(torch.equal(one[name], two[name]) for name in one)
-
 
 TRAINS = """
 import os, sys, json, torch

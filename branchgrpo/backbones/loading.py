@@ -7,9 +7,9 @@ __all__ = ['FAMILIES', 'TINY', 'BACKBONES', 'PIPELINE_ERRORS', 'ENCODER_PLACES',
            'Backbone', 'adapt_recipe', 'is_hub_model', 'folder_of', 'pipeline_error', 'read_index', 'family',
            'part_config', 'denoiser_config', 'default_sizes', 'default_guidance', 'takes_guidance', 'check_guidance',
            'with_family_sizes', 'encoder_names', 'left_out', 'read_checked', 'read_pipeline', 'without_remarks',
-           'move_parts', 'empty_model', 'empty_denoiser', 'machine_ranks', 'is_reader', 'machine_group', 'send_weights',
-           'read_once', 'avoid_cudnn_attention', 'load_pipeline', 'policy_around', 'own_policy', 'load_backbone',
-           'save_memory', 'encoders_of', 'awake', 'largest_rank', 'lora_file', 'with_alpha', 'add_lora', 'load_lora']
+           'move_parts', 'empty_denoiser', 'machine_ranks', 'is_reader', 'avoid_cudnn_attention', 'load_pipeline',
+           'policy_around', 'own_policy', 'load_backbone', 'save_memory', 'encoders_of', 'awake', 'largest_rank',
+           'lora_file', 'with_alpha', 'add_lora', 'load_lora']
 
 # %% ../../nbs/backbones/01_loading.ipynb #f35a8196
 import inspect
@@ -278,30 +278,26 @@ def without_remarks(module: str, least: int = logging.ERROR) -> Iterator[None]:
 
 # %% ../../nbs/backbones/01_loading.ipynb #e55b577f
 def move_parts(pipeline: Any, device: str | torch.device, waiting: Iterable[str] = ()) -> None:
-    "Move a pipeline's parts to a device, except those that are `waiting` on the CPU or that have no values yet."
+    "Move a pipeline's parts to a device, except those that are `waiting` on the CPU."
     for name, part in pipeline.components.items():
-        if isinstance(part, nn.Module) and name not in waiting and not any(p.is_meta for p in part.parameters()):
+        if isinstance(part, nn.Module) and name not in waiting:
             part.to(device)
 
 # %% ../../nbs/backbones/01_loading.ipynb #bffa5b70
-def empty_model(folder: str, part: str, dtype: torch.dtype) -> nn.Module:
-    "Return a model of a pipeline by its configuration: its parameters have no values, its buffers do."
+def empty_denoiser(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    "Return a backbone's denoiser whose parameters have no values (meta device); its buffers have them."
     import diffusers
     from accelerate import init_empty_weights
 
-    model = getattr(diffusers, diffusers.DiffusionPipeline.load_config(folder)[part][1])
+    folder, part = folder_of(name), declared(family(name), "component")
+    model = getattr(diffusers, read_index(folder)[part][1])
     with init_empty_weights(include_buffers=False):
         empty = model.from_config(model.load_config(folder, subfolder=part))
     return empty.to(dtype).requires_grad_(False).eval()
 
-# %% ../../nbs/backbones/01_loading.ipynb #f07d3579
-def empty_denoiser(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    "Return a backbone's denoiser whose parameters have no values (meta device); its buffers have them."
-    return empty_model(folder_of(name), declared(family(name), "component"), dtype)
-
 # %% ../../nbs/backbones/01_loading.ipynb #8eb71ed5
 def machine_ranks() -> list[int]:
-    "Return the processes on this machine, in order; the first of them reads for the others."
+    "Return the processes on this machine, in order; the first of them encodes for the others."
     if not (dist.is_available() and dist.is_initialized()):
         return [0]
     hosts = [""] * dist.get_world_size()
@@ -310,47 +306,8 @@ def machine_ranks() -> list[int]:
 
 # %% ../../nbs/backbones/01_loading.ipynb #39c1089f
 def is_reader() -> bool:
-    "Return whether this process reads for its machine. All processes call it together."
+    "Return whether this process encodes for its machine. All processes call it together."
     return not dist.is_initialized() or dist.get_rank() == machine_ranks()[0]
-
-# %% ../../nbs/backbones/01_loading.ipynb #b672005d
-def machine_group(ranks: list[int]) -> Any:
-    "Return the group of the processes on this machine; every process takes part in making every group."
-    everyone = [ranks] * dist.get_world_size()
-    dist.all_gather_object(everyone, ranks)
-    groups = {some: dist.new_group(list(some)) for some in dict.fromkeys(map(tuple, everyone))}
-    return groups[tuple(ranks)]
-
-# %% ../../nbs/backbones/01_loading.ipynb #92de5356
-@torch.no_grad()
-def send_weights(module: nn.Module, device: str | torch.device, source: int, group: Any = None) -> None:
-    "Send the weights of the process `source` to the others of a group, onto `device`."
-    from accelerate.utils import set_module_tensor_to_device
-
-    here = {name: p.detach() for name, p in module.named_parameters()} | dict(module.named_buffers())
-    wanted = [{name: (tensor.shape, tensor.dtype) for name, tensor in here.items()}]
-    dist.broadcast_object_list(wanted, source, group)
-    for name, (shape, dtype) in wanted[0].items():
-        if dist.get_rank() == source:
-            dist.broadcast(here[name].contiguous(), source, group)
-            continue
-        value = torch.empty(shape, dtype=dtype, device=device)
-        dist.broadcast(value, source, group)
-        set_module_tensor_to_device(module, name, device, value=value, dtype=dtype)
-
-# %% ../../nbs/backbones/01_loading.ipynb #03d2ba4e
-def read_once(folder: str, part: str, dtype: torch.dtype, device: str | torch.device, **parts: Any) -> Any:
-    "Return a pipeline on `device` (but not its encoders) whose `part` one process of this machine reads for all."
-    ranks = machine_ranks()
-    if dist.is_initialized() and dist.get_rank() != ranks[0]:
-        parts |= {part: empty_model(folder, part, dtype)}
-    pipeline = read_pipeline(folder, dtype, **parts)
-    move_parts(pipeline, device, [name for name in pipeline.components if name.startswith(ENCODERS)])
-    if dist.is_initialized():
-        group = machine_group(ranks)
-        if len(ranks) > 1:
-            send_weights(getattr(pipeline, part), device, ranks[0], group)
-    return pipeline
 
 # %% ../../nbs/backbones/01_loading.ipynb #982fca96
 def avoid_cudnn_attention() -> None:
@@ -365,7 +322,6 @@ def load_pipeline(
     *,
     encoders: str = "device",  # where the encoders are: on the device, on the cpu, or none at all
     denoiser: nn.Module | None = None,  # in place of the one in the files, where it is
-    together: bool = False,  # all processes call this at once, and one per machine reads the denoiser
     vae_dtype: torch.dtype | None = None,  # of the autoencoder; none: dtype
 ) -> Any:
     "Return a backbone's diffusers pipeline, frozen. Raises `ValueError` if it is absent or if `encoders` is wrong."
@@ -379,10 +335,7 @@ def load_pipeline(
     parts |= dict.fromkeys(waiting) if encoders == "none" else {}
     parts |= {} if denoiser is None else {part: denoiser}
     try:
-        if together and denoiser is None:
-            pipeline = read_once(folder, part, dtype, device, vae_dtype=vae_dtype, **parts)
-        else:
-            pipeline = read_pipeline(folder, dtype, vae_dtype, **parts)
+        pipeline = read_pipeline(folder, dtype, vae_dtype, **parts)
     except PIPELINE_ERRORS as error:
         raise pipeline_error(name, error) from None
     move_parts(pipeline, device, [*waiting, *parts])

@@ -31,7 +31,7 @@ from ..training.collection import make_judge, roll
 from ..training.config import TrainConfig
 from ..training.credit import assign_credit
 from ..training.runs import environment
-from ..training.trainer import Trainer, is_log
+from ..training.trainer import Trainer
 from ..training.update import TrainingBatch, accumulate, micro_batches
 
 # %% ../../nbs/machine/03_bench.ipynb #a539be80
@@ -54,31 +54,20 @@ def seconds_of(job: Callable[[], Any], device: torch.device) -> float:
 
 # %% ../../nbs/machine/03_bench.ipynb #5be7a2c4
 class Countdown:
-    "The minutes of all tables. It shows what is measured and the time left: in place in a terminal, else in lines."
+    "The minutes of all tables."
 
     measured = ""  # the clock and the rounds of the last table
 
     def __init__(self, minutes: float, tables: int):
-        self.end, self.tables, self.said = time.monotonic() + 60 * minutes, tables, -math.inf
+        self.end, self.tables = time.monotonic() + 60 * minutes, tables
 
     def begin(self, title: str) -> None:
-        "Begin a table: it has an equal share of what is left."
-        self.title, now = title, time.monotonic()
-        self.table_end = now + (self.end - now) / self.tables
+        "Begin a table, which has an equal share of what is left, and say how much that is."
+        left = max(0.0, self.end - time.monotonic())
+        self.table_end = time.monotonic() + left / self.tables
         self.tables -= 1
-        self.say("models are loaded")
-
-    def say(self, what: str) -> None:
-        "Show what is done now: at once in a terminal, every ten seconds in a log, never in a notebook."
-        now = time.monotonic()
-        left = max(0, round(self.end - now))
-        time_left = f"{left // 60}:{left % 60:02} left" if left else "time is up, each job is called once"
-        text = f"{time_left}, {self.title}: {what}"
-        if sys.stderr.isatty():
-            print(f"\r{text[:78]:78}", end="", file=sys.stderr, flush=True)
-        elif is_log() and now - self.said >= 10:
-            self.said = now
-            print(text, file=sys.stderr, flush=True)
+        minutes, seconds = divmod(round(left), 60)
+        print(f"{minutes}:{seconds:02} left, {title}", file=sys.stderr, flush=True)
 
 # %% ../../nbs/machine/03_bench.ipynb #e840a382
 def interleaved(
@@ -94,8 +83,6 @@ def interleaved(
     while done < warm_up + rounds and not (watch and done and time.monotonic() + last > watch.table_end):
         began = time.monotonic()
         for name, job in jobs.items():
-            if watch:
-                watch.say(f"{name}, round {done + 1}")
             taken[name].append(seconds_of(job, device))
         done, last = done + 1, time.monotonic() - began
     left_out = min(warm_up, done - 1)

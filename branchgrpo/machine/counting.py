@@ -4,9 +4,8 @@
 
 # %% auto #0
 __all__ = ['scale_factors', 'part_class', 'meta_pipeline', 'meta_policy', 'equal_runs', 'shortened', 'count_all_blocks',
-           'largest_block', 'CallCost', 'set_trainable', 'count_call', 'count_update', 'count', 'same_model',
-           'counted_policy', 'weight_bytes', 'compute_bytes', 'meta_vae', 'DecodingCost', 'latent_shape', 'vae_cost',
-           'decoding_cost']
+           'largest_block', 'CallCost', 'set_trainable', 'count_call', 'count_update', 'count', 'counted_policy',
+           'weight_bytes', 'compute_bytes', 'meta_vae', 'DecodingCost', 'latent_shape', 'vae_cost', 'decoding_cost']
 
 # %% ../../nbs/machine/00_counting.ipynb #6902d553
 from collections.abc import Callable, Iterator
@@ -190,16 +189,11 @@ def _counted(rank: int, checkpointing: bool, guidance_grad: bool, *where: Any) -
     policy.guidance_grad = guidance_grad
     return policy, count(policy, checkpointing, rank)
 
-# %% ../../nbs/machine/00_counting.ipynb #2c8f9335
-def same_model(name: str) -> str:
-    "Return the first published name of the same architecture, or the name itself."
-    return next((other for other, entry in PUBLISHED.items() if entry == PUBLISHED.get(name)), name)
-
 # %% ../../nbs/machine/00_counting.ipynb #20f481ee
 def counted_policy(s: Settings, checkpointing: bool | None = None) -> tuple[Any, CallCost]:
     "Return the policy of a run without weights, and what a call costs. Raise as `meta_policy` does."
     checkpointing = s.gradient_checkpointing if checkpointing is None else checkpointing
-    where = (same_model(s.backbone), s.height, s.width, s.guidance_scale, s.frames)
+    where = (s.backbone, s.height, s.width, s.guidance_scale, s.frames)
     return _counted(s.lora_rank, checkpointing, s.guidance_grad, *where)
 
 # %% ../../nbs/machine/00_counting.ipynb #3b19e632

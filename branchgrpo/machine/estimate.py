@@ -230,9 +230,8 @@ def reward_part(s: Settings) -> MemoryPart:
 # %% ../../nbs/machine/01_estimate.ipynb #b2280eaa
 GPU_GB = 85.5  # memory of an H100 80GB
 FREE_SHARE = 0.1  # share of a GPU that stays free
-RUNTIME_BYTES = (
-    1.0e9  # bytes of the CUDA context, of its libraries and of the buffers that GPUs exchange: an assumption
-)
+# bytes of the CUDA context, of its libraries and of the buffers that GPUs exchange: an assumption
+RUNTIME_BYTES = 1.0e9
 
 
 def memory_parts(s: Settings, gpus: int = 1) -> list[MemoryPart]:

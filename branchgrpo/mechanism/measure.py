@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from ..files import save_atomic, write_atomic, write_text
+from ..files import write_atomic, write_text
 from . import exact
 from ..plan import papers_cost
 from ..planning import process_of, sampling_process
@@ -222,7 +222,8 @@ def load_or_measure_reference(path: Path, study: Study, t: Trainer) -> Reference
         if known["study"] == asdict(study):
             return Reference(**known["reference"])
     found = measure_reference(study, t)
-    save_atomic({"study": asdict(study), "reference": asdict(found)}, path)
+    kept = {"study": asdict(study), "reference": asdict(found)}
+    write_atomic(path, lambda temporary: torch.save(kept, temporary))
     return found
 
 # %% ../../nbs/mechanism/02_measure.ipynb #9cbfab8f

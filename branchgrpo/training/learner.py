@@ -81,7 +81,6 @@ def open_policy(s: Settings, device, policy: Any = None) -> Any:
         options: dict[str, Any] = texts | {
             "frames": s.frames,
             "encoders": encoders,
-            "together": True,
             "denoiser": denoiser,
             "vae_dtype": getattr(torch, s.vae_dtype or s.base_dtype),
         }

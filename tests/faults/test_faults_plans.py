@@ -30,7 +30,7 @@ from branchgrpo.training.processes import RankGroup, SharedPredictor
 from branchgrpo.training.trainer import train_iteration as step
 from branchgrpo.training.update import accumulate, own_edges, shared_micro_batches
 from branchgrpo.transition import TRANSITIONS
-from branchgrpo.tree import Tree, alive, ancestors
+from branchgrpo.tree import Tree, ancestors, first_leaves
 from branchgrpo.windows import WINDOWS
 
 QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large, HealthCheck.large_base_example]
@@ -431,7 +431,7 @@ def check_gradient(t: Trainer, rolled) -> Tensor:
     for d, of_depth in enumerate(mask):
         assert d > 0 or not of_depth.any()
         assert not of_depth.any() or d - 1 in rolled.tree.plan.trained
-        assert not (of_depth & ~alive(rolled.tree)[d]).any()
+        assert not (of_depth & (first_leaves(rolled.tree)[d] == rolled.tree.plan.leaves)).any()
     whole, stats = gradient(t, rolled, mask)
     assert stats["edges"] == edges and float(stats["kl"]) == 0 and float(stats["ratio_minus_1"]) == 0
     expected, size = edge_by_edge(t, rolled, mask)
