@@ -468,6 +468,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                 'branchgrpo.evaluation.sampling.unfinished_iteration': ( 'evaluation/sampling.html#unfinished_iteration',
                                                                                                          'branchgrpo/evaluation/sampling.py')},
             'branchgrpo.files': { 'branchgrpo.files.Plain': ('basics/files.html#plain', 'branchgrpo/files.py'),
+                                  'branchgrpo.files.Plain.flatten_mapping': ( 'basics/files.html#plain.flatten_mapping',
+                                                                              'branchgrpo/files.py'),
                                   'branchgrpo.files.Refused': ('basics/files.html#refused', 'branchgrpo/files.py'),
                                   'branchgrpo.files.append_jsonl': ('basics/files.html#append_jsonl', 'branchgrpo/files.py'),
                                   'branchgrpo.files.behind': ('basics/files.html#behind', 'branchgrpo/files.py'),

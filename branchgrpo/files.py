@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML, SafeConstructor
+from ruamel.yaml.constructor import ConstructorError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, SequenceNode
 
 from .registry import reason, shown
 
@@ -219,6 +221,16 @@ def plain_line(text: str) -> str:
 # %% ../nbs/basics/01_files.ipynb #0082c8fc
 class Plain(SafeConstructor):
     "Makes plain values only, so that a file never runs code; a date stays a text."
+
+    def flatten_mapping(self, node: MappingNode) -> None:
+        lists = [value for key, value in node.value if key.value == "<<" and isinstance(value, SequenceNode)]
+        super().flatten_mapping(node)
+        seen: set[str] = set()
+        for table in (part for merged in lists for part in merged.value):
+            names = {str(key.value) for key, _ in table.value}
+            if names & seen:
+                raise ConstructorError(None, None, f"two merged tables name {min(names & seen)!r}", node.start_mark)
+            seen |= names
 
 
 Plain.add_constructor("tag:yaml.org,2002:timestamp", Plain.construct_yaml_str)
