@@ -402,8 +402,6 @@ def draw_curves(
     "Draw `key` of every label against `x`, in the colours of the recipes; variants of a recipe differ in line style."
     recipes = own_recipes(c)
     shown = names or {label: label for label in c.runs}
-    if c.record is not None:  # which may lack what a page draws today
-        shown = {label: name for label, name in shown.items() if label in recipes}
     alone = len({recipes[label] for label in shown}) == len(shown)  # bands of one colour hide each other
     band = alone and len(shown) < MANY
     for label, name in shown.items():
