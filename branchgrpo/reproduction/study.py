@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['REGISTERED', 'StudyRuns', 'COUNTS', 'Curve', 'Curves', 'NOT_RUN', 'NOT_LEARNED', 'PARTS', 'Claim', 'Task',
-           'Registration', 'read_claim', 'read_task', 'named_tables', 'read_registration', 'StudyArms', 'study_runs',
-           'with_counts', 'curves_by_task', 'budget_of', 'pair_of', 'counts_of', 'p_values', 'above_zero', 'seeds_made',
-           'why_not', 'Difference', 'Answer', 'differences', 'answers', 'score_title', 'score_changes', 'change_table',
-           'percent', 'with_interval']
+           'Registration', 'read_claim', 'read_registration', 'StudyArms', 'study_runs', 'with_counts',
+           'curves_by_task', 'budget_of', 'pair_of', 'counts_of', 'p_values', 'above_zero', 'seeds_made', 'why_not',
+           'Difference', 'Answer', 'differences', 'answers', 'score_title', 'score_changes', 'change_table', 'percent',
+           'with_interval']
 
 # %% ../../nbs/reproduction/12_study.ipynb #42ef97b9
 import dataclasses
@@ -111,56 +111,30 @@ class Registration:
         return {n: share / len(self.claims) for n, share in zip(self.looks, spent(self.looks, self.alpha))}
 
 # %% ../../nbs/reproduction/12_study.ipynb #fd4ef601
-def read_claim(name: str, settings: Any) -> Claim:
-    "Return a claim of the file. Raise `ValueError`, in one line that begins with its name, for anything wrong."
-    if not isinstance(settings, dict):
-        raise ValueError(f"{name}: {shown(settings)} is no table of settings")
+def read_claim(name: str, settings: dict[str, Any]) -> Claim:
+    "Return a claim of the file. Raise `ValueError`, in one line that begins with its name, for a wrong setting."
     needed = [part.name for part in dataclasses.fields(Claim) if part.default is dataclasses.MISSING]
     for setting in needed[1:]:  # the name is that of the table
         if setting not in settings:
             raise ValueError(f"{name}: {setting} is missing")
     try:
-        claim = Claim(name, **read_settings(Claim, settings))
+        return Claim(name, **read_settings(Claim, settings))
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    if claim.label == claim.other:
-        raise ValueError(f"{name}: other: {shown(claim.other)} is the label itself")
-    return claim
-
-
-def read_task(name: str, about: Any) -> Task:
-    "Return a task of the file. Raise `ValueError`, in one line that begins with its name, for anything wrong."
-    if not isinstance(about, dict) or not {"settings"} <= about.keys() <= {"settings", "recipes"}:
-        raise ValueError(f"{name}: it is no table of settings and recipes")
-    for settings in (about["settings"], *about.get("recipes", {}).values()):
-        try:
-            read_settings(TrainConfig, settings)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-    return Task(**about)
-
-
-def named_tables(table: dict, name: str) -> dict[str, Any]:
-    "Return a part of the file that holds tables by name. Raise `ValueError` if it is missing or empty."
-    found = table.get(name)
-    if not isinstance(found, dict) or not found:
-        raise ValueError(f"{name}: the file registers none")
-    return found
 
 
 def read_registration(path: str | Path = REGISTERED) -> Registration:
-    "Return what a file registers. Raise `ValueError`, in one line, for anything wrong."
+    "Return what a file registers. Raise `ValueError`, in one line, for a setting that is wrong or missing."
     table = read_table(path, "registered")
-    plan = read_settings(Registration, {n: value for n, value in table.items() if n not in ("tasks", "claims")})
-    looks = plan.get("looks", ())
-    if not looks or sorted(set(looks)) != list(looks):
-        raise ValueError(f"looks: {shown(table.get('looks'))} is no rising list of numbers of seeds")
-    tasks = {name: read_task(name, about) for name, about in named_tables(table, "tasks").items()}
-    claims = [read_claim(name, about) for name, about in named_tables(table, "claims").items()]
+    for name in ("looks", "tasks", "claims"):
+        if not table.get(name):
+            raise ValueError(f"{name}: the file registers none")
+    tasks = {name: Task(**about) for name, about in table.pop("tasks").items()}
+    claims = [read_claim(name, about) for name, about in table.pop("claims").items()]
     for claim in claims:
         if claim.task not in tasks:
             raise ValueError(f"{claim.name}: {unknown_name_error('task', claim.task, tasks)}")
-    return Registration(claims, tasks, **plan)
+    return Registration(claims, tasks, **read_settings(Registration, table))
 
 # %% ../../nbs/reproduction/12_study.ipynb #80a6fe47
 @dataclass(frozen=True)
