@@ -6,9 +6,9 @@
 __all__ = ['ROOT', 'LINK_TARGET', 'VERDICT_COLUMNS', 'HEAD', 'FIRST', 'FILES', 'BACK', 'RECORDS', 'OPENING', 'CLOSING', 'ANSWERS',
            'FRONT_PAGE', 'folded', 'shown_rows', 'tables_named_by', 'numbers_of', 'beside_printed', 'models_of',
            'page_tables', 'verdict_line', 'verdicts', 'claim_lines', 'seeds_text', 'origin', 'ReportPart', 'page_files',
-           'captions', 'seen_from', 'age', 'part_of', 'file_of', 'page_order', 'summary', 'write_page', 'p_text',
+           'captions', 'seen_from', 'part_of', 'file_of', 'page_order', 'summary', 'write_page', 'p_text',
            'answer_rows', 'found_here', 'short_found', 'how_many', 'fill', 'report_facts', 'harm_words',
-           'guidance_words', 'right_images', 'filled_answers', 'written_report', 'first_answers', 'write_report']
+           'guidance_words', 'right_images', 'written_report', 'first_answers', 'write_report']
 
 # %% ../../nbs/reproduction/13_report.ipynb #7a46fd64
 import contextlib
@@ -51,9 +51,8 @@ def folded(title: str, text: str, shown: bool) -> str:
 
 def shown_rows(record: dict, rows: list[dict]) -> list[dict]:
     "Return the rows of a record, without seconds that do not compare."
-    labels = [found for found in (record.get("runs") or {}).values() if isinstance(found, dict)]
-    runs = [run for found in labels for run in found.values() if isinstance(run, dict)]
-    if "runs" not in record or any(run.get("seconds_per_iteration") for run in runs):
+    runs = [run for found in record.get("runs", {}).values() for run in found.values()]
+    if not runs or any(run["seconds_per_iteration"] for run in runs):
         return rows
     return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
 
@@ -92,8 +91,8 @@ def beside_printed(rows: list[dict], printed: dict[str, dict[str, str]]) -> list
 
 def models_of(records: list[dict]) -> str:
     "Return `on` and the models that the runs of records train; nothing without runs."
-    runs = [run for record in records for found in (record.get("runs") or {}).values() for run in found.values()]
-    names = ", ".join(dict.fromkeys(run["settings"]["backbone"] for run in runs if "settings" in run))
+    runs = [run for record in records for found in record.get("runs", {}).values() for run in found.values()]
+    names = ", ".join(dict.fromkeys(run["settings"]["backbone"] for run in runs))
     return names and f"on {names}"
 
 
@@ -137,8 +136,7 @@ def verdicts(record: dict) -> list[str]:
     "Return the verdicts of a record, one line each: registered claims, a page's own, then those of comparisons."
     answers = list(record.get("sentences", []))
     own = [f"{claim}: **{verdict}**" for claim, verdict in (record.get("verdict") or {}).items()]
-    tested = [item for item in record.get("verdicts", []) if isinstance(item, dict) and "verdict" in item]
-    return answers + own + [verdict_line(item) for item in tested]
+    return answers + own + [verdict_line(item) for item in record.get("verdicts", [])]
 
 
 def claim_lines(lines: list[str]) -> str:
@@ -220,12 +218,6 @@ def seen_from(text: str, page: Path, report: Path) -> str:
     return LINK_TARGET.sub(turned, text)
 
 
-def age(name: str, folder: Path, records: list[dict]) -> str:
-    "Return the sentences on records whose runs are not those of the page today."
-    (job,) = jobs([name], "testbed", folder)
-    return "\n".join(filter(None, (earlier(record, job) for record in records)))
-
-
 def part_of(name: str, path: Path, folder: Path, figures: str | Path, report: str | Path) -> ReportPart | None:
     "Return the part on the page `name`; None if it has written nothing under `figures`."
     drawn, jsons = page_files(name, figures, "png"), page_files(name, figures, "json")
@@ -244,7 +236,8 @@ def part_of(name: str, path: Path, folder: Path, figures: str | Path, report: st
     foot = f"[notebook]({link[path]}) · {sources}" + (f" · {made}" if made else "")
     tables, numbers = page_tables(name, records, folder / "published", shown=not images)
     claims = claim_lines(lines)
-    old = age(name, folder, records)
+    (job,) = jobs([name], "testbed", folder)
+    old = "\n".join(filter(None, (earlier(record, job) for record in records)))
     text = [f"## {title}", claim.lstrip("> "), old, tables, "\n\n".join(images), claims, numbers, foot]
     return ReportPart(title, "\n\n".join(filter(None, text)), lines, bool(old))
 
@@ -446,15 +439,6 @@ The [registered study](../REPORT.md) ({{ seeds }}; shares of the baseline's gain
 - *Do untrained scores fall?* {{ harm | capitalize }}.
 - *Better than guidance alone?* {{ guidance }}."""
 
-
-def filled_answers(text: str, block: str) -> str:
-    "Return a text with a block between its two comments. Raise `ValueError` if it has no such comments."
-    before, opening, rest = text.partition(OPENING)
-    _, closing, after = rest.partition(CLOSING)
-    if not opening or not closing:
-        raise ValueError(f"text: it has no {OPENING} … {CLOSING}")
-    return f"{before}{opening}\n{block}\n{closing}{after}"
-
 # %% ../../nbs/reproduction/13_report.ipynb #bb2b35fb
 FRONT_PAGE = "nbs/index.ipynb"
 
@@ -474,5 +458,6 @@ def write_report(root: Path = ROOT) -> None:
     write_text(root / "REPORT.md", written_report(root))
     first = nbformat.read(root / FRONT_PAGE, 4)
     (cell,) = (cell for cell in first.cells if OPENING in cell.source)
-    cell.source = filled_answers(cell.source, first_answers(root))
+    block = f"{OPENING}\n{first_answers(root)}\n{CLOSING}"
+    cell.source = re.sub(f"{OPENING}.*{CLOSING}", lambda _: block, cell.source, flags=re.DOTALL)
     write_text(root / FRONT_PAGE, nbformat.writes(first) + "\n")

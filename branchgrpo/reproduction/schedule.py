@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['QUIET', 'say', 'minutes_left', 'iterations_done', 'IterationCount', 'time_left', 'progress_line',
            'worker_environments', 'train_run', 'worker_pool', 'as_they_finish', 'end_of_run', 'make_runs', 'Result',
-           'PageLines', 'run_notebook', 'mark_done', 'last_line', 'page_lock', 'execute', 'execute_now', 'why',
-           'put_page_in_place', 'execute_in_subprocess', 'result_line', 'run_all', 'redrawn_job', 'redraw']
+           'PageLines', 'run_notebook', 'mark_done', 'page_lock', 'execute', 'execute_now', 'why', 'put_page_in_place',
+           'execute_in_subprocess', 'result_line', 'run_all', 'redrawn_job', 'redraw']
 
 # %% ../../nbs/reproduction/05_schedule.ipynb #f6aedd91
 import contextlib
@@ -236,12 +236,6 @@ def mark_done(path: Path, digest: str) -> None:
     page.metadata["branchgrpo"] = {"digest": digest}
     nbformat.write(page, path)
 
-# %% ../../nbs/reproduction/05_schedule.ipynb #7b49b5e4
-def last_line(text: str, default: str) -> str:
-    "Return the last line of `text` that is not empty, or `default`."
-    lines = [line for line in text.strip().splitlines() if line.strip()]
-    return lines[-1] if lines else default
-
 # %% ../../nbs/reproduction/05_schedule.ipynb #4d58cf81
 @contextlib.contextmanager
 def page_lock(job: Job, log: Callable[[str], None]) -> Iterator[None]:
@@ -288,7 +282,8 @@ def execute_now(job: Job, log: Callable[[str], None]) -> Result:
 # %% ../../nbs/reproduction/05_schedule.ipynb #e4f9f65f
 def why(error: Exception) -> str:
     "Return an error as one line; what the operating system refuses as `Refused: …`."
-    line, refused = last_line(str(error), type(error).__name__), refusal(error)
+    lines, refused = str(error).strip().splitlines() or [type(error).__name__], refusal(error)
+    line = lines[-1]
     if refused is None or line.startswith("Refused: "):  # the page's own words say more
         return line
     return f"Refused: {in_words(refused, {})}"
