@@ -1656,8 +1656,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'branchgrpo/reproduction/study.py'),
                                                'branchgrpo.reproduction.study.Task.config': ( 'reproduction/study.html#task.config',
                                                                                               'branchgrpo/reproduction/study.py'),
-                                               'branchgrpo.reproduction.study.above_zero': ( 'reproduction/study.html#above_zero',
-                                                                                             'branchgrpo/reproduction/study.py'),
                                                'branchgrpo.reproduction.study.answers': ( 'reproduction/study.html#answers',
                                                                                           'branchgrpo/reproduction/study.py'),
                                                'branchgrpo.reproduction.study.budget_of': ( 'reproduction/study.html#budget_of',

@@ -52,36 +52,24 @@ def iterations_done(path: Path) -> int:
 
 # %% ../../nbs/reproduction/05_schedule.ipynb #dbd7aa9c
 class IterationCount:
-    "The iterations of several runs on `workers` workers; `totals {folder: iterations at its end}`."
+    "The iterations of several runs; `totals {folder: iterations at its end}`."
 
-    def __init__(self, totals: dict[Path, int], workers: int = 1):
+    def __init__(self, totals: dict[Path, int]):
         self.totals = totals
-        self.workers = workers
         self.started = time.monotonic()
-        self.done = {path: iterations_done(path) for path in totals}
-        self.first = {}  # folder: when its first iteration here was seen, and how many it had then
-        self.seconds = {}  # folder: seconds per iteration
+        self.look()
+        self.before = sum(self.done.values())
 
-    def look(self, now: float) -> None:
+    def look(self) -> None:
         "Read how far the runs are."
-        for path, before in self.done.items():
-            done = iterations_done(path)
-            if done == before:
-                continue
-            self.done[path] = done
-            seen, iterations = self.first.setdefault(path, (now, done))
-            if done > iterations:  # starting a run takes time, so its first iteration does not count
-                self.seconds[path] = (now - seen) / (done - iterations)
+        self.done = {path: iterations_done(path) for path in self.totals}
 
 # %% ../../nbs/reproduction/05_schedule.ipynb #bcf531cb
 def time_left(count: IterationCount) -> str:
-    "Return the time left for all runs as text; a run without a speed of its own is as fast as the others."
-    if not count.seconds:
-        finished = sum(count.done[path] >= total for path, total in count.totals.items())
-        return minutes_left(count.started, finished, len(count.totals)) if finished else "starting"
-    usual = sum(count.seconds.values()) / len(count.seconds)
-    each = [(total - count.done[path]) * count.seconds.get(path, usual) for path, total in count.totals.items()]
-    return f"{max(max(each), sum(each) / count.workers) / 60:5.1f} min left"
+    "Return the time left for all runs as text."
+    done = sum(count.done.values())
+    made, planned = done - count.before, sum(count.totals.values()) - count.before
+    return minutes_left(count.started, made, planned) if made > 0 else "starting"
 
 # %% ../../nbs/reproduction/05_schedule.ipynb #84d324ed
 def progress_line(count: IterationCount, running: list[Path]) -> str:
@@ -138,6 +126,7 @@ def worker_pool(environments: list[dict[str, str]], most: int) -> ProcessPoolExe
 def as_they_finish(
     futures: dict[Future, Path],
     count: IterationCount,
+    workers: int,
     log: Callable[[str], None],
     every: float,  # seconds between two lines of progress
 ) -> Iterator[Future]:
@@ -145,11 +134,11 @@ def as_they_finish(
     waiting = set(futures)
     while waiting:
         ended, waiting = wait(waiting, every, FIRST_COMPLETED)
-        count.look(time.monotonic())
+        count.look()
         yield from ended
         if not ended:
             running = [path for future, path in futures.items() if not future.done()]
-            log(progress_line(count, running[: count.workers]))
+            log(progress_line(count, running[:workers]))
 
 # %% ../../nbs/reproduction/05_schedule.ipynb #0dcefb30
 def end_of_run(future: Future, left: str) -> str:
@@ -177,11 +166,11 @@ def make_runs(
         return 0
     environments = worker_environments(workers, gpus)
     totals = {path: config.iterations for path, (config, root) in missing.items()}
-    count = IterationCount(totals, len(environments))
+    count = IterationCount(totals)
     log(f"training {len(missing)} runs, {sum(totals.values())} iterations in all, {len(environments)} at a time")
     with worker_pool(environments, len(missing)) as pool:
         futures = {pool.submit(train_run, config, root, launch): path for path, (config, root) in missing.items()}
-        for n, future in enumerate(as_they_finish(futures, count, log, every), 1):
+        for n, future in enumerate(as_they_finish(futures, count, len(environments), log, every), 1):
             log(f"run {n:3}/{len(futures)}  {futures[future].name:60} {end_of_run(future, time_left(count))}")
     return sum(future.exception() is not None for future in futures)
 

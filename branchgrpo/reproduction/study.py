@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['REGISTERED', 'StudyRuns', 'COUNTS', 'Curve', 'Curves', 'NOT_RUN', 'NOT_LEARNED', 'Claim', 'Task', 'Registration',
            'read_claim', 'read_registration', 'StudyArms', 'study_runs', 'with_counts', 'curves_by_task', 'budget_of',
-           'pair_of', 'counts_of', 'p_values', 'above_zero', 'seeds_made', 'why_not', 'Difference', 'Answer',
-           'differences', 'answers', 'change_table', 'percent', 'with_interval']
+           'pair_of', 'counts_of', 'p_values', 'seeds_made', 'why_not', 'Difference', 'Answer', 'differences',
+           'answers', 'change_table', 'percent', 'with_interval']
 
 # %% ../../nbs/reproduction/12_study.ipynb #42ef97b9
 import dataclasses
@@ -239,11 +239,6 @@ def p_values(claim: Claim, curves: Curves, seeds: list[int]) -> dict[str, float]
     return {answer: max(found[answer] for found in each) for answer in each[0]}
 
 
-def above_zero(values: Sequence[float]) -> bool:
-    "Return whether the mean of some seeds is above zero, by a one-sided t test at 1 %."
-    return len(values) > 1 and mean_p(list(values), "greater") <= 0.01
-
-
 def seeds_made(claim: Claim, registered: Registration, curves: Curves) -> list[int]:
     "Return the first registered seeds that all methods of a claim have, without a gap."
     made: list[int] = []
@@ -258,7 +253,8 @@ def why_not(claim: Claim, curves: Curves, seeds: list[int]) -> str:
     "Return why the runs of these seeds cannot answer a claim; empty if they can."
     if len(seeds) < 2 or not all(set(seeds) <= curves.get(recipe, {}).keys() for recipe in claim.recipes):
         return NOT_RUN
-    return "" if above_zero(pair_of(claim, curves, seeds, None).unit) else NOT_LEARNED
+    gains = pair_of(claim, curves, seeds, None).unit
+    return "" if mean_p(gains, "greater") <= 0.01 else NOT_LEARNED
 
 # %% ../../nbs/reproduction/12_study.ipynb #9b5d8fab
 @dataclass(frozen=True)
