@@ -338,24 +338,24 @@ def name_methods_below_base(axes: Iterable[Axes], c: Comparison, key: str = "eva
         first.set_title(textwrap.fill(text, 75), loc="left", parse_math=False)
 
 # %% ../../nbs/reproduction/11_figures.ipynb #3034dfc9
-def comparison_panels(c: Comparison, key: str = "eval_reward", name: str | None = None, xs=THREE_AXES) -> Figure:
-    "Draw `key` of every label against each of `xs` (key, axis label), at most two in a row; `name` is the score's."
+def comparison_panels(c: Comparison, xs=THREE_AXES) -> Figure:
+    "Draw the trained reward of every label against each of `xs` (key, axis label), at most two in a row."
     rows, columns = math.ceil(len(xs) / 2), min(len(xs), 2)
     size = (4.4 if columns == 1 else 6.4, 2.7 * rows)
     fig, axes = plt.subplots(rows, columns, figsize=size, sharey=True, squeeze=False)
     for (x, x_name), ax in zip(xs, axes.flat):
-        draw_curves(ax, c, x, key)
+        draw_curves(ax, c, x)
         ax.set_xlabel(x_name)
         if x in ("denoiser_calls", "cost"):  # long numbers
             ax.locator_params(axis="x", nbins=4)
     for ax in axes[:, 0]:
-        ax.set_ylabel(name or reward_label(c))
+        ax.set_ylabel(reward_label(c))
     if len(xs) < axes.size:  # three panels leave a place for the legend
         axes.flat[-1].axis("off")
         ordered_legend(axes[0, 0], axes.flat[-1], loc="center left")
     else:
         ordered_legend(axes[0, -1], loc="center left", bbox_to_anchor=(1.06, 0.5))
-    name_methods_below_base(axes.flat[: len(xs)], c, key)
+    name_methods_below_base(axes.flat[: len(xs)], c)
     fig.tight_layout(w_pad=1 + 0.5 * len(c.runs) if len(c.runs) >= MANY else None)  # room for the bars
     return fig
 

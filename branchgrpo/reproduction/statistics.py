@@ -30,11 +30,11 @@ def t_interval(values: Sequence[float] | np.ndarray, level: float = 0.95) -> tup
     return float(interval.low), float(interval.high)
 
 
-def mean_interval(values: list[float], level: float = 0.95) -> tuple[float, float | None, float | None]:
+def mean_interval(values: list[float]) -> tuple[float, float | None, float | None]:
     "Return the mean over seeds and the two ends of its t interval; for one seed, the value and no interval."
     if len(values) < 2:
         return values[0], None, None
-    return float(np.mean(values)), *t_interval(values, level)
+    return float(np.mean(values)), *t_interval(values)
 
 # %% ../../nbs/reproduction/00_statistics.ipynb #45b9a724
 @dataclass(frozen=True)
