@@ -109,7 +109,7 @@ def difference(
 
     Differences that are all 0 are equal. Raises `ValueError` if the lists differ in length or have under two seeds.
     """
-    pair = Pair("ours", "theirs", ours, theirs, np.ones(len(ours)) if gains is None else gains)
+    pair = Pair("ours", "theirs", ours, theirs, gains or [1.0] * len(ours))
     values = pair.differences()
     low, high = t_interval(values, level)
     near = gains is not None and equivalence_p(pair, MARGIN) < 1 - level
