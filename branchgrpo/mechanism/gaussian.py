@@ -57,7 +57,7 @@ def linear_steps(process: Transition, drawn: Collection[int], std: float = 1.0) 
 
 # %% ../../nbs/mechanism/03_gaussian.ipynb #c494a2ec
 def leaves_below(tree: Tree, depth: int) -> Tensor:  # (W_d, leaves)
-    "Return 1 for the leaves leaves_below each node of a depth, else 0."
+    "Return 1 for the leaves below each node of a depth, else 0."
     return F.one_hot(ancestors(tree, depth)[0], tree.parents[depth].shape[1]).T.double()
 
 # %% ../../nbs/mechanism/03_gaussian.ipynb #e04661ec
@@ -131,6 +131,6 @@ def schedule_quality(
 
 # %% ../../nbs/mechanism/03_gaussian.ipynb #28a63a9a
 def all_schedules(process: Transition, count: int, **options) -> list[dict]:
-    "Return every schedule of `count` splits, schedule_quality, the best per cost first; the last step never splits."
+    "Return the quality of every schedule of `count` splits, the best per cost first; the last step never splits."
     found = [schedule_quality(process, splits, **options) for splits in combinations(range(process.steps - 1), count)]
     return sorted(found, key=lambda row: -row["per_cost"])

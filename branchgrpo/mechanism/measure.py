@@ -122,7 +122,7 @@ def alignment_rows(measured: dict[str, GradientSamples], baseline: str, draws: i
 
 # %% ../../nbs/mechanism/02_measure.ipynb #7c4d1e02
 def shown_to_differ(rows: list[dict], key: str) -> str:  # of a ratio
-    "Return the methods whose percentile_interval lies above 1, and those whose percentile_interval lies below."
+    "Return the methods whose interval lies above 1, and those whose interval lies below."
     above = [row["label"] for row in rows if row[key]["low"] > 1]
     below = [row["label"] for row in rows if row[key]["high"] < 1]
     return f"above: {', '.join(above) or 'none'}; below: {', '.join(below) or 'none'}"

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PageOptions', 'SlurmOptions', 'reproduce', 'check_options', 'check_gpus', 'check_ways', 'parameter', 'table',
-           'given_parameters', 'given_gpus', 'drawn_runs', 'ready_folders', 'run_here', 'hand_to_slurm', 'train_only']
+           'given_parameters', 'drawn_runs', 'ready_folders', 'run_here', 'hand_to_slurm', 'train_only']
 
 # %% ../../nbs/reproduction/08_command.ipynb #6d34bf9e
 import json
@@ -68,7 +68,9 @@ def reproduce(given: dict[str, Any]) -> int:
     if o.dry_run:
         from branchgrpo.reproduction.budget import budget
 
-        print("\n".join(budget(jobs, o.tflops, given_gpus(o, slurm), slurm.hours)))
+        one = 1 if o.gpus else None  # of several GPUs each run has one
+        gpus = slurm.nodes * slurm.gpus_per_node if slurm.nodes else one
+        print("\n".join(budget(jobs, o.tflops, gpus, slurm.hours)))
         return 0
     return run_here(jobs, o)
 
@@ -132,13 +134,6 @@ def given_parameters(pairs: tuple[str, ...]) -> dict[str, Any]:
         if sum(name == other for other, _ in found) > 1:
             raise ValueError(f"set: {name!r} is given twice")
     return dict(found)
-
-# %% ../../nbs/reproduction/08_command.ipynb #20123d5b
-def given_gpus(o: PageOptions, slurm: SlurmOptions) -> int | None:
-    "Return the GPUs of each run, if they are given: by nodes, or one of several."
-    if slurm.nodes:
-        return slurm.nodes * slurm.gpus_per_node
-    return 1 if o.gpus else None
 
 # %% ../../nbs/reproduction/08_command.ipynb #8042067f
 def drawn_runs(jobs: list) -> dict:

@@ -4,12 +4,10 @@
 
 # %% auto #0
 __all__ = ['PALETTE', 'COLOURS', 'NEUTRAL', 'SHADES', 'LINES', 'STYLE', 'MOST', 'FEW', 'MANY', 'SECONDS', 'THREE_AXES',
-           'FOUR_AXES', 'WIDTHS', 'LONG', 'colour_of', 'scale_colours', 'LineStyle', 'shade', 'line_styles',
-           'next_line_style', 'use_style', 'has_pictures', 'save_small_png', 'save_figure', 'small_figure', 'smoothed',
-           'column', 'end_bar', 'draw_line', 'plot_curve', 'log_axis', 'draw_intervals', 'ordered_legend',
-           'progress_panels', 'draw_family', 'label_once', 'family_panels', 'side_by_side', 'own_recipes',
-           'reward_label', 'draw_curves', 'methods_below_base', 'name_methods_below_base', 'comparison_panels',
-           'make_room', 'legend_in_order', 'largest_gap', 'mean_metric', 'decade_numbers', 'forest_panel', 'claim_rows']
+           'colour_of', 'scale_colours', 'LineStyle', 'shade', 'line_styles', 'next_line_style', 'use_style',
+           'has_pictures', 'save_small_png', 'save_figure', 'small_figure', 'column', 'end_bar', 'draw_line',
+           'plot_curve', 'log_axis', 'ordered_legend', 'side_by_side', 'own_recipes', 'reward_label', 'draw_curves',
+           'methods_below_base', 'name_methods_below_base', 'comparison_panels', 'forest_panel', 'claim_rows']
 
 # %% ../../nbs/reproduction/11_figures.ipynb #5fcf5f2b
 import math
@@ -33,7 +31,7 @@ from matplotlib.image import AxesImage, BboxImage
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from matplotlib.transforms import ScaledTranslation
 
-from .comparison import COST, Comparison
+from .comparison import Comparison
 
 # %% ../../nbs/reproduction/11_figures.ipynb #96d0d651
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#332288", "#999933")
@@ -192,14 +190,6 @@ def small_figure(fig: Figure, dpi: int = 72, colours: int = 96):
     plt.close(fig)
     return Output(small.getvalue())
 
-# %% ../../nbs/reproduction/11_figures.ipynb #72d02c5b
-def smoothed(values, window: int = 1) -> np.ndarray:
-    "Return the trailing mean over `window` values."
-    values = np.asarray(values, float)
-    total = np.cumsum(np.insert(values, 0, 0.0))
-    start = np.maximum(np.arange(len(values)) + 1 - window, 0)
-    return (total[1:] - total[start]) / (np.arange(len(values)) + 1 - start)
-
 # %% ../../nbs/reproduction/11_figures.ipynb #1c324f3a
 def column(runs: list[list[dict]], key: str, count: int) -> np.ndarray:
     "Return `key` of the first `count` rows of each run, (runs, count)."
@@ -249,15 +239,13 @@ def plot_curve(
     x: str,  # a key of the rows, for example denoiser_calls
     y: str,
     label: str | None,
-    window: int = 1,  # rows of the trailing mean
     recipe: str | None = None,  # decides the colour; without it the label does, if it is a recipe's name
     band: bool = True,  # the range over seeds as a band; else as a bar at the end
 ) -> None:
     "Draw one setting at equal iterations. The axis of iterations has whole numbers."
     rows = [[row for row in run if y in row] for run in runs]
     count = min(map(len, rows))
-    ys = np.stack([smoothed(values, window) for values in column(rows, y, count)])
-    draw_line(ax, column(rows, x, count).mean(0), ys, label, recipe or label, band)
+    draw_line(ax, column(rows, x, count).mean(0), column(rows, y, count), label, recipe or label, band)
     most = ax.get_xlim()[1]
     ax.xaxis.set_major_formatter("{x:,.0f}" if most >= 1000 else "{x:g}")
     ticks = 3 if most >= 100_000 else 5  # long numbers need room
@@ -271,13 +259,6 @@ def log_axis(ax: Axes, subs: tuple[int, ...] = (1, 2, 5)) -> None:
     ax.xaxis.set_major_formatter("{x:,.6g}")
     ax.xaxis.set_minor_formatter(NullFormatter())
 
-# %% ../../nbs/reproduction/11_figures.ipynb #eccdc846
-def draw_intervals(ax: Axes, xs: np.ndarray, rows: list[dict], key: str, colour: str) -> None:
-    "Draw `key` of each row, a table of value, low and high, as a dot with a bar at `xs`."
-    value, low, high = (np.array([row[key][end] for row in rows]) for end in ("value", "low", "high"))
-    ends = np.maximum([value - low, high - value], 0)  # of a difference that is 0 everywhere they may round below 0
-    ax.errorbar(xs, value, yerr=ends, fmt="o", ms=4, capsize=2, color=colour, label=key)
-
 # %% ../../nbs/reproduction/11_figures.ipynb #6ba4c46b
 def ordered_legend(ax: Axes, on: Axes | None = None, **options) -> None:
     "Put a legend of the curves of `ax` there, or `on` another: in the order of their last points, the highest first."
@@ -286,72 +267,6 @@ def ordered_legend(ax: Axes, on: Axes | None = None, **options) -> None:
     if pairs:
         handles, labels = zip(*pairs)
         (on or ax).legend(handles, labels, **options)
-
-# %% ../../nbs/reproduction/11_figures.ipynb #ce7b43e3
-SECONDS = ("seconds", "seconds, as timed on this page")
-
-
-def progress_panels(
-    methods: dict[str, list[list[dict]]],  # recipe: metrics or evaluations of each seed
-    rows=(("reward", "reward"),),  # (key, axis label) of each row of panels
-    xs=(("denoiser_calls", "denoiser calls"), SECONDS),  # (key, axis label) of each column of panels
-    window: int = 1,
-) -> Figure:
-    "Draw one panel per pair of `rows` and `xs`, with a curve per method."
-    size = (3.9 * len(xs), 2.3 * len(rows) + 0.3)
-    fig, axes = plt.subplots(len(rows), len(xs), figsize=size, sharey="row", sharex="col", squeeze=False)
-    for (key, name), line in zip(rows, axes):
-        for (x, _), ax in zip(xs, line):
-            for recipe, runs in methods.items():
-                plot_curve(ax, runs, x, key, recipe, window)
-        line[0].set_ylabel(name)
-    for ax, (_, name) in zip(axes[-1], xs):
-        ax.set_xlabel(name)
-    ordered_legend(axes[0, 0])
-    fig.tight_layout()
-    return fig
-
-# %% ../../nbs/reproduction/11_figures.ipynb #b4898429
-def draw_family(ax: Axes, methods: dict, members: list[str], x: str, y: str) -> None:
-    "Draw the members of a family in colour, and the means of all other methods in grey behind them."
-    for label, runs in methods.items():
-        if label not in members:
-            count = min(map(len, runs))
-            ax.plot(column(runs, x, count).mean(0), column(runs, y, count).mean(0), color="0.88", lw=1, zorder=0)
-    for label in members:
-        plot_curve(ax, methods[label], x, y, label, band=len(members) < MANY)
-
-# %% ../../nbs/reproduction/11_figures.ipynb #cc2ddc61
-def label_once(line: np.ndarray) -> None:
-    "Remove the names and numbers of the vertical axes of a column, which are those of the column beside it."
-    for ax in line:
-        ax.set_ylabel("")
-        ax.tick_params(labelleft=False)
-
-# %% ../../nbs/reproduction/11_figures.ipynb #600ac4a8
-def family_panels(
-    methods: dict[str, list[list[dict]]],  # recipe: evaluations of each seed
-    families: dict[str, list[str]],  # title of a row: its recipes
-    columns: tuple,  # (x, y, label of x, label of y) of each column
-) -> Figure:
-    "Draw one row of panels per family. The axes of a column are the same."
-    size = (3.1 * len(columns) + 1.2, 2.0 * len(families))
-    shape = (len(families), len(columns))
-    fig, axes = plt.subplots(*shape, figsize=size, sharex="col", sharey="col", squeeze=False)
-    for (title, members), line in zip(families.items(), axes):
-        for (x, y, _, _), ax in zip(columns, line):
-            draw_family(ax, methods, members, x, y)
-        line[0].set_title(title, loc="left", fontweight="bold")
-        ordered_legend(line[-1], loc="center left", bbox_to_anchor=(1.08, 0.5))
-    for line, (_, _, x_name, y_name) in zip(axes.T, columns):
-        line[-1].set_xlabel(x_name)
-        for ax in line:
-            ax.set_ylabel(y_name)
-    for line, before, after in zip(axes.T[1:], columns, columns[1:]):
-        if before[1] == after[1]:
-            label_once(line)
-    fig.tight_layout()
-    return fig
 
 # %% ../../nbs/reproduction/11_figures.ipynb #553ff7f7
 def side_by_side(columns: dict, captions: list[str], size: float = 1.0, right: dict | None = None) -> Figure:
@@ -388,8 +303,8 @@ def reward_label(c: Comparison) -> str:
     return f"trained reward ({names.pop()})" if len(names) == 1 and None not in names else "trained reward"
 
 
+SECONDS = ("seconds", "seconds, as timed on this page")
 THREE_AXES = (("iteration", "iteration"), ("denoiser_calls", "denoiser calls"), SECONDS)
-FOUR_AXES = (*THREE_AXES[:2], COST, SECONDS)
 
 # %% ../../nbs/reproduction/11_figures.ipynb #c0ffee01
 def draw_curves(
@@ -402,8 +317,6 @@ def draw_curves(
     "Draw `key` of every label against `x`, in the colours of the recipes; variants of a recipe differ in line style."
     recipes = own_recipes(c)
     shown = names or {label: label for label in c.runs}
-    if c.record is not None:  # which may lack what a page draws today
-        shown = {label: name for label, name in shown.items() if label in recipes}
     alone = len({recipes[label] for label in shown}) == len(shown)  # bands of one colour hide each other
     band = alone and len(shown) < MANY
     for label, name in shown.items():
@@ -425,64 +338,26 @@ def name_methods_below_base(axes: Iterable[Axes], c: Comparison, key: str = "eva
         first.set_title(textwrap.fill(text, 75), loc="left", parse_math=False)
 
 # %% ../../nbs/reproduction/11_figures.ipynb #3034dfc9
-WIDTHS = {1: 4.4, 2: 3.2}  # of a panel, in inches, by the number of columns
-
-
-LONG = ("denoiser_calls", "cost")  # whose numbers are long, so that few of them fit
-
-
-def comparison_panels(c: Comparison, key: str = "eval_reward", name: str | None = None, xs=THREE_AXES) -> Figure:
-    "Draw `key` of every label against each of `xs` (key, axis label), at most two in a row; `name` is the score's."
+def comparison_panels(c: Comparison, xs=THREE_AXES) -> Figure:
+    "Draw the trained reward of every label against each of `xs` (key, axis label), at most two in a row."
     rows, columns = math.ceil(len(xs) / 2), min(len(xs), 2)
-    size = (WIDTHS[columns] * columns, 2.7 * rows)
+    size = (4.4 if columns == 1 else 6.4, 2.7 * rows)
     fig, axes = plt.subplots(rows, columns, figsize=size, sharey=True, squeeze=False)
     for (x, x_name), ax in zip(xs, axes.flat):
-        draw_curves(ax, c, x, key)
+        draw_curves(ax, c, x)
         ax.set_xlabel(x_name)
-        if x in LONG:
+        if x in ("denoiser_calls", "cost"):  # long numbers
             ax.locator_params(axis="x", nbins=4)
     for ax in axes[:, 0]:
-        ax.set_ylabel(name or reward_label(c))
+        ax.set_ylabel(reward_label(c))
     if len(xs) < axes.size:  # three panels leave a place for the legend
         axes.flat[-1].axis("off")
         ordered_legend(axes[0, 0], axes.flat[-1], loc="center left")
     else:
         ordered_legend(axes[0, -1], loc="center left", bbox_to_anchor=(1.06, 0.5))
-    name_methods_below_base(axes.flat[: len(xs)], c, key)
+    name_methods_below_base(axes.flat[: len(xs)], c)
     fig.tight_layout(w_pad=1 + 0.5 * len(c.runs) if len(c.runs) >= MANY else None)  # room for the bars
     return fig
-
-# %% ../../nbs/reproduction/11_figures.ipynb #b7133bea
-def make_room(ax: Axes, share: float = 0.25) -> None:
-    "Raise the top of an axis, so that a legend in its upper corner covers no curve."
-    low, high = ax.get_ylim()
-    ax.set_ylim(top=high + share * (high - low))
-
-
-def legend_in_order(ax: Axes, labels: list[str]) -> list[str]:
-    "Put a legend of `labels` into the upper left corner, in their order; return those that are not drawn."
-    handles, drawn = ax.get_legend_handles_labels()
-    lines = dict(zip(drawn, handles))
-    order = [label for label in labels if label in lines]
-    ax.legend([lines[label] for label in order], order, loc="upper left")
-    return [label for label in labels if label not in lines]
-
-# %% ../../nbs/reproduction/11_figures.ipynb #4f948348
-def largest_gap(c: Comparison, labels: list[str], key: str = "eval_reward") -> float:
-    "Return how far the mean curves of two labels are from each other, at most."
-    means = [np.mean([[row[key] for row in rows] for rows in c.evaluations(label)], 0) for label in labels]
-    return float(np.abs(means[0] - means[1]).max())
-
-
-def mean_metric(c: Comparison, label: str, name: str) -> float | None:
-    "Return the mean of a metric over all iterations and seeds of a label; None if no row has it."
-    values = [row[name] for run in c.runs[label] for row in run.metrics if name in row]
-    return float(np.mean(values)) if values else None
-
-# %% ../../nbs/reproduction/11_figures.ipynb #b6b502e7
-def decade_numbers(low: float, high: float) -> tuple[int, ...]:
-    "Return the numbers of a decade that a log axis shows: fewer if there are more than two decades."
-    return (1, 2, 5) if high < 200 * low else (1,)
 
 # %% ../../nbs/reproduction/11_figures.ipynb #88777ba8
 def forest_panel(
@@ -505,7 +380,8 @@ def forest_panel(
         ax.axvline(line, color="0.5", lw=0.8, zorder=0)
         ax.axvspan(line - band, line + band, color="0.9", lw=0, zorder=0)
     if log:
-        log_axis(ax, decade_numbers(*ax.get_xlim()))
+        low, high = ax.get_xlim()
+        log_axis(ax, (1, 2, 5) if high < 200 * low else (1,))  # fewer numbers over more than two decades
     else:
         ax.locator_params(axis="x", nbins=6)
     ax.set_yticks(range(len(rows)), [row["label"] for row in rows])

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SCALES', 'KINDS', 'EARLIER', 'base_config', 'as_published', 'Arms', 'new_page', 'templates', 'Job', 'scale_table',
            'check_parameters', 'merged', 'known_pages', 'jobs', 'page_arms', 'planned_runs', 'wanted_runs',
-           'missing_runs', 'recorded_settings', 'settings_today', 'differing', 'changed_settings', 'earlier']
+           'missing_runs', 'settings_today', 'differing', 'changed_settings', 'earlier']
 
 # %% ../../nbs/reproduction/04_pages.ipynb #2c29830b
 import dataclasses
@@ -22,7 +22,6 @@ import nbformat
 from .. import recipes
 from ..files import read_table
 from ..registry import reason, shown, unknown_name_error
-from .records import recorded_runs
 from .runs import Wanted, cache_key, hashed_settings, is_finished, is_readable, run_folder
 from ..training.config import TrainConfig
 from ..training.resolve import resolve
@@ -267,15 +266,6 @@ def missing_runs(todo: list[Job]) -> Wanted:
             missing[path] = (config, root)
     return missing
 
-# %% ../../nbs/reproduction/04_pages.ipynb #87e3dbe7
-def recorded_settings(record: dict) -> dict[str, dict]:
-    "Return the settings of a record's runs by the names of their folders; empty if it names no runs."
-    try:
-        runs = [run for found in recorded_runs(record).values() for run in found]
-    except ValueError:  # it has none
-        return {}
-    return {Path(run.path).name: run.info["settings"] for run in runs if run.path}
-
 # %% ../../nbs/reproduction/04_pages.ipynb #5377533c
 def settings_today(job: Job) -> dict[str, dict] | None:
     "Return the settings of the runs that a page would train, by the names of their folders; None if it trains none."
@@ -298,8 +288,7 @@ def changed_settings(then: dict[str, dict], today: dict[str, dict]) -> tuple[lis
     changed, known = set(), set()
     for settings in then.values():
         known |= settings.keys()
-        same = [found for found in today.values() if found["recipe"] == settings.get("recipe")]
-        same = [found for found in same if found["seed"] == settings.get("seed")]
+        same = [found for found in today.values() if all(found[key] == settings[key] for key in ("recipe", "seed"))]
         changed |= min((differing(settings, found) for found in same), key=len, default=set())
     return sorted(changed & known), sorted(changed - known)
 
@@ -309,7 +298,9 @@ EARLIER = "Runs of earlier recipes"
 
 def earlier(record: dict, job: Job) -> str | None:
     "Return a sentence on a record whose runs are not those that its page would train today; else None."
-    today, then = settings_today(job), recorded_settings(record)
+    today = settings_today(job)
+    runs = [run for seeds in record.get("runs", {}).values() for run in seeds.values()]
+    then = {Path(run["run"]).name: run["settings"] for run in runs}
     if today is None or then.keys() == today.keys():
         return None
     what = f"{len(today.keys() - then.keys())} of the {len(today)} runs that it compares today are not in this record"

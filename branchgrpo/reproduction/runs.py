@@ -238,8 +238,6 @@ def by_folder(tables: list[Path]) -> Recorded:
     found: Recorded = {}
     for path in tables:
         for record in (record for seeds in read_runs(path).values() for record in seeds.values()):
-            if not {"run", "settings", *ROWS} <= record.keys():
-                continue
             name = Path(record["run"]).name
             if name not in found or len(record["metrics"]) > len(found[name][1]["metrics"]):
                 found[name] = path, record

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['QUIET', 'say', 'minutes_left', 'iterations_done', 'IterationCount', 'time_left', 'progress_line',
            'worker_environments', 'train_run', 'worker_pool', 'as_they_finish', 'end_of_run', 'make_runs', 'Result',
-           'PageLines', 'run_notebook', 'mark_done', 'last_line', 'page_lock', 'execute', 'execute_now', 'why',
-           'put_page_in_place', 'execute_in_subprocess', 'result_line', 'run_all', 'redrawn_job', 'redraw']
+           'PageLines', 'run_notebook', 'mark_done', 'page_lock', 'execute', 'execute_now', 'why', 'put_page_in_place',
+           'execute_in_subprocess', 'result_line', 'run_all', 'redrawn_job', 'redraw']
 
 # %% ../../nbs/reproduction/05_schedule.ipynb #f6aedd91
 import contextlib
@@ -52,36 +52,24 @@ def iterations_done(path: Path) -> int:
 
 # %% ../../nbs/reproduction/05_schedule.ipynb #dbd7aa9c
 class IterationCount:
-    "The iterations of several runs on `workers` workers; `totals {folder: iterations at its end}`."
+    "The iterations of several runs; `totals {folder: iterations at its end}`."
 
-    def __init__(self, totals: dict[Path, int], workers: int = 1):
+    def __init__(self, totals: dict[Path, int]):
         self.totals = totals
-        self.workers = workers
         self.started = time.monotonic()
-        self.done = {path: iterations_done(path) for path in totals}
-        self.first = {}  # folder: when its first iteration here was seen, and how many it had then
-        self.seconds = {}  # folder: seconds per iteration
+        self.look()
+        self.before = sum(self.done.values())
 
-    def look(self, now: float) -> None:
+    def look(self) -> None:
         "Read how far the runs are."
-        for path, before in self.done.items():
-            done = iterations_done(path)
-            if done == before:
-                continue
-            self.done[path] = done
-            seen, iterations = self.first.setdefault(path, (now, done))
-            if done > iterations:  # starting a run takes time, so its first iteration does not count
-                self.seconds[path] = (now - seen) / (done - iterations)
+        self.done = {path: iterations_done(path) for path in self.totals}
 
 # %% ../../nbs/reproduction/05_schedule.ipynb #bcf531cb
 def time_left(count: IterationCount) -> str:
-    "Return the time left for all runs as text; a run without a speed of its own is as fast as the others."
-    if not count.seconds:
-        finished = sum(count.done[path] >= total for path, total in count.totals.items())
-        return minutes_left(count.started, finished, len(count.totals)) if finished else "starting"
-    usual = sum(count.seconds.values()) / len(count.seconds)
-    each = [(total - count.done[path]) * count.seconds.get(path, usual) for path, total in count.totals.items()]
-    return f"{max(max(each), sum(each) / count.workers) / 60:5.1f} min left"
+    "Return the time left for all runs as text."
+    done = sum(count.done.values())
+    made, planned = done - count.before, sum(count.totals.values()) - count.before
+    return minutes_left(count.started, made, planned) if made > 0 else "starting"
 
 # %% ../../nbs/reproduction/05_schedule.ipynb #84d324ed
 def progress_line(count: IterationCount, running: list[Path]) -> str:
@@ -138,6 +126,7 @@ def worker_pool(environments: list[dict[str, str]], most: int) -> ProcessPoolExe
 def as_they_finish(
     futures: dict[Future, Path],
     count: IterationCount,
+    workers: int,
     log: Callable[[str], None],
     every: float,  # seconds between two lines of progress
 ) -> Iterator[Future]:
@@ -145,11 +134,11 @@ def as_they_finish(
     waiting = set(futures)
     while waiting:
         ended, waiting = wait(waiting, every, FIRST_COMPLETED)
-        count.look(time.monotonic())
+        count.look()
         yield from ended
         if not ended:
             running = [path for future, path in futures.items() if not future.done()]
-            log(progress_line(count, running[: count.workers]))
+            log(progress_line(count, running[:workers]))
 
 # %% ../../nbs/reproduction/05_schedule.ipynb #0dcefb30
 def end_of_run(future: Future, left: str) -> str:
@@ -177,11 +166,11 @@ def make_runs(
         return 0
     environments = worker_environments(workers, gpus)
     totals = {path: config.iterations for path, (config, root) in missing.items()}
-    count = IterationCount(totals, len(environments))
+    count = IterationCount(totals)
     log(f"training {len(missing)} runs, {sum(totals.values())} iterations in all, {len(environments)} at a time")
     with worker_pool(environments, len(missing)) as pool:
         futures = {pool.submit(train_run, config, root, launch): path for path, (config, root) in missing.items()}
-        for n, future in enumerate(as_they_finish(futures, count, log, every), 1):
+        for n, future in enumerate(as_they_finish(futures, count, len(environments), log, every), 1):
             log(f"run {n:3}/{len(futures)}  {futures[future].name:60} {end_of_run(future, time_left(count))}")
     return sum(future.exception() is not None for future in futures)
 
@@ -236,12 +225,6 @@ def mark_done(path: Path, digest: str) -> None:
     page.metadata["branchgrpo"] = {"digest": digest}
     nbformat.write(page, path)
 
-# %% ../../nbs/reproduction/05_schedule.ipynb #7b49b5e4
-def last_line(text: str, default: str) -> str:
-    "Return the last line of `text` that is not empty, or `default`."
-    lines = [line for line in text.strip().splitlines() if line.strip()]
-    return lines[-1] if lines else default
-
 # %% ../../nbs/reproduction/05_schedule.ipynb #4d58cf81
 @contextlib.contextmanager
 def page_lock(job: Job, log: Callable[[str], None]) -> Iterator[None]:
@@ -288,7 +271,8 @@ def execute_now(job: Job, log: Callable[[str], None]) -> Result:
 # %% ../../nbs/reproduction/05_schedule.ipynb #e4f9f65f
 def why(error: Exception) -> str:
     "Return an error as one line; what the operating system refuses as `Refused: …`."
-    line, refused = last_line(str(error), type(error).__name__), refusal(error)
+    lines, refused = str(error).strip().splitlines() or [type(error).__name__], refusal(error)
+    line = lines[-1]
     if refused is None or line.startswith("Refused: "):  # the page's own words say more
         return line
     return f"Refused: {in_words(refused, {})}"

@@ -170,8 +170,6 @@ def executor_class(cluster: str):
     import submitit
 
     executors = {"slurm": submitit.SlurmExecutor, "local": submitit.LocalExecutor}
-    if cluster not in executors:
-        raise ValueError(f"cluster: {cluster!r} is not one of {', '.join(executors)}")
     if executors[cluster].affinity() <= 0:
         advice = "call this on a login node, or look at the scripts with --slurm --dry-run"
         raise ValueError(f"cluster: {cluster!r} is not here (no srun); {advice}")

@@ -6,10 +6,9 @@
 __all__ = ['PRINTED', 'BASE', 'NOTHING', 'COSTS', 'published', 'as_interval', 'number_text', 'cell_text', 'markdown_table',
            'columns_of', 'table_rows', 'date_and_machine', 'write_numbers', 'print_verdicts', 'verdicts_of_sample',
            'hours_by_device', 'write_comparison', 'base_value', 'with_base', 'run_value', 'scaled', 'Source',
-           'measured', 'column_title', 'WholeTable', 'cell_shown', 'row_reason', 'whole_row', 'rows_without_runs',
-           'whole_table', 'same_value', 'brightness', 'tiny_trainer', 'measured_average', 'steps_per_rollout',
-           'rewards_of', 'evaluation_of', 'device_here', 'scores_on', 'values_on', 'rows_on', 'BenchmarkPart',
-           'part_scores', 'benchmark_values']
+           'measured', 'column_title', 'WholeTable', 'cell_shown', 'row_reason', 'whole_row', 'whole_table',
+           'same_value', 'brightness', 'tiny_trainer', 'measured_average', 'steps_per_rollout', 'rewards_of',
+           'evaluation_of', 'device_here', 'scores_on', 'values_on', 'rows_on', 'part_scores', 'benchmark_values']
 
 # %% ../../nbs/reproduction/10_tables.ipynb #0d0cb768
 import csv
@@ -28,7 +27,7 @@ from ..evaluation.evaluate import Evaluation, Evaluator
 from ..files import write_text
 from ..policy import GaussianFlow
 from .comparison import Comparison
-from .records import Runs, read_record, run_record, table_of, write_record, write_runs
+from .records import Runs, run_record, table_of, write_record, write_runs
 from .statistics import mean_interval, with_false_discovery
 from ..rewards.names import terms
 from ..training.config import TrainConfig
@@ -344,14 +343,6 @@ def whole_row(source: Source, label: str | None, titles: dict, printed: dict[str
     return row
 
 
-def rows_without_runs(rows: dict[str, str | None], source: Source) -> dict[str, str]:
-    "Return `{printed row: why it is empty}` of the rows whose runs a record lacks."
-    if source.found is None or source.found.record is None:
-        return {}
-    labels = source.labels()
-    return {name: f"the record has no {ours}." for name, ours in rows.items() if ours and ours not in labels}
-
-
 def whole_table(
     printed: dict[str, dict[str, str]],  # a table of a paper, from `published`
     rows: dict[str, str | None],  # PAPER_ROWS
@@ -361,8 +352,7 @@ def whole_table(
     more: dict[str, str] | None = None,  # columns of ours that the paper lacks, {title: metric}, such as COSTS
 ) -> WholeTable:
     "Return the whole table. Raise `ValueError` on a row that has no numbers, or a None without a reason."
-    absent = rows_without_runs(rows, source)
-    rows, why, labels = rows | dict.fromkeys(absent), why | absent, source.labels()
+    labels = source.labels()
     for name, ours in rows.items():
         if ours and ours not in labels:
             raise ValueError(f"PAPER_ROWS: {name!r} is {ours!r}, which is not one of {', '.join(labels)}")
@@ -493,36 +483,34 @@ def rows_on(rows: dict[str, str | None], values: dict[str, dict]) -> dict[str, s
     return labels
 
 # %% ../../nbs/reproduction/10_tables.ipynb #23ba41db
-@dataclass(frozen=True)
-class BenchmarkPart:
-    "A part of a benchmark: a tool, the prompts that it needs, and how it is called."
-
-    tool: str  # a name of BENCHMARKS
-    prompts: str  # a prompt set
-    command: str  # {images} and {results} are filled in
-    samples: int = 1  # images per prompt
-
-
-def part_scores(run: Run, name: str, part: BenchmarkPart, weights: str = "trained") -> dict[str, float]:
+def part_scores(
+    run: Run,
+    name: str,  # of the part
+    weights: str,  # trained or base
+    tool: str,  # a name of BENCHMARKS
+    prompts: str,  # a prompt set
+    command: str,  # {images} and {results} are filled in
+    samples: int = 1,  # images per prompt
+) -> dict[str, float]:
     "Return the scores of a finished run in a part of a benchmark, made now or found: `{name/score: value}`."
     folder = Path(run.path) / "evaluations" / f"{name}-{weights}"
-    written = folder / f"{part.tool}.json"
+    written = folder / f"{tool}.json"
     if not written.is_file():
-        more = {"samples": part.samples, "save_images": True}
-        evaluator = Evaluator(evaluation_of(run, part.prompts, weights, **more), folder, device=device_here())
+        evaluation = evaluation_of(run, prompts, weights, samples=samples, save_images=True)
+        evaluator = Evaluator(evaluation, folder, device=device_here())
         evaluator.run()
-        run_benchmark(part.tool, folder, evaluator.prompts, part.command)
+        run_benchmark(tool, folder, evaluator.prompts, command)
     return {f"{name}/{score}": value for score, value in json.loads(written.read_text()).items()}
 
 
 def benchmark_values(
     runs: list[Run],  # of one label, one per seed
-    parts: dict[str, dict],  # {name: fields of BenchmarkPart}
+    parts: dict[str, dict],  # {name: tool, prompts, command, samples}
     weights: str = "trained",  # or base
 ) -> dict[str, Any]:
     "Return `{name/score: (mean, low, high)}` over the runs in every part of a benchmark."
     tables: list[dict] = [{} for _ in runs]
     for run, table in zip(runs, tables):
-        for name, fields in parts.items():
-            table.update(part_scores(run, name, BenchmarkPart(**fields), weights))
+        for name, part in parts.items():
+            table.update(part_scores(run, name, weights, **part))
     return {score: mean_interval([table[score] for table in tables]) for score in tables[0]}

@@ -72,9 +72,9 @@ def round_to_half(model: nn.Module) -> nn.Module:
     return model.eval()
 
 # %% ../../nbs/testbed/06_making.ipynb #680ad705
-def loss_curve(losses: list[float], points: int = 60) -> list[float]:
-    "Return about `points` block means of `losses`: enough to draw, small enough to keep beside the weights."
-    size = max(1, len(losses) // points)
+def loss_curve(losses: list[float]) -> list[float]:
+    "Return about 60 block means of `losses`: enough to draw, small enough to keep beside the weights."
+    size = max(1, len(losses) // 60)
     blocks = [losses[i : i + size] for i in range(0, len(losses), size)]
     return [round(sum(block) / len(block), 5) for block in blocks]
 

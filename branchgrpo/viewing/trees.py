@@ -129,7 +129,6 @@ def draw_tree(
     values: list,  # per depth: the value of every node, or None
     size: float = 0.7,  # inches per leaf
     title: str = "",
-    name: str = "fused reward",  # of the values
 ) -> "Figure":
     "Draw a rollout tree with the image of every node, its title above the tree, and a bar of the frames' colours."
     import matplotlib.pyplot as plt
@@ -142,7 +141,7 @@ def draw_tree(
     ax.set_title(title, parse_math=False)  # a prompt may hold a $
     ax.axis("off")
     scale = ScalarMappable(plt.Normalize(*value_bounds(values[-1])), "viridis")
-    fig.colorbar(scale, ax=ax, label=name, shrink=0.4, aspect=30, pad=0.02)
+    fig.colorbar(scale, ax=ax, label="fused reward", shrink=0.4, aspect=30, pad=0.02)
     return fig
 
 # %% ../../nbs/viewing/02_trees.ipynb #19e6983f
