@@ -1,9 +1,14 @@
 """Sphinx's settings: it reads the repository as it is, and writes nothing of it but `docs/reference/`."""
 
+import json
+import re
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 
-from branchgrpo.site import build
+from branchgrpo.reproduction.report import FRONT_PAGE, file_of
+from branchgrpo.site.build import describe, front_page, shown_notebook
+from branchgrpo.site.explorer import explorer_page
 
 project = html_title = "branchgrpo"
 author = "The branchgrpo developers"
@@ -44,10 +49,56 @@ html_favicon = "static/icon.svg"
 html_copy_source = html_show_sourcelink = html_show_copyright = False
 
 
+LIST = re.compile(
+    r'<p class="caption" role="heading">(.*?)</p>\s*(<ul.*?)(?=<p class="caption"|</div>\s*$|\Z)', re.DOTALL
+)
+
+
+def page_source(app, docname, source):
+    "Replace the text of a notebook by what its page shows."
+    root, file = Path(app.srcdir), Path(app.env.doc2path(docname)).relative_to(app.srcdir).as_posix()
+    if not file.endswith(".ipynb"):
+        return
+    notebook = json.loads(source[0])
+    if file == FRONT_PAGE:
+        notebook = front_page(notebook, (root / "docs/templates/navigation.md").read_text(encoding="utf-8"))
+    found = f"figures/{file_of(file.removeprefix('reproduce/'))}.md" if file.startswith("reproduce/") else ""
+    source[0] = json.dumps(shown_notebook(notebook, found))
+
+
+def skip_field(app, what, name, item, skip, options):
+    "Return True for a field of a class, which has its comment beside the class's arguments; None: autodoc decides."
+    return True if what == "class" and not (callable(item) or isinstance(item, property | cached_property)) else None
+
+
+def own_branch(app, page, template, context, doctree):
+    "Let the navigation of a page show its own branch: hundreds of entries on every page are slow and large."
+    whole = context["toctree"]
+    context["toctree"] = lambda **options: whole(**options | {"collapse": True})
+
+
+def fold_navigation(app, page, template, context, doctree):
+    "Fold each list of the navigation, but for the first and that of the page."
+    tree = context.get("furo_navigation_tree", "")
+
+    def folded(part):
+        first = part.start() == tree.find('<p class="caption"')
+        opened = " open" if first or "current" in part[2] else ""
+        return f"<details{opened}><summary>{part[1]}</summary>{part[2]}</details>"
+
+    context["furo_navigation_tree"] = LIST.sub(folded, tree)
+
+
+def finish(app, error):
+    "Write the explorer's page, if the build has succeeded."
+    if error is None:
+        (Path(app.outdir) / "explore.html").write_text(explorer_page(), encoding="utf-8")
+
+
 def setup(app):
-    app.connect("source-read", build.page_source)
-    app.connect("autodoc-process-docstring", build.describe)
-    app.connect("autodoc-skip-member", build.skip_field)
-    app.connect("html-page-context", build.own_branch, priority=400)
-    app.connect("html-page-context", build.fold_navigation, priority=900)
-    app.connect("build-finished", build.finish)
+    app.connect("source-read", page_source)
+    app.connect("autodoc-process-docstring", describe)
+    app.connect("autodoc-skip-member", skip_field)
+    app.connect("html-page-context", own_branch, priority=400)
+    app.connect("html-page-context", fold_navigation, priority=900)
+    app.connect("build-finished", finish)

@@ -4,6 +4,8 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -16,7 +18,7 @@ from branchgrpo.mechanism.exact import (
     prompt_gradient,
     score_function_side,
 )
-from branchgrpo.mechanism.measure import alignment_rows, read_samples
+from branchgrpo.mechanism.measure import GradientSamples, alignment_rows
 from branchgrpo.planning import process_of
 from branchgrpo.policy import GaussianFlow
 from branchgrpo.training.credit import assign_credit
@@ -69,9 +71,13 @@ def test_the_committed_ratios_follow_from_the_committed_projections():
     "Everybody can compute them anew: each row of the record, intervals and all."
     figures = Path(__file__).parents[1] / "figures/testbed"
     record = json.loads((figures / "beyond_mechanism.json").read_text())
-    measured = read_samples(figures / "beyond_mechanism.parquet")
-    assert {str(moment) for moment in measured} == set(record["alignment"])
-    for moment, found in measured.items():
+    samples = pd.read_parquet(figures / "beyond_mechanism.parquet")
+    assert set(samples.moment.astype(str)) == set(record["alignment"])
+    for moment, of_moment in samples.groupby("moment"):
+        found = {
+            m.recipe: GradientSamples(np.stack(m.projections), np.stack(m.squares), m.cost)
+            for m in of_moment.itertuples()
+        }
         rows = alignment_rows(found, record["baseline"], record["draws"])
         for ours, theirs in zip(rows, record["alignment"][str(moment)], strict=True):
             assert ours["label"] == theirs["label"]

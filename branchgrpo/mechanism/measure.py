@@ -4,10 +4,9 @@
 
 # %% auto #0
 __all__ = ['AFTER_ROLLOUT', 'signal_and_noise', 'Reference', 'reference_of', 'GradientSamples', 'signed_square',
-           'bootstrap_cosines', 'value_and_ends', 'alignment_rows', 'shown_to_differ', 'alignment_table', 'Study',
-           'two_halves', 'recipe_config', 'rollout_key', 'recipes_by_rollout', 'trainer_with_weights',
-           'measure_reference', 'load_or_measure_reference', 'measure_rollout', 'measure', 'study_moment',
-           'gradient_samples', 'share_by_step', 'write_samples', 'read_samples']
+           'bootstrap_cosines', 'value_and_ends', 'alignment_rows', 'Study', 'two_halves', 'recipe_config',
+           'rollout_key', 'recipes_by_rollout', 'trainer_with_weights', 'measure_reference',
+           'load_or_measure_reference', 'measure_rollout', 'measure', 'study_moment', 'gradient_samples']
 
 # %% ../../nbs/mechanism/02_measure.ipynb #1605cde0
 import json
@@ -16,8 +15,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
@@ -119,23 +116,6 @@ def alignment_rows(measured: dict[str, GradientSamples], baseline: str, draws: i
         }
         rows.append({"label": label, "cost": m.cost} | own | compared)
     return rows
-
-# %% ../../nbs/mechanism/02_measure.ipynb #7c4d1e02
-def shown_to_differ(rows: list[dict], key: str) -> str:  # of a ratio
-    "Return the methods whose interval lies above 1, and those whose interval lies below."
-    above = [row["label"] for row in rows if row[key]["low"] > 1]
-    below = [row["label"] for row in rows if row[key]["high"] < 1]
-    return f"above: {', '.join(above) or 'none'}; below: {', '.join(below) or 'none'}"
-
-
-def alignment_table(moment: int, rows: list[dict]) -> list[dict]:
-    "Return a line per method: its cost, its cos² in percent, and both ratios with their intervals, as texts."
-    text = "{value:.2f} [{low:.2f}, {high:.2f}]".format_map
-    return [
-        {"iteration": moment, "recipe": row["label"], "cost": row["cost"], "cos², %": 100 * row["value"]}
-        | {"over the baseline's": text(row["ratio"]), "per cost": text(row["ratio_per_cost"])}
-        for row in rows
-    ]
 
 # %% ../../nbs/mechanism/02_measure.ipynb #4d00c15f
 @dataclass(frozen=True)
@@ -279,31 +259,3 @@ def gradient_samples(found: dict) -> GradientSamples:
     by_step = [np.array(row["projections"]).sum(1) for row in found["rows"]]
     squares = [row["squares"] for row in found["rows"] if row["squares"]]
     return GradientSamples(np.stack(by_step), np.array(squares), float(np.mean([row["cost"] for row in found["rows"]])))
-
-# %% ../../nbs/mechanism/02_measure.ipynb #39f1573f
-def share_by_step(found: dict) -> np.ndarray:  # (T,)
-    "Return the mean projection that each step adds; where a solver's tail makes a path shorter, the rest adds 0."
-    each = [np.mean(row["projections"], 0) for row in found["rows"]]
-    longest = max(map(len, each))
-    return np.mean([np.pad(steps, (0, longest - len(steps))) for steps in each], 0)
-
-# %% ../../nbs/mechanism/02_measure.ipynb #6a1f0b02
-def write_samples(path: str | Path, found: dict[int, dict[str, GradientSamples]]) -> None:
-    "Write the numbers of recipes at several moments as one Parquet table, a row for each recipe and moment."
-    rows = [
-        {"moment": moment, "recipe": name, "cost": m.cost}
-        | {"projections": m.projections.tolist(), "squares": m.squares.tolist()}
-        for moment, measured in found.items()
-        for name, m in measured.items()
-    ]
-    table = pa.Table.from_pylist(rows)
-    write_atomic(path, lambda temporary: pq.write_table(table, temporary, compression="zstd"))
-
-
-def read_samples(path: str | Path) -> dict[int, dict[str, GradientSamples]]:
-    "Return the numbers of such a table, `{moment: {recipe: GradientSamples}}`."
-    found: dict[int, dict[str, GradientSamples]] = {}
-    for row in pq.read_table(path).to_pylist():
-        numbers = GradientSamples(np.array(row["projections"]), np.array(row["squares"]), row["cost"])
-        found.setdefault(row["moment"], {})[row["recipe"]] = numbers
-    return found

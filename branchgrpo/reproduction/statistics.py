@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['HOLDS', 'FAILS', 'SAME', 'OPEN', 'MARGIN', 'HIGHER', 'LOWER', 'UNCLEAR', 'mean_p', 't_interval', 'mean_interval',
            'Pair', 'equivalence_p', 'possible', 'decide', 'verdict', 'difference', 'unmeasured', 'with_false_discovery',
-           'pooled_correlation', 'spent', 'sequence', 'bootstrap_ends']
+           'spent', 'sequence', 'bootstrap_ends']
 
 # %% ../../nbs/reproduction/00_statistics.ipynb #88fff99f
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -134,17 +134,6 @@ def with_false_discovery(tested: list[dict]) -> list[dict]:
     p_values = [claim["p"] for claim in tested if "p" in claim]
     adjusted = iter(false_discovery_control(p_values) if p_values else [])
     return [claim | {"p_page": float(next(adjusted))} if "p" in claim else claim for claim in tested]
-
-# %% ../../nbs/reproduction/00_statistics.ipynb #8cfcd3c9
-def pooled_correlation(one: np.ndarray, other: np.ndarray) -> Callable[[np.ndarray], float]:
-    "Return a function of rows: the correlation of two values (groups, members) within groups, pooled over them."
-    a, b = one - one.mean(1, keepdims=True), other - other.mean(1, keepdims=True)
-
-    def over(rows: np.ndarray) -> float:
-        # Σ a·b / √(Σ a² Σ b²)
-        return float((a[rows] * b[rows]).sum() / np.sqrt((a[rows] ** 2).sum() * (b[rows] ** 2).sum()))
-
-    return over
 
 # %% ../../nbs/reproduction/00_statistics.ipynb #a5ec3432
 def spent(looks: Sequence[int], alpha: float = 0.05) -> list[float]:

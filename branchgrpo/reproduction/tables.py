@@ -8,7 +8,7 @@ __all__ = ['PRINTED', 'BASE', 'NOTHING', 'COSTS', 'published', 'as_interval', 'n
            'hours_by_device', 'write_comparison', 'base_value', 'with_base', 'run_value', 'scaled', 'Source',
            'measured', 'column_title', 'WholeTable', 'cell_shown', 'row_reason', 'whole_row', 'whole_table',
            'same_value', 'brightness', 'tiny_trainer', 'measured_average', 'steps_per_rollout', 'rewards_of',
-           'evaluation_of', 'device_here', 'scores_on', 'values_on', 'rows_on', 'part_scores', 'benchmark_values']
+           'evaluation_of', 'device_here', 'scores_on', 'values_on', 'rows_on', 'part_scores']
 
 # %% ../../nbs/reproduction/10_tables.ipynb #0d0cb768
 import csv
@@ -501,16 +501,3 @@ def part_scores(
         evaluator.run()
         run_benchmark(tool, folder, evaluator.prompts, command)
     return {f"{name}/{score}": value for score, value in json.loads(written.read_text()).items()}
-
-
-def benchmark_values(
-    runs: list[Run],  # of one label, one per seed
-    parts: dict[str, dict],  # {name: tool, prompts, command, samples}
-    weights: str = "trained",  # or base
-) -> dict[str, Any]:
-    "Return `{name/score: (mean, low, high)}` over the runs in every part of a benchmark."
-    tables: list[dict] = [{} for _ in runs]
-    for run, table in zip(runs, tables):
-        for name, part in parts.items():
-            table.update(part_scores(run, name, weights, **part))
-    return {score: mean_interval([table[score] for table in tables]) for score in tables[0]}

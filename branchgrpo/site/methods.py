@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TRAINED_WHEN_PRUNED', 'QUESTIONS', 'steps_text', 'counted', 'places_text', 'branches', 'draws', 'scores', 'trains',
-           'index_row', 'text_table', 'what_it_does', 'settings_table', 'costs', 'differ_table', 'errata', 'results']
+           'text_table', 'what_it_does', 'settings_table', 'costs', 'differ_table', 'errata', 'results']
 
 # %% ../../nbs/methods/06_index.ipynb #4c25804a
 import dataclasses
@@ -16,7 +16,6 @@ from typing import Any
 from .. import recipes
 from ..files import read_table
 from ..methods.papers import ERRATA, QUOTES, erratum_text, quoted, quotes_of
-from ..methods.recipe import Recipe
 from ..plan import plan_cost
 from ..planning import plan_of
 from ..settings import MethodSettings
@@ -113,15 +112,6 @@ QUESTIONS: dict[str, Callable[[MethodSettings], str]] = {
     "scores": scores,
     "trains": trains,
 }
-
-
-def index_row(recipe: Recipe) -> dict[str, Any]:
-    "Return a method's answers to the four questions, and its cost per prompt at its own sizes."
-    s = recipe.values
-    cost = plan_cost(plan_of(dataclasses.replace(s, adaptive=False)))  # adaptive splits: at their latest places
-    answers = {question: answer(s) for question, answer in QUESTIONS.items()}
-    counts = {"images": cost.leaves, "calls": cost.calls, "trained calls": cost.trained_calls}
-    return {"method": recipe.name, "paper": recipe.paper} | answers | counts
 
 # %% ../../nbs/methods/06_index.ipynb #e0c91528
 def text_table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:

@@ -8,8 +8,7 @@ __all__ = ['FORMAT', 'MANIFEST', 'NUMBERS', 'ORIGIN', 'Shapes', 'FILE', 'COUNTS'
            'remove_leftovers', 'set_aside', 'newest', 'superfluous', 'check_origin', 'check_shapes', 'flat',
            'file_numbers', 'TensorWriter', 'packed', 'plain_errors', 'write_tensors', 'read_tensors', 'saved_shapes',
            'shapes_of', 'read_saved_table', 'Progress', 'optimizer_state', 'state_of', 'check_weights',
-           'checkpoint_facts', 'Saver', 'make_anew', 'nothing_half', 'write_checkpoint', 'delete_old', 'chosen',
-           'load_checkpoint']
+           'checkpoint_facts', 'Saver', 'make_anew', 'write_checkpoint', 'delete_old', 'chosen', 'load_checkpoint']
 
 # %% ../../nbs/training/10_checkpoints.ipynb #4973c555
 import hashlib
@@ -376,28 +375,21 @@ def make_anew(folder: Path) -> None:
     delete(folder)
     folder.mkdir(parents=True)
 
-# %% ../../nbs/training/10_checkpoints.ipynb #5246806e
-@contextmanager
-def nothing_half(temporary: Path, accelerator: Any) -> Iterator[None]:
-    "Delete what has been written of a checkpoint if an error ends the context."
-    try:
-        yield
-    except OSError:
-        if accelerator.is_main_process:
-            delete(temporary)
-        raise
-
 # %% ../../nbs/training/10_checkpoints.ipynb #d6ab34a1
 def write_checkpoint(folder: Path, learner: Learner, progress: Progress) -> None:
     "Write the learner's state under a temporary name, and rename it when all processes have written. Collective."
     temporary, accelerator = folder.with_name(f"{folder.name}.tmp"), learner.accelerator
-    with nothing_half(temporary, accelerator):
+    try:
         from_main(accelerator, lambda: make_anew(temporary))
         tables = state_of(learner)
         writer = TensorWriter(temporary, tables)
         write_tensors(writer, tables)
         facts, files = checkpoint_facts(learner, progress), dict(gather_object(list(writer.files.items())))
         from_main(accelerator, lambda: put_in_place(temporary, folder, facts, files))
+    except OSError:
+        if accelerator.is_main_process:
+            delete(temporary)
+        raise
 
 # %% ../../nbs/training/10_checkpoints.ipynb #9c7fdc92
 def delete_old(saver: Saver) -> None:
