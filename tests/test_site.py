@@ -9,9 +9,8 @@ import pytest
 from sphinx.cmd.build import build_main
 from sphinx.util.matching import patfilter
 
-from branchgrpo.site.build import NAVIGATION
-
 ROOT = Path(__file__).parents[1]
+NAVIGATION = "docs/templates/navigation.md"
 
 
 def notebooks(folder):
