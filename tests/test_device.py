@@ -161,7 +161,7 @@ def test_a_pruning_step_waits_for_its_rewards_once(gpu, tmp_path):
     t = trainer(tmp_path, recipe="pro-grpo", **FUNNEL)
     plan = t.collector(0).tree.plan
     in_steps = [transfer for transfer in gpu.transfers if transfer.within("prune_or_split")]
-    of_engine = [transfer.kind for transfer in in_steps if not transfer.within("score")]
+    of_engine = [transfer.kind for transfer in in_steps if not transfer.within("own_scores")]
     assert of_engine == ["download", "upload"] * len(plan.prune_at)
 
 
