@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from ..backbones.loading import awake, declared, encoders_of, is_reader
@@ -70,8 +70,8 @@ def read_entry(path: Path) -> dict[str, Tensor] | None:
 # %% ../../nbs/training/04_conditioning.ipynb #1a0fe2fd
 def write_entry(path: Path, tensors: dict[str, Tensor]) -> None:
     "Write an entry, whole or not at all."
-    held = {key: tensor.cpu().contiguous() for key, tensor in tensors.items()}
-    write_atomic(path, lambda temporary: save_file(held, temporary))
+    data = save({key: tensor.cpu().contiguous() for key, tensor in tensors.items()})
+    write_atomic(path, lambda temporary: temporary.write_bytes(data))
 
 # %% ../../nbs/training/04_conditioning.ipynb #7a59d999
 @dataclass

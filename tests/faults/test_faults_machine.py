@@ -198,7 +198,7 @@ def test_a_read_only_folder(tmp_path, noted):
     assert found["left"] == [], found
     for when in ("during", "resumed"):
         line = refused(found[when], "branchgrpo: output: ")
-        assert "its disk is read-only; iteration 1" in line or found["kind"] != "tmpfs", line
+        assert "its disk is read-only; a second call goes on" in line or found["kind"] != "tmpfs", line
     assert found["again"] == [0, []] and found["same"] and found["tidy"] == [], found
     assert found["found"] == [0, []], "a finished run is read where nothing can be written"
     noted(
