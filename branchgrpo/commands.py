@@ -132,7 +132,7 @@ def score(given: dict[str, Any]) -> int:
         print(f"process {rank} of {processes} is done; the last one writes the summary")
         return 0
     print_summary(summary)
-    print(f"evaluation: {where.output}, images drawn{state_text(drawn.backbone)}")
+    print(f"evaluation: {where.output}{state_text(drawn.backbone)}")
     if where.benchmark:
         from branchgrpo.evaluation.benchmarks import run_benchmark
 
