@@ -2293,6 +2293,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                           'branchgrpo.testbed.clips.digit_prompts': ( 'testbed/clips.html#digit_prompts',
                                                                                       'branchgrpo/testbed/clips.py'),
                                           'branchgrpo.testbed.clips.digits': ('testbed/clips.html#digits', 'branchgrpo/testbed/clips.py'),
+                                          'branchgrpo.testbed.clips.digits_tuning': ( 'testbed/clips.html#digits_tuning',
+                                                                                      'branchgrpo/testbed/clips.py'),
                                           'branchgrpo.testbed.clips.distinct_captions': ( 'testbed/clips.html#distinct_captions',
                                                                                           'branchgrpo/testbed/clips.py'),
                                           'branchgrpo.testbed.clips.draw_clip': ( 'testbed/clips.html#draw_clip',

@@ -311,6 +311,7 @@ PROMPT_SETS = Registry(
         "digits": "branchgrpo.testbed.clips:digits",
         "digit-pairs": "branchgrpo.testbed.clips:digit_pairs",
         "clips": "branchgrpo.testbed.clips:clips",
+        "digits-tuning": "branchgrpo.testbed.clips:digits_tuning",
         "digit-pairs-tuning": "branchgrpo.testbed.clips:digit_pairs_tuning",
         "clips-tuning": "branchgrpo.testbed.clips:clips_tuning",
     },

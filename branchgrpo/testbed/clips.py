@@ -6,7 +6,7 @@
 __all__ = ['FRAMES', 'QUICK', 'SLOW', 'MOTIONS', 'CLIP_WORDS', 'CLIP_ASPECTS', 'Clip', 'parse_clip', 'random_clip', 'clip_scenes',
            'misheard_clip', 'random_start', 'draw_clip', 'render_clips', 'Track', 'measure_track', 'mean_change',
            'background_change', 'motion_scores', 'MotionReward', 'ink_middle', 'box_centre', 'cut_windows',
-           'read_frames', 'check_clips', 'distinct_captions', 'digit_prompts', 'digits', 'digit_pairs',
+           'read_frames', 'check_clips', 'distinct_captions', 'digit_prompts', 'digits', 'digit_pairs', 'digits_tuning',
            'digit_pairs_tuning', 'clip_captions', 'first_frames', 'clip_prompts', 'clips', 'clips_tuning']
 
 # %% ../../nbs/testbed/03_clips.ipynb #582b8590
@@ -294,6 +294,11 @@ def digit_pairs() -> PromptSet:
     return digit_prompts("digit-pairs")
 
 # %% ../../nbs/testbed/03_clips.ipynb #0c4ede54
+def digits_tuning() -> PromptSet:
+    "Return the captions of `digits`, with 128 other test captions."
+    return digit_prompts("digits", test=128, skip=256)
+
+
 def digit_pairs_tuning() -> PromptSet:
     "Return the captions of `digit_pairs`, with 128 other test captions."
     return digit_prompts("digit-pairs", test=128, skip=256)

@@ -54,10 +54,6 @@ SIZES: dict[str, Sourced] = {
 SIZES_OF_BACKBONE: dict[str, dict[str, Sourced]] = {
     "tiny-sd3": {"text_length": (None, "testbed: the 12 tokens of its tokenizers")},
     "tiny-sd": {
-        "guidance_scale": (
-            5.0,
-            "Pro-GRPO Table 8: 5, in training too; without it tiny-sd hardly draws what the caption says",
-        ),
         "learning_rate": (
             5e-5,
             "testbed: 2e-4 lowered the earlier model's reward (0.845 to 0.803, 20 iterations, pro-grpo-sd, one seed)",
