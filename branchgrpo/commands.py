@@ -14,12 +14,13 @@ import logging
 import math
 import shutil
 import sys
+import warnings
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .files import read_table
+from .files import check_file, read_jsonl, read_table, write_atomic, write_text
 from .registry import shown, with_setting
 from .settings import as_in_training, bounded, options, variable
 
@@ -167,7 +168,6 @@ def draw(given: dict[str, Any]) -> int:
     from branchgrpo.backbones.loading import without_remarks
     from branchgrpo.evaluation.evaluate import Drawing
     from branchgrpo.evaluation.sampling import cannot_draw, drawing_seed, drawing_steps, sample, state_text, truths
-    from branchgrpo.files import write_atomic
     from branchgrpo.training.held_out import image_sheet
     from branchgrpo.viewing.run import enlarged, marked
 
@@ -191,8 +191,6 @@ def draw(given: dict[str, Any]) -> int:
 
 def check_sample(o: SampleOptions) -> None:
     "Raise `ValueError` naming the first option that is wrong. Loads no weights."
-    from branchgrpo.files import check_file
-
     for prompt in o.prompt:
         if not prompt.strip():
             raise ValueError(f"prompt: {prompt!r} is empty; write --prompt 'a cat' 'a dog'")
@@ -201,8 +199,6 @@ def check_sample(o: SampleOptions) -> None:
 # %% ../nbs/cli/01_commands.ipynb #910a3b37
 def doctor(given: dict[str, Any]) -> int:
     "Check machine, weights and prompts, and estimate a run's costs; loads no weights (code 1: a damaged file)."
-    import warnings
-
     from branchgrpo.machine.doctor import facts, report, verify_commands, while_hub_answers
     from branchgrpo.training.config import TrainConfig
     from branchgrpo.training.resolve import resolve
@@ -262,10 +258,8 @@ def show_rewards(given: dict[str, Any]) -> int:
     "List the rewards, what their numbers mean, and where their weights come from."
     from branchgrpo.rewards.names import REWARDS, about
 
-    rows = []
-    for name in REWARDS.names():
-        entry = REWARDS.get(name)
-        rows.append({"name": name, "about": about(entry), "where": getattr(entry, "where", None)})
+    found = {name: REWARDS.get(name) for name in REWARDS.names()}
+    rows = [{"name": name, "about": about(e), "where": getattr(e, "where", None)} for name, e in found.items()]
     if options(RewardOptions, given).json:
         print_json(rows)
     else:
@@ -291,8 +285,6 @@ def check_hps(given: dict[str, Any]) -> int:
 # %% ../nbs/cli/01_commands.ipynb #869861dd
 def image_rows(path: str) -> list[dict[str, Any]]:
     "Return the rows {image, prompt} of a jsonl file. Raise `ValueError` if it has none, or if an image is missing."
-    from branchgrpo.files import read_jsonl
-
     try:
         rows = read_jsonl(path)
     except (OSError, ValueError, RecursionError):
@@ -331,7 +323,6 @@ def check_bench(o: BenchOptions) -> None:
     "Raise `ValueError` naming the first option that is wrong."
     from branchgrpo import recipes
     from branchgrpo.backbones.loading import folder_of
-    from branchgrpo.files import check_file
     from branchgrpo.own import is_own_name
 
     if not is_own_name(o.backbone):
@@ -348,10 +339,6 @@ def check_bench(o: BenchOptions) -> None:
 # %% ../nbs/cli/01_commands.ipynb #30ea0680
 def bench(given: dict[str, Any]) -> int:
     "Measure the seconds of rollouts, updates and recipes on this machine, next to BranchGRPO's Table 1."
-    import json
-    import warnings
-
-    from branchgrpo.files import write_text
     from branchgrpo.machine.bench import measure_speed, table_text
     from branchgrpo.training.config import TrainConfig
 
