@@ -1093,6 +1093,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                              'branchgrpo/registry.py'),
                                      'branchgrpo.registry.Registry.register': ( 'basics/registry.html#registry.register',
                                                                                 'branchgrpo/registry.py'),
+                                     'branchgrpo.registry.check_one_of': ('basics/registry.html#check_one_of', 'branchgrpo/registry.py'),
                                      'branchgrpo.registry.first_of': ('basics/registry.html#first_of', 'branchgrpo/registry.py'),
                                      'branchgrpo.registry.import_target': ('basics/registry.html#import_target', 'branchgrpo/registry.py'),
                                      'branchgrpo.registry.installed_in': ('basics/registry.html#installed_in', 'branchgrpo/registry.py'),

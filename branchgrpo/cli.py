@@ -25,8 +25,8 @@ from typing import Any
 from . import __version__
 from .commands import bench, check_hps, doctor, draw, score, show_recipes, show_rewards, show_runs
 from .files import REFUSED, Refused, plain_line, refusals_in_words, yaml_of
-from .options import AGAIN, CONTINUING, CompletionOptions, SHELLS, parse, parser_of, show_first, whole_parser
-from .registry import import_target, unknown_name_error
+from .options import AGAIN, CONTINUING, CompletionOptions, parse, parser_of, show_first, whole_parser
+from .registry import check_one_of, import_target
 from .reproduction.command import reproduce
 from .settings import options
 from .training.runs import Preempted, REQUEUE, Run
@@ -138,10 +138,7 @@ def completion(given: dict[str, Any]) -> int:
     "Print the script with which a shell completes branchgrpo's commands, options and names."
     import shtab
 
-    shell = options(CompletionOptions, given).shell
-    if shell not in SHELLS:
-        raise unknown_name_error("shell", shell, SHELLS)
-    print(shtab.complete(whole_parser(COMMANDS), shell))
+    print(shtab.complete(whole_parser(COMMANDS), options(CompletionOptions, given).shell))
     return 0
 
 # %% ../nbs/cli/02_main.ipynb #c461ad9d
@@ -227,8 +224,7 @@ def run_named_command(name: str, words: list[str]) -> int:
     "Execute a command. Raise `ValueError` if a word or a value is wrong."
     if name in CONTINUING:
         raise ValueError(f"command: there is no {name!r}; {AGAIN}")
-    if name not in COMMANDS:
-        raise unknown_name_error("command", name, COMMANDS)
+    check_one_of("command", name, COMMANDS)
     command = COMMANDS[name]
     parser = parser_of(f"branchgrpo {name}", command.run.__doc__ or "", command.classes(), command.config)
     show_first(parser, command.first, command.examples)

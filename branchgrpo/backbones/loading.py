@@ -35,7 +35,7 @@ from .pipeline import ENCODERS, FamilyDefaults, check_text, unsupported_error
 from .published import PUBLISHED
 from ..files import is_there
 from ..policy import Policy
-from ..registry import Registry, loaded, reason, shown, unknown_name_error
+from ..registry import Registry, check_one_of, loaded, reason, shown, unknown_name_error
 from ..own import import_own, is_own_name
 
 # %% ../../nbs/backbones/01_loading.ipynb #a63e068e
@@ -325,8 +325,7 @@ def load_pipeline(
     vae_dtype: torch.dtype | None = None,  # of the autoencoder; none: dtype
 ) -> Any:
     "Return a backbone's diffusers pipeline, frozen. Raises `ValueError` if it is absent or if `encoders` is wrong."
-    if encoders not in ENCODER_PLACES:
-        raise unknown_name_error("encoders", encoders, ENCODER_PLACES)
+    check_one_of("encoders", encoders, ENCODER_PLACES)
     avoid_cudnn_attention()
     folder, part = folder_of(name), declared(family(name), "component")
     waiting = [] if encoders == "device" else encoder_names(folder)

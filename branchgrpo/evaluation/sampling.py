@@ -34,7 +34,7 @@ from ..plan import RolloutPlan
 from ..planning import sampling_process
 from ..policy import Policy
 from ..prompts import load_prompts
-from ..registry import import_target, shown
+from ..registry import check_one_of, import_target, shown
 from ..own import is_own_name
 from ..rollouts import Predictor, rollout
 from ..training.checkpoints import newest, read_saved_table
@@ -215,8 +215,7 @@ def load_policy(
     The last checkpoint stands for an unfinished run. Raises `ValueError` on other weights, on a run without a
     checkpoint, and as `check_drawing` and `load_backbone` do.
     """
-    if weights not in RUN_WEIGHTS:
-        raise ValueError(f"weights: {weights!r} is not one of {', '.join(RUN_WEIGHTS)}")
+    check_one_of("weights", weights, RUN_WEIGHTS)
     if is_own_name(name) and (given := [key for key, value in (options | {"lora": lora}).items() if value is not None]):
         raise ValueError(f"{given[0]}: {options.get(given[0], lora)!r} is for a pipeline; {name!r} is your own policy")
     if is_run(name):
