@@ -7,7 +7,7 @@ __all__ = ['FAMILIES', 'TINY', 'BACKBONES', 'PIPELINE_ERRORS', 'ENCODER_PLACES',
            'Backbone', 'adapt_recipe', 'is_hub_model', 'folder_of', 'pipeline_error', 'read_index', 'family',
            'part_config', 'denoiser_config', 'default_sizes', 'default_guidance', 'takes_guidance', 'check_guidance',
            'with_family_sizes', 'encoder_names', 'left_out', 'read_checked', 'read_pipeline', 'without_remarks',
-           'move_parts', 'empty_denoiser', 'machine_ranks', 'is_reader', 'avoid_cudnn_attention', 'load_pipeline',
+           'move_parts', 'empty_denoiser', 'of_all', 'is_reader', 'avoid_cudnn_attention', 'load_pipeline',
            'policy_around', 'own_policy', 'load_backbone', 'save_memory', 'encoders_of', 'awake', 'largest_rank',
            'lora_file', 'with_alpha', 'add_lora', 'load_lora']
 
@@ -296,18 +296,19 @@ def empty_denoiser(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     return empty.to(dtype).requires_grad_(False).eval()
 
 # %% ../../nbs/backbones/01_loading.ipynb #8eb71ed5
-def machine_ranks() -> list[int]:
-    "Return the processes on this machine, in order; the first of them encodes for the others."
-    if not (dist.is_available() and dist.is_initialized()):
-        return [0]
-    hosts = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname())
-    return [rank for rank, host in enumerate(hosts) if host == hosts[dist.get_rank()]]
+def of_all(value: Any) -> list:
+    "Return a value of every process, by rank. All processes call it together."
+    values = [value]
+    if dist.is_initialized():
+        values = values * dist.get_world_size()
+        dist.all_gather_object(values, value)
+    return values
 
 # %% ../../nbs/backbones/01_loading.ipynb #39c1089f
 def is_reader() -> bool:
-    "Return whether this process encodes for its machine. All processes call it together."
-    return not dist.is_initialized() or dist.get_rank() == machine_ranks()[0]
+    "Return whether this process encodes for its machine, as the first one there. All processes call it together."
+    first = of_all(socket.gethostname()).index(socket.gethostname())
+    return not dist.is_initialized() or dist.get_rank() == first
 
 # %% ../../nbs/backbones/01_loading.ipynb #982fca96
 def avoid_cudnn_attention() -> None:
