@@ -16,7 +16,7 @@ import platform
 import re
 import shlex
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
@@ -27,6 +27,7 @@ from huggingface_hub import constants, get_session
 
 import branchgrpo
 from ..backbones.loading import declared, family, folder_of, is_hub_model, left_out, lora_file, read_index
+from ..backbones.published import instead
 from branchgrpo.machine.estimate import (
     Estimate,
     GPU_GB,
@@ -119,14 +120,10 @@ def without_hub() -> Iterator[None]:
         import datasets.config
 
         places.append(datasets.config)
-    before = [place.HF_HUB_OFFLINE for place in places]
-    for place in places:
-        place.HF_HUB_OFFLINE = True
-    try:
+    with ExitStack() as changed:
+        for place in places:
+            changed.enter_context(instead(place, HF_HUB_OFFLINE=True))
         yield
-    finally:
-        for place, offline in zip(places, before):
-            place.HF_HUB_OFFLINE = offline
 
 
 def while_hub_answers(*names: str) -> Any:
