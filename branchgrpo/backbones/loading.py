@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['FAMILIES', 'TINY', 'BACKBONES', 'PIPELINE_ERRORS', 'ENCODER_PLACES', 'LORA_FILES', 'FACTOR', 'TEXT', 'declared',
-           'Backbone', 'adapt_recipe', 'is_hub_model', 'folder_of', 'pipeline_error', 'read_index', 'family',
+           'Backbone', 'adapt_recipe', 'is_hub_model', 'folder_of', 'pipeline_error', 'read_index', 'family', 'file_of',
            'part_config', 'denoiser_config', 'default_sizes', 'default_guidance', 'takes_guidance', 'check_guidance',
-           'with_family_sizes', 'encoder_names', 'left_out', 'read_checked', 'read_pipeline', 'without_remarks',
-           'move_parts', 'empty_denoiser', 'of_all', 'is_reader', 'avoid_cudnn_attention', 'load_pipeline',
-           'policy_around', 'own_policy', 'load_backbone', 'save_memory', 'encoders_of', 'awake', 'largest_rank',
-           'lora_file', 'with_alpha', 'add_lora', 'load_lora']
+           'with_family_sizes', 'used_parts', 'encoder_names', 'left_out', 'read_checked', 'read_pipeline',
+           'without_remarks', 'move_parts', 'empty_denoiser', 'of_all', 'is_reader', 'avoid_cudnn_attention',
+           'load_pipeline', 'policy_around', 'own_policy', 'load_backbone', 'save_memory', 'encoders_of', 'awake',
+           'largest_rank', 'lora_file', 'with_alpha', 'add_lora', 'load_lora']
 
 # %% ../../nbs/backbones/01_loading.ipynb #f35a8196
 import inspect
@@ -151,16 +151,19 @@ def family(name: str) -> type:
     return found
 
 # %% ../../nbs/backbones/01_loading.ipynb #99831e36
+def file_of(where: str, file: str) -> Path | None:
+    "Return the path of a folder's file, or of a hub name's in the hub's cache; None if it is not on this machine."
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(where, file) if is_hub_model(where) else None
+    place = Path(found) if isinstance(found, str) else Path(where, file)
+    return place if place.is_file() else None
+
+
 def part_config(name: str, part: str) -> dict[str, Any]:
     "Return the configuration of a part of a backbone; nothing if its file is not on this machine."
-    folder, file = folder_of(name), f"{part}/config.json"
-    place = Path(folder, file)
-    if not place.is_file() and is_hub_model(folder):
-        from huggingface_hub import try_to_load_from_cache
-
-        found = try_to_load_from_cache(folder, file)
-        place = Path(found) if isinstance(found, str) else place
-    return json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
+    place = file_of(folder_of(name), f"{part}/config.json")
+    return {} if place is None else json.loads(place.read_text(encoding="utf-8"))
 
 
 def denoiser_config(name: str) -> dict[str, Any]:
@@ -215,17 +218,21 @@ def with_family_sizes(recipe: Any, name: str) -> Any:
 ENCODER_PLACES = ("device", "cpu", "none")
 
 
+def used_parts(folder: str) -> dict[str, list]:
+    "Return library and class of each part that a pipeline's folder or hub name has, and that its family uses."
+    parts, unused = read_index(folder), declared(family(folder), "unused")
+    return {n: kind for n, kind in parts.items() if isinstance(kind, list) and any(kind) and n not in unused}
+
+
 def encoder_names(folder: str) -> list[str]:
     "Return the names of the encoders of a pipeline's folder or hub name."
-    unused = declared(family(folder), "unused")
-    present = [name for name, kind in read_index(folder).items() if name.startswith(ENCODERS) and kind[0] is not None]
-    return [name for name in present if name not in unused]
+    return [name for name in used_parts(folder) if name.startswith(ENCODERS)]
 
 
-def left_out(folder: str, unused: Iterable[str]) -> dict[str, None]:
-    "Return None for each part that a pipeline lacks or that is `unused`, as `from_pretrained` takes it."
-    index = read_index(folder)
-    return {name: None for name, kind in index.items() if isinstance(kind, list) and (not any(kind) or name in unused)}
+def left_out(folder: str) -> dict[str, None]:
+    "Return None for each part that a pipeline lacks or that its family does not use, as `from_pretrained` takes it."
+    used = used_parts(folder)
+    return {name: None for name, kind in read_index(folder).items() if isinstance(kind, list) and name not in used}
 
 # %% ../../nbs/backbones/01_loading.ipynb #e6cc5974
 def read_checked(folder: str, name: str, kind: type, dtype: torch.dtype) -> nn.Module:
@@ -330,7 +337,7 @@ def load_pipeline(
     avoid_cudnn_attention()
     folder, part = folder_of(name), declared(family(name), "component")
     waiting = [] if encoders == "device" else encoder_names(folder)
-    parts: dict[str, Any] = left_out(folder, declared(family(name), "unused"))
+    parts: dict[str, Any] = left_out(folder)
     parts |= {"requires_safety_checker": False} if "safety_checker" in parts else {}
     parts |= dict.fromkeys(waiting) if encoders == "none" else {}
     parts |= {} if denoiser is None else {part: denoiser}
