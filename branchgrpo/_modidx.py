@@ -2070,6 +2070,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'branchgrpo.rollouts.complete': ('rollouts.html#complete', 'branchgrpo/rollouts.py'),
                                      'branchgrpo.rollouts.completion_grid': ('rollouts.html#completion_grid', 'branchgrpo/rollouts.py'),
                                      'branchgrpo.rollouts.draw_children': ('rollouts.html#draw_children', 'branchgrpo/rollouts.py'),
+                                     'branchgrpo.rollouts.ends_without_noise': ( 'rollouts.html#ends_without_noise',
+                                                                                 'branchgrpo/rollouts.py'),
                                      'branchgrpo.rollouts.filled': ('rollouts.html#filled', 'branchgrpo/rollouts.py'),
                                      'branchgrpo.rollouts.go_on': ('rollouts.html#go_on', 'branchgrpo/rollouts.py'),
                                      'branchgrpo.rollouts.prune_or_split': ('rollouts.html#prune_or_split', 'branchgrpo/rollouts.py'),
