@@ -911,8 +911,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'branchgrpo.objective.unscaled': ('objective.html#unscaled', 'branchgrpo/objective.py'),
                                       'branchgrpo.objective.win_rate': ('objective.html#win_rate', 'branchgrpo/objective.py')},
             'branchgrpo.options': { 'branchgrpo.options.CompletionOptions': ('cli/options.html#completionoptions', 'branchgrpo/options.py'),
-                                    'branchgrpo.options.Help': ('cli/options.html#help', 'branchgrpo/options.py'),
-                                    'branchgrpo.options.Help.__init__': ('cli/options.html#help.__init__', 'branchgrpo/options.py'),
                                     'branchgrpo.options.Parser': ('cli/options.html#parser', 'branchgrpo/options.py'),
                                     'branchgrpo.options.Parser.error': ('cli/options.html#parser.error', 'branchgrpo/options.py'),
                                     'branchgrpo.options.Parser.print_help': ('cli/options.html#parser.print_help', 'branchgrpo/options.py'),

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['ONLY_FLAGS', 'MESSAGES', 'AGAIN', 'CONTINUING', 'COMPLETED_NAMES', 'COMPLETED_PLACES', 'Shell', 'sections_of',
-           'comments_in', 'flag_of', 'shown_default', 'add_section', 'Help', 'ShowAll', 'Parser', 'show_first',
-           'fill_parser', 'parser_of', 'parse', 'from_file', 'one_line', 'not_expected', 'nearest_flag',
-           'CompletionOptions', 'with_names', 'whole_parser']
+           'comments_in', 'flag_of', 'shown_default', 'add_section', 'ShowAll', 'Parser', 'show_first', 'fill_parser',
+           'parser_of', 'parse', 'from_file', 'one_line', 'not_expected', 'nearest_flag', 'CompletionOptions',
+           'with_names', 'whole_parser']
 
 # %% ../nbs/cli/00_options.ipynb #021d984e
 import argparse
@@ -80,13 +80,6 @@ def add_section(parser: argparse.ArgumentParser, cls: type) -> None:
             group.add_argument(f"--{name.replace('_', '-')}", default=None, help=text, **given)
 
 # %% ../nbs/cli/00_options.ipynb #eea46313
-class Help(argparse.RawDescriptionHelpFormatter):
-    "Help with room for the longest flag; examples keep their lines."
-
-    def __init__(self, prog: str):
-        super().__init__(prog, max_help_position=30)
-
-
 class ShowAll(argparse.Action):
     "`--help-all`: print the help of every flag, and stop."
 
@@ -139,7 +132,9 @@ def fill_parser(parser: argparse.ArgumentParser, classes: tuple[type, ...], conf
 
 def parser_of(prog: str, about: str, classes: tuple[type, ...], config: bool = False) -> Parser:
     "Return the parser of a command whose options are the fields of `classes`."
-    parser = Parser(prog=prog, usage="%(prog)s [options]", description=about, allow_abbrev=False, formatter_class=Help)
+    layout = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=30)  # examples keep their lines
+    texts = {"usage": "%(prog)s [options]", "description": about, "formatter_class": layout}
+    parser = Parser(prog=prog, allow_abbrev=False, **texts)
     parser._negative_number_matcher = re.compile(r"-([0-9.]|inf$|nan$)")  # argparse's own takes -1:2 for a flag
     fill_parser(parser, classes, config)
     return parser

@@ -123,16 +123,16 @@ class Callback:
     "A callback: override what you need."
 
     def on_start(self, trainer: Any) -> None:
-        pass
+        "Called before the first evaluation and iteration; not for a run that was finished already."
 
     def on_evaluation(self, trainer: Any, scores: dict[str, float], images: Tensor) -> None:
-        pass
+        "Called after an evaluation, with its scores and first images, on the CPU (none beside the main process)."
 
     def on_iteration(self, trainer: Any, row: dict[str, Any]) -> None:
-        pass
+        "Called after an iteration, with its row of metrics.jsonl."
 
     def on_end(self, trainer: Any) -> None:
-        pass
+        "Called when the result is written."
 
 # %% ../../nbs/training/14_trainer.ipynb #b8ca25b6
 def notify(t: Any, event: str, *what: Any) -> None:
