@@ -132,9 +132,8 @@ def fill_parser(parser: argparse.ArgumentParser, classes: tuple[type, ...], conf
 
 def parser_of(prog: str, about: str, classes: tuple[type, ...], config: bool = False) -> Parser:
     "Return the parser of a command whose options are the fields of `classes`."
-    layout = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=30)  # examples keep their lines
-    texts = {"usage": "%(prog)s [options]", "description": about, "formatter_class": layout}
-    parser = Parser(prog=prog, allow_abbrev=False, **texts)
+    form = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=30)  # examples keep their lines
+    parser = Parser(prog=prog, usage="%(prog)s [options]", description=about, allow_abbrev=False, formatter_class=form)
     parser._negative_number_matcher = re.compile(r"-([0-9.]|inf$|nan$)")  # argparse's own takes -1:2 for a flag
     fill_parser(parser, classes, config)
     return parser
