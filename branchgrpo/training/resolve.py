@@ -67,13 +67,10 @@ def fitted(name: str, backbone: str, policy: Any = None) -> tuple[Recipe, str]:
 # %% ../../nbs/training/01_resolve.ipynb #9b7d18af
 def object_names(policy=None, reward=None, prompts=None) -> dict[str, Any]:
     "Return the names that a run records for objects, by setting."
-    given = {"backbone": policy, "reward": reward, "prompts": prompts}
-    names = {}
-    for setting, value in given.items():
-        if isinstance(value, str):
-            names[setting] = value
-        elif value is not None:
-            names[setting] = reward_name(value) if setting == "reward" else type(value).__name__
+    names = {} if reward is None else {"reward": reward_name(reward)}
+    for setting, value in {"backbone": policy, "prompts": prompts}.items():
+        if value is not None:
+            names[setting] = value if isinstance(value, str) else type(value).__name__
     return names
 
 
