@@ -330,9 +330,9 @@ def decode_costs(vae, shape: tuple[int, ...], dtype: torch.dtype | None = None) 
 DECODE_BYTES = 4e9  # what a call of a VAE may hold if no number of images is set
 
 
-def images_per_decode(vae, shape: tuple[int, ...], most: int = 64) -> int:
-    "Return how many images of a latent's `shape` a VAE decodes in `DECODE_BYTES`: from 1 to `most`."
-    return max(1, min(most, int(DECODE_BYTES // decode_costs(vae, shape)[0])))
+def images_per_decode(one: float, most: int = 64) -> int:
+    "Return how many images a VAE decodes in `DECODE_BYTES` if it holds `one` bytes for each: from 1 to `most`."
+    return max(1, min(most, int(DECODE_BYTES // one)))
 
 # %% ../../nbs/backbones/00_pipeline.ipynb #5eaf0b8b
 def unit_range(images: Tensor) -> Tensor:
@@ -342,7 +342,7 @@ def unit_range(images: Tensor) -> Tensor:
 # %% ../../nbs/backbones/00_pipeline.ipynb #9966179f
 def decode_images(vae, z: Tensor, max_batch: int | None = None, most: int = 64) -> Tensor:
     "Return images float32 in [0, 1] from the VAE's own latents, `max_batch` at a time, or what memory holds of `most`."
-    max_batch = max_batch or images_per_decode(vae, z.shape[1:], most)
+    max_batch = max_batch or images_per_decode(decode_costs(vae, z.shape[1:])[0], most)
     parts = [vae.decode(part.to(vae.device, vae.dtype), return_dict=False)[0] for part in z.split(max_batch)]
     return unit_range(torch.cat(parts))
 
