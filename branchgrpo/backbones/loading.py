@@ -7,9 +7,9 @@ __all__ = ['FAMILIES', 'TINY', 'BACKBONES', 'PIPELINE_ERRORS', 'ENCODER_PLACES',
            'Backbone', 'adapt_recipe', 'is_hub_model', 'folder_of', 'pipeline_error', 'read_index', 'family', 'file_of',
            'part_config', 'denoiser_config', 'default_sizes', 'default_guidance', 'takes_guidance', 'check_guidance',
            'with_family_sizes', 'used_parts', 'encoder_names', 'left_out', 'read_checked', 'read_pipeline',
-           'without_remarks', 'move_parts', 'empty_denoiser', 'of_all', 'is_reader', 'avoid_cudnn_attention',
-           'load_pipeline', 'policy_around', 'own_policy', 'load_backbone', 'save_memory', 'encoders_of', 'awake',
-           'largest_rank', 'lora_file', 'with_alpha', 'add_lora', 'load_lora']
+           'without_remarks', 'empty_denoiser', 'of_all', 'is_reader', 'avoid_cudnn_attention', 'load_pipeline',
+           'policy_around', 'own_policy', 'load_backbone', 'save_memory', 'encoders_of', 'awake', 'largest_rank',
+           'lora_file', 'with_alpha', 'add_lora', 'load_lora']
 
 # %% ../../nbs/backbones/01_loading.ipynb #f35a8196
 import inspect
@@ -283,13 +283,6 @@ def without_remarks(module: str, least: int = logging.ERROR) -> Iterator[None]:
     finally:
         logger.setLevel(level)
 
-# %% ../../nbs/backbones/01_loading.ipynb #e55b577f
-def move_parts(pipeline: Any, device: str | torch.device, waiting: Iterable[str] = ()) -> None:
-    "Move a pipeline's parts to a device, except those that are `waiting` on the CPU."
-    for name, part in pipeline.components.items():
-        if isinstance(part, nn.Module) and name not in waiting:
-            part.to(device)
-
 # %% ../../nbs/backbones/01_loading.ipynb #bffa5b70
 def empty_denoiser(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     "Return a backbone's denoiser whose parameters have no values (meta device); its buffers have them."
@@ -335,17 +328,19 @@ def load_pipeline(
     "Return a backbone's diffusers pipeline, frozen. Raises `ValueError` if it is absent or if `encoders` is wrong."
     check_one_of("encoders", encoders, ENCODER_PLACES)
     avoid_cudnn_attention()
-    folder, part = folder_of(name), declared(family(name), "component")
+    folder, component = folder_of(name), declared(family(name), "component")
     waiting = [] if encoders == "device" else encoder_names(folder)
     parts: dict[str, Any] = left_out(folder)
     parts |= {"requires_safety_checker": False} if "safety_checker" in parts else {}
     parts |= dict.fromkeys(waiting) if encoders == "none" else {}
-    parts |= {} if denoiser is None else {part: denoiser}
+    parts |= {} if denoiser is None else {component: denoiser}
     try:
         pipeline = read_pipeline(folder, dtype, vae_dtype, **parts)
     except PIPELINE_ERRORS as error:
         raise pipeline_error(name, error) from None
-    move_parts(pipeline, device, [*waiting, *parts])
+    for key, part in pipeline.components.items():
+        if isinstance(part, nn.Module) and key not in (*waiting, *parts):
+            part.to(device)
     return pipeline
 
 # %% ../../nbs/backbones/01_loading.ipynb #341e7836
@@ -438,8 +433,8 @@ def awake(pipeline, device: str | torch.device) -> Iterator[None]:
             part.to(device)
         yield
     finally:
-        for part, move_parts in before:
-            part.to(move_parts)
+        for part, place in before:
+            part.to(place)
 
 # %% ../../nbs/backbones/01_loading.ipynb #34b41791
 def largest_rank(
