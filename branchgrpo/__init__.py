@@ -66,8 +66,7 @@ def __getattr__(name):
     "Load a public name from its module at its first use."
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, _, attribute = _PUBLIC[name].partition(":")
-    return getattr(import_module(f"{__name__}.{module}"), attribute or name)
+    return getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)
 
 
 def __dir__():

@@ -24,12 +24,12 @@ from typing import Any
 
 from . import __version__
 from .commands import bench, check_hps, doctor, draw, score, show_recipes, show_rewards, show_runs
-from .files import REFUSED, Refused, plain_line, refusals_in_words
-from .options import AGAIN, CONTINUING, CompletionOptions, SHELLS, parse, parser_of, show_first, whole_parser
-from .registry import import_target, unknown_name_error
+from .files import REFUSED, Refused, plain_line, refusals_in_words, yaml_of
+from .options import AGAIN, CONTINUING, CompletionOptions, parse, parser_of, show_first, whole_parser
+from .registry import check_one_of, import_target
 from .reproduction.command import reproduce
 from .settings import options
-from .training.runs import Run
+from .training.runs import Preempted, REQUEUE, Run
 
 # %% ../nbs/cli/02_main.ipynb #2540175c
 def error_code(error: BaseException) -> int:
@@ -103,7 +103,6 @@ def last_words(run: Run, prompt: str, prompts: str) -> list[str]:
 def train(given: dict[str, Any]) -> int:
     "Train a model. A setting that you do not give comes from the recipe; an unfinished run continues."
     from branchgrpo.training.config import TrainConfig
-    from branchgrpo.training.runs import Preempted, REQUEUE
     from branchgrpo.training.trainer import Trainer
 
     trainer = Trainer(TrainConfig.from_dict(given))
@@ -126,7 +125,6 @@ def train(given: dict[str, Any]) -> int:
 # %% ../nbs/cli/02_main.ipynb #393d800f
 def print_settings(given: dict[str, Any]) -> int:
     "Print all settings of a run as YAML."
-    from branchgrpo.files import yaml_of
     from branchgrpo.training.config import TrainConfig
     from branchgrpo.training.resolve import resolve
 
@@ -140,10 +138,7 @@ def completion(given: dict[str, Any]) -> int:
     "Print the script with which a shell completes branchgrpo's commands, options and names."
     import shtab
 
-    shell = options(CompletionOptions, given).shell
-    if shell not in SHELLS:
-        raise unknown_name_error("shell", shell, SHELLS)
-    print(shtab.complete(whole_parser(COMMANDS), shell))
+    print(shtab.complete(whole_parser(COMMANDS), options(CompletionOptions, given).shell))
     return 0
 
 # %% ../nbs/cli/02_main.ipynb #c461ad9d
@@ -229,8 +224,7 @@ def run_named_command(name: str, words: list[str]) -> int:
     "Execute a command. Raise `ValueError` if a word or a value is wrong."
     if name in CONTINUING:
         raise ValueError(f"command: there is no {name!r}; {AGAIN}")
-    if name not in COMMANDS:
-        raise unknown_name_error("command", name, COMMANDS)
+    check_one_of("command", name, COMMANDS)
     command = COMMANDS[name]
     parser = parser_of(f"branchgrpo {name}", command.run.__doc__ or "", command.classes(), command.config)
     show_first(parser, command.first, command.examples)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .fusion import fuse_rewards
-from .registry import Registry, unknown_name_error
+from .registry import Registry, check_one_of
 from .tree import Tree
 
 # %% ../nbs/09_credit.ipynb #49f3280b
@@ -91,8 +91,7 @@ def depthwise_advantages(
 
     Raises `ValueError` if `std` has another name. Source: BranchGRPO Eq. 4, Table 2 (A_max = 5).
     """
-    if std not in STDS:
-        raise unknown_name_error("std", std, STDS)
+    check_one_of("std", std, STDS)
     advantages = []
     for value in values:
         deviation, n = centre(value)

@@ -10,7 +10,7 @@ __all__ = ['WEIGHTS', 'DENSITY_SCALES', 'softmax_over_siblings', 'leaf_values', 
 import torch
 from torch import Tensor
 
-from .registry import unknown_name_error
+from .registry import check_one_of
 from .tree import Tree, path_log_probs
 
 WEIGHTS = ("path", "edge")
@@ -63,8 +63,7 @@ def fuse_rewards(
     β multiplies log-densities that are means over elements (`density_scale` has other units).
     Raises `ValueError` if `weights` is another one, the shape is wrong or a reward is not finite.
     """
-    if weights not in WEIGHTS:
-        raise unknown_name_error("weights", weights, WEIGHTS)
+    check_one_of("weights", weights, WEIGHTS)
     value, log_z = leaf_values(tree, leaf_rewards, leaf_mask)
     r_bar = [value]
     for d in range(tree.steps, 0, -1):
@@ -110,7 +109,6 @@ def density_scale(
     `fuse_rewards(tree, rewards, beta * density_scale(tree, name))` is Eq. 3 on that scale.
     Raises `ValueError` if `name` is another one.
     """
-    if name not in DENSITY_SCALES:
-        raise unknown_name_error("beta_scale", name, DENSITY_SCALES)
+    check_one_of("beta_scale", name, DENSITY_SCALES)
     exponent = DENSITY_SCALES[name]
     return float(elements_of(tree)) ** exponent if exponent else 1.0

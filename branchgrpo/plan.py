@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from .registry import unknown_name_error
+from .registry import check_one_of
 
 # %% ../nbs/04_plan.ipynb #10c12c82
 class Families(NamedTuple):
@@ -198,8 +198,7 @@ PREVIEW_LEVELS = ("grid", "even")
 
 def _preview_table(given: Mapping[int, Iterable[int]], steps: int, levels: str) -> dict[int, tuple[int, ...]]:
     "Return `given` sorted by depth, each completion checked to be possible; a depth without one is left out."
-    if levels not in PREVIEW_LEVELS:
-        raise unknown_name_error("preview_levels", levels, PREVIEW_LEVELS)
+    check_one_of("preview_levels", levels, PREVIEW_LEVELS)
     table = {int(depth): tuple(int(n) for n in numbers) for depth, numbers in sorted(dict(given).items())}
     for depth, numbers in table.items():
         left = steps - depth

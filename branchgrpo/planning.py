@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .plan import RolloutPlan
-from .registry import shown, unknown_name_error
+from .registry import check_one_of, shown
 from .samplers import alpha_bars, ddim_timesteps, flow_sigmas, merged_levels
 from .settings import NEUTRAL, MethodSettings
 from branchgrpo.transition import (
@@ -71,8 +71,7 @@ def at_places(s: MethodSettings) -> Iterator[MethodSettings]:
 # %% ../nbs/basics/03_planning.ipynb #73fe4047
 def _one_of(setting: str, value: str, table: dict):
     "Return the entry of `table`. Raise `ValueError` naming the setting and what is allowed."
-    if value not in table:
-        raise unknown_name_error(setting, value, table)
+    check_one_of(setting, value, table)
     return table[value]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from . import files
 from .methods.recipe import Recipe, Sourced, neutral
-from .registry import Registry, shown, unknown_name_error
+from .registry import Registry, check_one_of, shown
 from .settings import MethodSettings, OptimiserSettings, SizeSettings, field_types
 
 # %% ../nbs/basics/04_recipes.ipynb #1901560d
@@ -44,8 +44,7 @@ def read_recipe_table(path: Path) -> dict[str, Any]:
     if not isinstance(table.get("values") or {}, dict):
         raise ValueError(f"recipe: the values {shown(table['values'])} in {str(path)!r} are no table of settings")
     for key in table.get("values") or {}:
-        if key not in field_types(MethodSettings):
-            raise unknown_name_error("setting", key, sorted(field_types(MethodSettings)))
+        check_one_of("setting", key, sorted(field_types(MethodSettings)))
     return table
 
 # %% ../nbs/basics/04_recipes.ipynb #77637ec4

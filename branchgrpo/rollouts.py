@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['chunks', 'filled', 'Predict', 'Predictor', 'Judge', 'completion_grid', 'complete', 'Growth', 'draw_children', 'go_on',
            'branch_off', 'add_split', 'prune_or_split', 'show_previews', 'take_step', 'check_rollout', 'rollout',
-           'revisit', 'replay']
+           'ends_without_noise', 'revisit', 'replay']
 
 # %% ../nbs/07_rollouts.ipynb #e46e12cf
 from collections.abc import Callable
@@ -272,6 +272,12 @@ def rollout(
     for i in range(plan.steps):
         take_step(growth, i)
     return tree
+
+
+def ends_without_noise(predict: Predict, process: Transition, noise: Noise) -> Tensor:
+    "Return the finished latents `(P, …)` of one image for each of P prompts, drawn without noise on the way."
+    plan = RolloutPlan.chains(process.steps, 1, stochastic=())
+    return rollout(plan, predict, process, noise).latents[-1][:, 0]
 
 # %% ../nbs/07_rollouts.ipynb #5b117003
 def revisit(

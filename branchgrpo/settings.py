@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Literal, NamedTuple
 
-from .registry import shown, unknown_name_error
+from .registry import check_one_of, shown
 
 # %% ../nbs/basics/02_settings.ipynb #2a940069
 class Bounds(NamedTuple):
@@ -181,8 +181,7 @@ def read_value(name: str, value: Any, hint: Any, bounds: Bounds | None = None) -
     "Return the value of the field `name`. Raise `ValueError` naming the field, the value and what is allowed."
     hint = without_none(hint)
     if typing.get_origin(hint) is Literal:
-        if value not in typing.get_args(hint):
-            raise unknown_name_error(name, value, typing.get_args(hint))
+        check_one_of(name, value, typing.get_args(hint))
         return value
     try:
         found = READERS[hint][0](value)
@@ -351,8 +350,7 @@ def read_settings(cls: type, values: dict[str, Any]) -> dict[str, Any]:
     types, fields = field_types(cls), cls.__dataclass_fields__  # pyrefly: ignore[missing-attribute]
     found = {}
     for name, value in values.items():
-        if name not in types:
-            raise unknown_name_error("setting", name, sorted(types))
+        check_one_of("setting", name, sorted(types))
         bounds = fields[name].metadata.get("bounds")
         found[name] = None if value is None else read_value(name, value, types[name], bounds)
     return found

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['FAMILIES', 'TINY', 'BACKBONES', 'PIPELINE_ERRORS', 'ENCODER_PLACES', 'LORA_FILES', 'FACTOR', 'TEXT', 'declared',
-           'Backbone', 'adapt_recipe', 'is_hub_model', 'folder_of', 'pipeline_error', 'read_index', 'family',
+           'Backbone', 'adapt_recipe', 'is_hub_model', 'folder_of', 'pipeline_error', 'read_index', 'family', 'file_of',
            'part_config', 'denoiser_config', 'default_sizes', 'default_guidance', 'takes_guidance', 'check_guidance',
-           'with_family_sizes', 'encoder_names', 'left_out', 'read_checked', 'read_pipeline', 'without_remarks',
-           'move_parts', 'empty_denoiser', 'machine_ranks', 'is_reader', 'avoid_cudnn_attention', 'load_pipeline',
+           'with_family_sizes', 'used_parts', 'encoder_names', 'left_out', 'read_checked', 'read_pipeline',
+           'without_remarks', 'empty_denoiser', 'of_all', 'is_reader', 'avoid_cudnn_attention', 'load_pipeline',
            'policy_around', 'own_policy', 'load_backbone', 'save_memory', 'encoders_of', 'awake', 'largest_rank',
            'lora_file', 'with_alpha', 'add_lora', 'load_lora']
 
@@ -35,7 +35,7 @@ from .pipeline import ENCODERS, FamilyDefaults, check_text, unsupported_error
 from .published import PUBLISHED
 from ..files import is_there
 from ..policy import Policy
-from ..registry import Registry, loaded, reason, shown, unknown_name_error
+from ..registry import Registry, check_one_of, loaded, reason, shown, unknown_name_error
 from ..own import import_own, is_own_name
 
 # %% ../../nbs/backbones/01_loading.ipynb #a63e068e
@@ -151,16 +151,19 @@ def family(name: str) -> type:
     return found
 
 # %% ../../nbs/backbones/01_loading.ipynb #99831e36
+def file_of(where: str, file: str) -> Path | None:
+    "Return the path of a folder's file, or of a hub name's in the hub's cache; None if it is not on this machine."
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(where, file) if is_hub_model(where) else None
+    place = Path(found) if isinstance(found, str) else Path(where, file)
+    return place if place.is_file() else None
+
+
 def part_config(name: str, part: str) -> dict[str, Any]:
     "Return the configuration of a part of a backbone; nothing if its file is not on this machine."
-    folder, file = folder_of(name), f"{part}/config.json"
-    place = Path(folder, file)
-    if not place.is_file() and is_hub_model(folder):
-        from huggingface_hub import try_to_load_from_cache
-
-        found = try_to_load_from_cache(folder, file)
-        place = Path(found) if isinstance(found, str) else place
-    return json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
+    place = file_of(folder_of(name), f"{part}/config.json")
+    return {} if place is None else json.loads(place.read_text(encoding="utf-8"))
 
 
 def denoiser_config(name: str) -> dict[str, Any]:
@@ -215,17 +218,21 @@ def with_family_sizes(recipe: Any, name: str) -> Any:
 ENCODER_PLACES = ("device", "cpu", "none")
 
 
+def used_parts(folder: str) -> dict[str, list]:
+    "Return library and class of each part that a pipeline's folder or hub name has, and that its family uses."
+    parts, unused = read_index(folder), declared(family(folder), "unused")
+    return {n: kind for n, kind in parts.items() if isinstance(kind, list) and any(kind) and n not in unused}
+
+
 def encoder_names(folder: str) -> list[str]:
     "Return the names of the encoders of a pipeline's folder or hub name."
-    unused = declared(family(folder), "unused")
-    present = [name for name, kind in read_index(folder).items() if name.startswith(ENCODERS) and kind[0] is not None]
-    return [name for name in present if name not in unused]
+    return [name for name in used_parts(folder) if name.startswith(ENCODERS)]
 
 
-def left_out(folder: str, unused: Iterable[str]) -> dict[str, None]:
-    "Return None for each part that a pipeline lacks or that is `unused`, as `from_pretrained` takes it."
-    index = read_index(folder)
-    return {name: None for name, kind in index.items() if isinstance(kind, list) and (not any(kind) or name in unused)}
+def left_out(folder: str) -> dict[str, None]:
+    "Return None for each part that a pipeline lacks or that its family does not use, as `from_pretrained` takes it."
+    used = used_parts(folder)
+    return {name: None for name, kind in read_index(folder).items() if isinstance(kind, list) and name not in used}
 
 # %% ../../nbs/backbones/01_loading.ipynb #e6cc5974
 def read_checked(folder: str, name: str, kind: type, dtype: torch.dtype) -> nn.Module:
@@ -276,13 +283,6 @@ def without_remarks(module: str, least: int = logging.ERROR) -> Iterator[None]:
     finally:
         logger.setLevel(level)
 
-# %% ../../nbs/backbones/01_loading.ipynb #e55b577f
-def move_parts(pipeline: Any, device: str | torch.device, waiting: Iterable[str] = ()) -> None:
-    "Move a pipeline's parts to a device, except those that are `waiting` on the CPU."
-    for name, part in pipeline.components.items():
-        if isinstance(part, nn.Module) and name not in waiting:
-            part.to(device)
-
 # %% ../../nbs/backbones/01_loading.ipynb #bffa5b70
 def empty_denoiser(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     "Return a backbone's denoiser whose parameters have no values (meta device); its buffers have them."
@@ -296,18 +296,19 @@ def empty_denoiser(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     return empty.to(dtype).requires_grad_(False).eval()
 
 # %% ../../nbs/backbones/01_loading.ipynb #8eb71ed5
-def machine_ranks() -> list[int]:
-    "Return the processes on this machine, in order; the first of them encodes for the others."
-    if not (dist.is_available() and dist.is_initialized()):
-        return [0]
-    hosts = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname())
-    return [rank for rank, host in enumerate(hosts) if host == hosts[dist.get_rank()]]
+def of_all(value: Any) -> list:
+    "Return a value of every process, by rank. All processes call it together."
+    values = [value]
+    if dist.is_initialized():
+        values = values * dist.get_world_size()
+        dist.all_gather_object(values, value)
+    return values
 
 # %% ../../nbs/backbones/01_loading.ipynb #39c1089f
 def is_reader() -> bool:
-    "Return whether this process encodes for its machine. All processes call it together."
-    return not dist.is_initialized() or dist.get_rank() == machine_ranks()[0]
+    "Return whether this process encodes for its machine, as the first one there. All processes call it together."
+    first = of_all(socket.gethostname()).index(socket.gethostname())
+    return not dist.is_initialized() or dist.get_rank() == first
 
 # %% ../../nbs/backbones/01_loading.ipynb #982fca96
 def avoid_cudnn_attention() -> None:
@@ -325,20 +326,21 @@ def load_pipeline(
     vae_dtype: torch.dtype | None = None,  # of the autoencoder; none: dtype
 ) -> Any:
     "Return a backbone's diffusers pipeline, frozen. Raises `ValueError` if it is absent or if `encoders` is wrong."
-    if encoders not in ENCODER_PLACES:
-        raise unknown_name_error("encoders", encoders, ENCODER_PLACES)
+    check_one_of("encoders", encoders, ENCODER_PLACES)
     avoid_cudnn_attention()
-    folder, part = folder_of(name), declared(family(name), "component")
+    folder, component = folder_of(name), declared(family(name), "component")
     waiting = [] if encoders == "device" else encoder_names(folder)
-    parts: dict[str, Any] = left_out(folder, declared(family(name), "unused"))
+    parts: dict[str, Any] = left_out(folder)
     parts |= {"requires_safety_checker": False} if "safety_checker" in parts else {}
     parts |= dict.fromkeys(waiting) if encoders == "none" else {}
-    parts |= {} if denoiser is None else {part: denoiser}
+    parts |= {} if denoiser is None else {component: denoiser}
     try:
         pipeline = read_pipeline(folder, dtype, vae_dtype, **parts)
     except PIPELINE_ERRORS as error:
         raise pipeline_error(name, error) from None
-    move_parts(pipeline, device, [*waiting, *parts])
+    for key, part in pipeline.components.items():
+        if isinstance(part, nn.Module) and key not in (*waiting, *parts):
+            part.to(device)
     return pipeline
 
 # %% ../../nbs/backbones/01_loading.ipynb #341e7836
@@ -431,8 +433,8 @@ def awake(pipeline, device: str | torch.device) -> Iterator[None]:
             part.to(device)
         yield
     finally:
-        for part, move_parts in before:
-            part.to(move_parts)
+        for part, place in before:
+            part.to(place)
 
 # %% ../../nbs/backbones/01_loading.ipynb #34b41791
 def largest_rank(

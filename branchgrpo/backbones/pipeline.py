@@ -6,7 +6,7 @@
 __all__ = ['ENCODERS', 'ATTENTION', 'JOINT_ATTENTION', 'SOLVERS', 'DECODE_BYTES', 'FamilyDefaults', 'unsupported_error',
            'check_text', 'check_pixels', 'scheduler_error', 'own_scheduler', 'flow_levels_of', 'signal_levels',
            'solved_by', 'check_divisible', 'size_shift', 'PipelinePolicy', 'guided', 'measured_decode', 'decode_costs',
-           'images_per_decode', 'unit_range', 'decode_images', 'channel_statistics', 'ImagePolicy', 'PackedPolicy',
+           'images_per_decode', 'unit_range', 'decode_images', 'decode_by_channel', 'ImagePolicy', 'PackedPolicy',
            'published_pipeline']
 
 # %% ../../nbs/backbones/00_pipeline.ipynb #b89f70ee
@@ -286,11 +286,12 @@ def guided(
     policy,
     run: Callable,  # (latents, conditioning) -> output (B, …)
     latents: Tensor,  # (B, …)
-    positive: dict[str, Tensor],  # conditioning on the prompts, B rows
-    negative: dict[str, Tensor],  # conditioning on the negative prompt, B rows
+    conditioning: dict[str, Tensor],  # B rows; without guidance, `negative_x` takes the place of `x` or `prompt_x`
     rescale: Callable | None = None,  # (guided, conditional) -> output, for a family that changes the result
 ) -> Tensor:
     "Return the guided output `(B, …)` of `run`; two forward passes if `policy.guidance_scale` is above 1."
+    positive = {key: rows for key, rows in conditioning.items() if not key.startswith("negative_")}
+    negative = {k: conditioning.get(f"negative_{k.removeprefix('prompt_')}", rows) for k, rows in positive.items()}
     if policy.guidance_scale <= 1:
         return run(latents, positive)
     if policy.guidance_grad:
@@ -329,9 +330,9 @@ def decode_costs(vae, shape: tuple[int, ...], dtype: torch.dtype | None = None) 
 DECODE_BYTES = 4e9  # what a call of a VAE may hold if no number of images is set
 
 
-def images_per_decode(vae, shape: tuple[int, ...], most: int = 64) -> int:
-    "Return how many images of a latent's `shape` a VAE decodes in `DECODE_BYTES`: from 1 to `most`."
-    return max(1, min(most, int(DECODE_BYTES // decode_costs(vae, shape)[0])))
+def images_per_decode(one: float, most: int = 64) -> int:
+    "Return how many images a VAE decodes in `DECODE_BYTES` if it holds `one` bytes for each: from 1 to `most`."
+    return max(1, min(most, int(DECODE_BYTES // one)))
 
 # %% ../../nbs/backbones/00_pipeline.ipynb #5eaf0b8b
 def unit_range(images: Tensor) -> Tensor:
@@ -341,15 +342,17 @@ def unit_range(images: Tensor) -> Tensor:
 # %% ../../nbs/backbones/00_pipeline.ipynb #9966179f
 def decode_images(vae, z: Tensor, max_batch: int | None = None, most: int = 64) -> Tensor:
     "Return images float32 in [0, 1] from the VAE's own latents, `max_batch` at a time, or what memory holds of `most`."
-    max_batch = max_batch or images_per_decode(vae, z.shape[1:], most)
+    max_batch = max_batch or images_per_decode(decode_costs(vae, z.shape[1:])[0], most)
     parts = [vae.decode(part.to(vae.device, vae.dtype), return_dict=False)[0] for part in z.split(max_batch)]
     return unit_range(torch.cat(parts))
 
 # %% ../../nbs/backbones/00_pipeline.ipynb #fccc14cc
-def channel_statistics(vae) -> list[Tensor]:
-    "Return mean and std of a video VAE's latents per channel, each `(1, C, 1, 1, 1)`."
+def decode_by_channel(policy, z: Tensor, most: int, max_batch: int | None = None) -> Tensor:
+    "Return what a video VAE makes of latents with mean 0 and std 1 in every channel, as `decode_images` does."
+    vae = policy.pipeline.vae
     known = (vae.config.latents_mean, vae.config.latents_std)
-    return [torch.tensor(values, device=vae.device, dtype=vae.dtype).view(1, -1, 1, 1, 1) for values in known]
+    mean, std = (torch.tensor(values, device=vae.device, dtype=vae.dtype).view(1, -1, 1, 1, 1) for values in known)
+    return decode_images(vae, z.to(vae.device, vae.dtype) * std + mean, max_batch or policy.decode_batch, most)
 
 # %% ../../nbs/backbones/00_pipeline.ipynb #8915dacc
 class ImagePolicy(PipelinePolicy):

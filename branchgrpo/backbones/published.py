@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['CLIP_L', 'CLIP_L_PROJECTED', 'CLIP_BIG_G', 'T5_XXL', 'UMT5_XXL', 'CLIP_VIT_H', 'QWEN_VL_7B', 'ENCODING_BYTES',
-           'PUBLISHED', 'storages', 'Operations', 'fused', 'fused_attention', 'kl_config', 'Published']
+           'PUBLISHED', 'storages', 'Operations', 'fused', 'instead', 'fused_attention', 'kl_config', 'Published']
 
 # %% ../../nbs/backbones/08_published.ipynb #e4849840
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,15 +74,21 @@ def fused(
 
 # %% ../../nbs/backbones/08_published.ipynb #e20eb7fa
 @contextmanager
-def fused_attention() -> Iterator[None]:
-    "Let all attention be `fused`, as long as the context lasts; for tensors on the meta device only."
-    functional = torch.nn.functional
-    usual = functional.scaled_dot_product_attention
-    functional.scaled_dot_product_attention = fused
+def instead(holder: Any, **parts: Any) -> Iterator[None]:
+    "Put parts in the place of those that a module or an object holds, for as long as the context lasts."
+    own = {name: getattr(holder, name) for name in parts}
+    for name, part in parts.items():
+        setattr(holder, name, part)
     try:
         yield
     finally:
-        functional.scaled_dot_product_attention = usual
+        for name, part in own.items():
+            setattr(holder, name, part)
+
+
+def fused_attention() -> AbstractContextManager[None]:
+    "Let all attention be `fused`, as long as the context lasts; for tensors on the meta device only."
+    return instead(torch.nn.functional, scaled_dot_product_attention=fused)
 
 # %% ../../nbs/backbones/08_published.ipynb #0c5d28f0
 def kl_config(channels: int, quant: bool) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .loading import FAMILIES
-from .pipeline import JOINT_ATTENTION, PackedPolicy, channel_statistics, decode_images, guided
+from .pipeline import JOINT_ATTENTION, PackedPolicy, decode_by_channel, guided
 
 # %% ../../nbs/backbones/05_qwen_image.ipynb #49cc7274
 def padded(policy, texts: list[str]) -> tuple[Tensor, Tensor]:
@@ -48,24 +48,19 @@ def predict_qwen_image(policy, latents: Tensor, time: Tensor, conditioning: dict
             hidden_states=x.to(policy.dtype),
             timestep=x.new_full((len(x),), float(time), dtype=torch.float32).to(policy.dtype),
             guidance=None,
-            encoder_hidden_states=text["embeds"],
+            encoder_hidden_states=text["prompt_embeds"],
             encoder_hidden_states_mask=text["mask"],
             img_shapes=[[(1, *policy.grid)]] * len(x),
             return_dict=False,
         )[0]
 
-    positive = {"embeds": conditioning["prompt_embeds"], "mask": conditioning["mask"]}
-    negative = {"embeds": conditioning["negative_embeds"], "mask": conditioning["negative_mask"]}
-    return guided(policy, run, latents, positive, negative, rescale_to)
+    return guided(policy, run, latents, conditioning, rescale_to)
 
 # %% ../../nbs/backbones/05_qwen_image.ipynb #a45b27da
 @torch.no_grad()
 def decode_qwen_image(policy, latents: Tensor, max_batch: int | None = None) -> Tensor:
     "Return images `(B, 3, H, W)` float32 in [0, 1] from packed x̂₀ latents."
-    vae = policy.pipeline.vae
-    mean, std = channel_statistics(vae)
-    z = policy.unpack(latents) * std + mean
-    return decode_images(vae, z, max_batch or policy.decode_batch, most=16)[:, :, 0]
+    return decode_by_channel(policy, policy.unpack(latents), 16, max_batch)[:, :, 0]
 
 # %% ../../nbs/backbones/05_qwen_image.ipynb #a5a7d151
 @FAMILIES.register("QwenImagePipeline")
@@ -78,17 +73,12 @@ class QwenImagePolicy(PackedPolicy):
     negative_prompt = " "
     lora_targets = JOINT_ATTENTION
     parts = ("text_encoder", "tokenizer")
-    flags = ("guidance_embeds", "use_additional_t_cond")
+    flags = ("guidance_embeds", "use_additional_t_cond")  # further inputs
     published = ("QwenImageTransformer2DModel", {})
 
     encode = encode_qwen_image
     predict = predict_qwen_image
     decode = decode_qwen_image
-
-    def __init__(self, pipeline, *args, **options):
-        super().__init__(pipeline, *args, **options)
-        if self.denoiser.config.guidance_embeds:
-            raise ValueError("backbone: a Qwen-Image with guidance as an input (guidance_embeds) is not supported")
 
     def blank(self, batch: int = 1) -> dict[str, Tensor]:
         "Return conditioning of the right shapes and no content, on the denoiser's device."

@@ -31,10 +31,9 @@ def predict_sd(policy, latents: Tensor, time: Tensor, conditioning: dict[str, Te
 
     def run(x, text):
         steps = torch.full((len(x),), step, device=x.device)  # no copy of `time`, for which the device would wait
-        return policy.call(x.to(policy.dtype), steps, text["embeds"], return_dict=False)[0]
+        return policy.call(x.to(policy.dtype), steps, text["prompt_embeds"], return_dict=False)[0]
 
-    positive = {"embeds": conditioning["prompt_embeds"]}
-    return guided(policy, run, latents, positive, {"embeds": conditioning["negative_embeds"]})
+    return guided(policy, run, latents, conditioning)
 
 # %% ../../nbs/backbones/04_sd.ipynb #a0e9624c
 def ddim_scheduler(policy) -> Any:

@@ -37,14 +37,12 @@ def predict_sd3(policy, latents: Tensor, time: Tensor, conditioning: dict[str, T
         return policy.call(
             hidden_states=x.to(policy.dtype),
             timestep=x.new_full((len(x),), float(time) * 1000, dtype=torch.float32),
-            encoder_hidden_states=text["embeds"],
+            encoder_hidden_states=text["prompt_embeds"],
             pooled_projections=text["pooled"],
             return_dict=False,
         )[0]
 
-    positive = {"embeds": conditioning["prompt_embeds"], "pooled": conditioning["pooled"]}
-    negative = {"embeds": conditioning["negative_embeds"], "pooled": conditioning["negative_pooled"]}
-    return guided(policy, run, latents, positive, negative)
+    return guided(policy, run, latents, conditioning)
 
 # %% ../../nbs/backbones/03_sd3.ipynb #96bbc215
 SD35_MEDIUM = dict(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .pipeline import PipelinePolicy, channel_statistics, decode_images, guided
+from .pipeline import PipelinePolicy, decode_by_channel, guided
 
 # %% ../../nbs/backbones/06_wan.ipynb #1b830448
 @torch.no_grad()
@@ -38,23 +38,18 @@ def predict_wan(policy, latents: Tensor, time: Tensor, conditioning: dict[str, T
         return policy.call(
             hidden_states=torch.cat([x, given["condition"]], 1) if "condition" in given else x,
             timestep=x.new_full((len(x),), float(time) * 1000, dtype=torch.float32),
-            encoder_hidden_states=given["embeds"],
+            encoder_hidden_states=given["prompt_embeds"],
             encoder_hidden_states_image=given.get("image_embeds"),
             return_dict=False,
         )[0]
 
-    shared = {key: conditioning[key] for key in ("condition", "image_embeds") if key in conditioning}
-    positive = shared | {"embeds": conditioning["prompt_embeds"]}
-    return guided(policy, run, latents, positive, shared | {"embeds": conditioning["negative_embeds"]})
+    return guided(policy, run, latents, conditioning)
 
 # %% ../../nbs/backbones/06_wan.ipynb #8557db0c
 @torch.no_grad()
 def decode_wan(policy, latents: Tensor, max_batch: int | None = None) -> Tensor:
     "Return clips `(B, 3, F, H, W)` float32 in [0, 1] from x̂₀ latents."
-    vae = policy.pipeline.vae
-    mean, std = channel_statistics(vae)
-    z = latents.to(vae.device, vae.dtype) * std + mean
-    return decode_images(vae, z, max_batch or policy.decode_batch, most=8)
+    return decode_by_channel(policy, latents, 8, max_batch)
 
 # %% ../../nbs/backbones/06_wan.ipynb #2bfa76c7
 def latent_frames(frames: int, fold: int, most: int | None = None) -> int:

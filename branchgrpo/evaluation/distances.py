@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..registry import unknown_name_error
+from ..registry import check_one_of
 
 # %% ../../nbs/evaluation/02_distances.ipynb #a4e0cc6d
 KERNELS = ("polynomial", "rbf")
@@ -41,8 +41,7 @@ def kernel_matrices(x: Tensor, y: Tensor, kernel: str = "polynomial") -> tuple[T
 
     Raises `ValueError` on another kernel.
     """
-    if kernel not in KERNELS:
-        raise unknown_name_error("kernel", kernel, KERNELS)
+    check_one_of("kernel", kernel, KERNELS)
     x, y = x.double(), y.double()
     function = partial(rbf_kernel, bandwidth=median_bandwidth(x, y)) if kernel == "rbf" else polynomial_kernel
     return function(x, x), function(y, y), function(x, y)

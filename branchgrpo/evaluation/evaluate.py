@@ -347,8 +347,7 @@ def run_evaluation(evaluator: Evaluator) -> dict[str, Any] | None:
         remove_temporaries(evaluator.folder / part)
     rows = [row for path in paths for row in read_jsonl(path)]
     summary = summarise(rows) | {"overlap": evaluator.prompt_set.overlap}
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    write_text(evaluator.folder / "images.jsonl", lines)
+    write_jsonl(evaluator.folder / "images.jsonl", rows)
     write_text(evaluator.folder / "summary.json", json.dumps(summary, indent=1))
     return summary
 

@@ -30,13 +30,12 @@ from branchgrpo.backbones.loading import (
 )
 from ..files import write_atomic
 from ..noise import EVALUATION_SEED, Noise
-from ..plan import RolloutPlan
 from ..planning import sampling_process
 from ..policy import Policy
 from ..prompts import load_prompts
-from ..registry import import_target, shown
+from ..registry import check_one_of, import_target, shown
 from ..own import is_own_name
-from ..rollouts import Predictor, rollout
+from ..rollouts import Predictor, ends_without_noise
 from ..training.checkpoints import newest, read_saved_table
 from ..training.held_out import image_sheet
 from ..training.runs import Run, recorded_run
@@ -78,11 +77,10 @@ def sample_block(
 ) -> Tensor:  # (B, 3, H, W), or clips (B, 3, F, H, W), float32 in [0, 1] on the CPU
     "Draw one image per prompt, without noise on the way."
     process = drawing_process(policy, steps)
-    plan = RolloutPlan.chains(process.steps, 1, stochastic=())  # PNDM takes a step more
     batches = (getattr(policy, "max_batch", None), getattr(policy, "pad", False))
     predict = Predictor(policy, policy.encode(prompts), *batches)
-    tree = rollout(plan, predict, process, Noise(seed, 0, tuple(numbers)))
-    return policy.decode(tree.latents[-1][:, 0]).float().cpu()
+    latents = ends_without_noise(predict, process, Noise(seed, 0, tuple(numbers)))
+    return policy.decode(latents).float().cpu()
 
 # %% ../../nbs/evaluation/00_sampling.ipynb #87ca37da
 def image_place(number: int) -> str:
@@ -215,8 +213,7 @@ def load_policy(
     The last checkpoint stands for an unfinished run. Raises `ValueError` on other weights, on a run without a
     checkpoint, and as `check_drawing` and `load_backbone` do.
     """
-    if weights not in RUN_WEIGHTS:
-        raise ValueError(f"weights: {weights!r} is not one of {', '.join(RUN_WEIGHTS)}")
+    check_one_of("weights", weights, RUN_WEIGHTS)
     if is_own_name(name) and (given := [key for key, value in (options | {"lora": lora}).items() if value is not None]):
         raise ValueError(f"{given[0]}: {options.get(given[0], lora)!r} is for a pipeline; {name!r} is your own policy")
     if is_run(name):

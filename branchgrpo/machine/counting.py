@@ -8,8 +8,8 @@ __all__ = ['scale_factors', 'part_class', 'meta_pipeline', 'meta_policy', 'equal
            'weight_bytes', 'compute_bytes', 'meta_vae', 'DecodingCost', 'latent_shape', 'vae_cost', 'decoding_cost']
 
 # %% ../../nbs/machine/00_counting.ipynb #6902d553
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..backbones.loading import declared, family, folder_of, policy_around, read_index
 from ..backbones.pipeline import decode_costs, published_pipeline
-from ..backbones.published import PUBLISHED, Operations, fused_attention
+from ..backbones.published import PUBLISHED, Operations, fused_attention, instead
 from ..registry import shown
 from ..training.config import Settings
 
@@ -82,19 +82,14 @@ def equal_runs(denoiser: torch.nn.Module) -> list[tuple[str, range]]:
     return [(name, run) for name, run in runs if len(run) > 3]
 
 # %% ../../nbs/machine/00_counting.ipynb #a498cf35
-@contextmanager
-def shortened(denoiser: torch.nn.Module, kept: dict[tuple[str, range], int]) -> Iterator[None]:
+def shortened(denoiser: torch.nn.Module, kept: dict[tuple[str, range], int]) -> AbstractContextManager[None]:
     "Leave out blocks in this context; of each run, as many as `kept` says stay."
-    whole = {name: getattr(denoiser, name) for name, _ in kept}
     out = {(name, place) for (name, run), few in kept.items() for place in run[few:]}
-    for name, blocks in whole.items():
-        stay = [block for place, block in enumerate(blocks) if (name, place) not in out]
-        setattr(denoiser, name, torch.nn.ModuleList(stay))
-    try:
-        yield
-    finally:
-        for name, blocks in whole.items():
-            setattr(denoiser, name, blocks)
+    fewer = {}
+    for name, _ in kept:
+        stay = [block for place, block in enumerate(getattr(denoiser, name)) if (name, place) not in out]
+        fewer[name] = torch.nn.ModuleList(stay)
+    return instead(denoiser, **fewer)
 
 # %% ../../nbs/machine/00_counting.ipynb #aa53aab5
 def count_all_blocks(denoiser: torch.nn.Module, measure: Callable[[], Tensor]) -> Tensor:

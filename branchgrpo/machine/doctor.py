@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['REQUIRED', 'OPTIONAL', 'WITHOUT_WEIGHTS', 'WEIGHT_FILES', 'CLIP_H', 'CLIP_L', 'COMPANIONS', 'OVERHEAD', 'PUBLISHED',
            'SMALL', 'NOT_COUNTED', 'Finding', 'package_finding', 'gpu_finding', 'package_findings', 'is_packaged',
-           'cached', 'is_downloaded', 'without_hub', 'while_hub_answers', 'has_weights', 'lacking', 'backbone_finding',
+           'is_downloaded', 'without_hub', 'while_hub_answers', 'has_weights', 'lacking', 'backbone_finding',
            'lora_finding', 'server_finding', 'missing_companion', 'video_finding', 'reward_finding', 'prompts_finding',
            'findings', 'verify_commands', 'hours_text', 'levels_of', 'plan_lines', 'small_lines', 'work_lines',
            'cost_lines', 'report', 'cost_facts', 'facts']
@@ -16,7 +16,7 @@ import platform
 import re
 import shlex
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
@@ -26,7 +26,8 @@ import torch
 from huggingface_hub import constants, get_session
 
 import branchgrpo
-from ..backbones.loading import declared, family, folder_of, is_hub_model, left_out, lora_file, read_index
+from ..backbones.loading import declared, family, file_of, folder_of, is_hub_model, lora_file, used_parts
+from ..backbones.published import instead
 from branchgrpo.machine.estimate import (
     Estimate,
     GPU_GB,
@@ -96,19 +97,9 @@ def is_packaged(place: str) -> bool:
     return Path(place).is_relative_to(str(files("branchgrpo")))
 
 # %% ../../nbs/machine/02_doctor.ipynb #320eb9f5
-def cached(place: str, file: str) -> Path | None:
-    "Return the path of a hub name's file in the hub's cache, or None."
-    from huggingface_hub import try_to_load_from_cache
-
-    path = try_to_load_from_cache(place, file)
-    return Path(path) if isinstance(path, str) else None
-
-
 def is_downloaded(place: str, file: str) -> bool:
     "Return whether `file` is in a folder of this machine, or in the hub's cache; `place` may be the file itself."
-    if not is_hub_model(place):
-        return Path(place).is_file() or Path(place, file).exists()
-    return cached(place, file) is not None
+    return Path(place).is_file() or file_of(place, file) is not None
 
 # %% ../../nbs/machine/02_doctor.ipynb #af97ab3a
 @contextmanager
@@ -119,14 +110,10 @@ def without_hub() -> Iterator[None]:
         import datasets.config
 
         places.append(datasets.config)
-    before = [place.HF_HUB_OFFLINE for place in places]
-    for place in places:
-        place.HF_HUB_OFFLINE = True
-    try:
+    with ExitStack() as changed:
+        for place in places:
+            changed.enter_context(instead(place, HF_HUB_OFFLINE=True))
         yield
-    finally:
-        for place, offline in zip(places, before):
-            place.HF_HUB_OFFLINE = offline
 
 
 def while_hub_answers(*names: str) -> Any:
@@ -156,10 +143,9 @@ def has_weights(folder: Path) -> bool:
 
 def lacking(folder: Path) -> list[str]:
     "Return the parts of a pipeline that it needs, by its model_index.json, and that are not whole in its folder."
-    place, policy = str(folder), family(str(folder))
-    unused = left_out(place, declared(policy, "unused"))
-    kinds = {declared(policy, "component"): "", "vae": ""}  # needed, even if the file does not name them
-    kinds |= {n: str(kind[-1]) for n, kind in read_index(place).items() if isinstance(kind, list) and n not in unused}
+    place = str(folder)
+    kinds = {declared(family(place), "component"): "", "vae": ""}  # needed, even if the file does not name them
+    kinds |= {name: str(kind[-1]) for name, kind in used_parts(place).items()}
     models = {name for name, kind in kinds.items() if not WITHOUT_WEIGHTS.search(kind)}
     without = {name for name in models if not has_weights(folder / name)}
     return [name for name in kinds if name in without or not any((folder / name).glob("*.json"))]
@@ -173,13 +159,13 @@ def backbone_finding(name: str) -> Finding:
     place = folder_of(name)
     if is_packaged(place):
         return Finding("ok", what, "in the package")
-    hub = is_hub_model(place)
-    index = cached(place, "model_index.json") if hub else Path(place, "model_index.json")
+    index = file_of(place, "model_index.json")
     if index is None:
         return Finding("missing", what, f"hf download {place}")
     if not (parts := lacking(index.parent)):
         return Finding("ok", what, place)
-    return Finding("missing", what, f"hf download {place}" if hub else f"{place} lacks {', '.join(parts)}")
+    advice = f"hf download {place}" if is_hub_model(place) else f"{place} lacks {', '.join(parts)}"
+    return Finding("missing", what, advice)
 
 # %% ../../nbs/machine/02_doctor.ipynb #4c40ceb9
 def lora_finding(name: str) -> Finding:
@@ -214,19 +200,16 @@ COMPANIONS = {
 def missing_companion(name: str, place: str) -> str | None:
     "Return the hub name of what a reward reads beside its weights, if it is not here; a folder may have its own."
     hub, file = COMPANIONS.get(name.partition(":")[0], ("", ""))
-    own = is_downloaded(place, file) if is_hub_model(place) else (Path(place) / file).is_file()
-    return None if not hub or own or is_downloaded(hub, file) else hub
+    return None if not hub or file_of(place, file) or is_downloaded(hub, file) else hub
 
 
 def video_finding(what: str, place: str) -> Finding:
     "Report whether VideoReward's checkpoint, and the base model that it changes, are where the reward looks for them."
-    hub = is_hub_model(place)
-    config = cached(place, "model_config.json") if hub else Path(place, "model_config.json")
-    folder = config.parent if config is not None and config.is_file() else None
-    if folder is None or not last_checkpoint(folder):
-        advice = f"hf download {place}" if hub else "put model_config.json and checkpoint-N there"
+    config = file_of(place, "model_config.json")
+    if config is None or not last_checkpoint(config.parent):
+        advice = f"hf download {place}" if is_hub_model(place) else "put model_config.json and checkpoint-N there"
         return Finding("missing", what, advice)
-    base = base_model(folder)
+    base = base_model(config.parent)
     if not is_downloaded(base, "config.json"):
         return Finding("missing", what, f"hf download {base}")
     return Finding("ok", what, place)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ..backbones.loading import encoder_names, folder_of
-from ..backbones.pipeline import DECODE_BYTES
+from ..backbones.pipeline import images_per_decode
 from ..backbones.published import ENCODING_BYTES, PUBLISHED, T5_XXL
 from .counting import CallCost, compute_bytes, counted_policy, decoding_cost, weight_bytes
 from ..noise import EVALUATION_BLOCK, Noise
@@ -154,8 +154,7 @@ def decoded_at_once(s: Settings, one: float, images: int, video: bool) -> int:
     "Return how many of `images` one call of the VAE holds."
     if s.vae_slicing:
         return 1
-    fitting = max(1, min(8 if video else 64, int(DECODE_BYTES // one)))
-    return min(images, s.decode_batch or fitting)
+    return min(images, s.decode_batch or images_per_decode(one, 8 if video else 64))
 
 # %% ../../nbs/machine/01_estimate.ipynb #ff02a001
 def images_of_rollout(share: GpuShare) -> int:

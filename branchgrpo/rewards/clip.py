@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['CLIP_H14', 'CLIP_PIXELS', 'WEIGHTS', 'DROPOUT', 'normalise', 'as_bytes', 'pillow_resize', 'preprocess',
-           'check_processor', 'open_clip_model', 'embed_images', 'mended', 'embed_texts', 'ClipTower', 'ClipReward',
-           'PickScoreReward', 'checkpoint_path', 'AestheticHead', 'read_head', 'clip_of', 'AestheticReward']
+           'check_processor', 'open_clip_model', 'embed_images', 'mended', 'tokenise', 'embed_texts', 'ClipTower',
+           'ClipReward', 'PickScoreReward', 'checkpoint_path', 'AestheticHead', 'read_head', 'clip_of',
+           'AestheticReward']
 
 # %% ../../nbs/rewards/04_clip.ipynb #d5aa200c
 import html
@@ -117,14 +118,19 @@ def mended(prompt: str) -> str:
     return re.sub(r"\s+", " ", text).strip().lower()
 
 
+def tokenise(tokenizer: Any, prompts: list[str], length: int, device: Any = "cpu") -> tuple[Tensor, Tensor]:
+    "Return token ids and attention mask `(B, length)` of prompts, padded or cut to that length."
+    options = dict(padding="max_length", truncation=True, max_length=length, return_tensors="pt")
+    tokens = tokenizer(prompts, **options).to(device)
+    return tokens.input_ids, tokens.attention_mask
+
+
 @torch.no_grad()
 def embed_texts(model: Any, tokenizer: Any, prompts: list[str], device: torch.device | str) -> Tensor:
     "Return the projected text embeddings `(B, E)`, not normalised, of `prompts`, cut to the model's length."
     length = model.config.text_config.max_position_embeddings
-    options = dict(padding="max_length", truncation=True, max_length=length, return_tensors="pt")
-    tokens = tokenizer(prompts, **options).to(device)
-    pooled = model.text_model(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask).pooler_output
-    return model.text_projection(pooled)
+    ids, mask = tokenise(tokenizer, prompts, length, device)
+    return model.text_projection(model.text_model(input_ids=ids, attention_mask=mask).pooler_output)
 
 # %% ../../nbs/rewards/04_clip.ipynb #07cb61c1
 class ClipTower:

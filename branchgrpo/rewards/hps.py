@@ -93,25 +93,11 @@ def from_open_clip(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return out
 
 # %% ../../nbs/rewards/05_hps.ipynb #b50169a8
-_VISION_H14 = dict(
-    hidden_size=1280,
-    intermediate_size=5120,
-    num_hidden_layers=32,
-    num_attention_heads=16,
-    projection_dim=1024,
-    hidden_act="gelu",
-    image_size=224,
-    patch_size=14,
+_BOTH = dict(num_attention_heads=16, projection_dim=1024, hidden_act="gelu")  # towers
+_VISION_H14 = _BOTH | dict(
+    hidden_size=1280, intermediate_size=5120, num_hidden_layers=32, image_size=224, patch_size=14
 )
-_TEXT_H14 = dict(
-    hidden_size=1024,
-    intermediate_size=4096,
-    num_hidden_layers=24,
-    num_attention_heads=16,
-    projection_dim=1024,
-    hidden_act="gelu",
-    pad_token_id=0,
-)
+_TEXT_H14 = _BOTH | dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, pad_token_id=0)
 VIT_H14 = dict(text_config=_TEXT_H14, vision_config=_VISION_H14, projection_dim=1024)
 
 # %% ../../nbs/rewards/05_hps.ipynb #9bb6b0ec

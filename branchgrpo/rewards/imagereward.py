@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['BLIP_LARGE', 'SCORE_MEAN', 'SCORE_STD', 'PROMPT_TOKENS', 'from_timm', 'with_prefix', 'split_checkpoint',
-           'ImageRewardModel', 'read_model', 'read_tokenizer', 'image_processor', 'score_batches', 'tokenise',
-           'ImageReward']
+           'ImageRewardModel', 'read_model', 'read_tokenizer', 'image_processor', 'score_batches', 'ImageReward']
 
 # %% ../../nbs/rewards/07_imagereward.ipynb #e9f05f6f
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .clip import AestheticHead, CLIP_PIXELS, checkpoint_path, preprocess
+from .clip import AestheticHead, CLIP_PIXELS, checkpoint_path, preprocess, tokenise
 from .contract import check_prompt_count, frames_as_images, mean_over_frames
 
 # %% ../../nbs/rewards/07_imagereward.ipynb #83092177
@@ -133,13 +132,6 @@ def score_batches(model: nn.Module, max_batch: int, *inputs: Tensor) -> Tensor:
     batches = zip(*(x.split(max_batch) for x in inputs))
     return torch.cat([model(*batch) for batch in batches])
 
-# %% ../../nbs/rewards/07_imagereward.ipynb #0dbc1fb1
-def tokenise(tokenizer: Any, prompts: list[str], device: Any = "cpu") -> tuple[Tensor, Tensor]:
-    "Return token ids and attention mask `(B, PROMPT_TOKENS)` of prompts, padded or cut to that length."
-    options = dict(padding="max_length", truncation=True, max_length=PROMPT_TOKENS, return_tensors="pt")
-    tokens = tokenizer(list(prompts), **options).to(device)
-    return tokens.input_ids, tokens.attention_mask
-
 # %% ../../nbs/rewards/07_imagereward.ipynb #6de6d390
 class ImageReward:
     """Score images by ImageReward-v1.0, about −2 to 2; a clip by the mean over its frames.
@@ -164,5 +156,6 @@ class ImageReward:
         check_prompt_count(images, prompts)
         flat, frames = frames_as_images(images)
         pixels = preprocess(flat.to(self.device).float(), self.processor)
-        ids, mask = (x.repeat_interleave(frames, 0) for x in tokenise(self.tokenizer, prompts, self.device))
+        tokens = tokenise(self.tokenizer, list(prompts), PROMPT_TOKENS, self.device)
+        ids, mask = (x.repeat_interleave(frames, 0) for x in tokens)
         return mean_over_frames(score_batches(self.model, self.max_batch, pixels, ids, mask), frames)

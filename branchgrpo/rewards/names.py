@@ -33,30 +33,22 @@ class Entry(NamedTuple):
 
 # %% ../../nbs/rewards/02_names.ipynb #e17a5b02
 TESTBED = "testbed/weights"
+_CLIP, _PICKSCORE = "branchgrpo.rewards.clip:ClipReward", "branchgrpo.rewards.clip:PickScoreReward"
+_HPS, _AESTHETIC = "branchgrpo.rewards.hps:HPSReward", "branchgrpo.rewards.clip:AestheticReward"
 REWARDS = Registry(
     "reward",
     "rewards",
     {
-        "hps-v2.1": Entry("branchgrpo.rewards.hps:HPSReward", "xswu/HPSv2", "HPS-v2.1: cosine, about 0.2 to 0.4", 3.95),
-        "pickscore": Entry(
-            "branchgrpo.rewards.clip:PickScoreReward",
-            "yuvalkirstain/PickScore_v1",
-            "100 × cosine, about 18 to 26",
-            3.95,
-        ),
+        "hps-v2.1": Entry(_HPS, "xswu/HPSv2", "HPS-v2.1: cosine, about 0.2 to 0.4", 3.95),
+        "pickscore": Entry(_PICKSCORE, "yuvalkirstain/PickScore_v1", "100 × cosine, about 18 to 26", 3.95),
         "imagereward": Entry(
             "branchgrpo.rewards.imagereward:ImageReward",
             "zai-org/ImageReward",
             "ImageReward: a z-score, about −2 to 2",
             1.79,
         ),
-        "clip": Entry("branchgrpo.rewards.clip:ClipReward", "openai/clip-vit-base-patch32", "CLIP score: cosine", 0.61),
-        "aesthetic": Entry(
-            "branchgrpo.rewards.clip:AestheticReward",
-            "sac+logos+ava1-l14-linearMSE.pth",
-            "LAION: about 4 to 7",
-            1.72,
-        ),
+        "clip": Entry(_CLIP, "openai/clip-vit-base-patch32", "CLIP score: cosine", 0.61),
+        "aesthetic": Entry(_AESTHETIC, "sac+logos+ava1-l14-linearMSE.pth", "LAION: about 4 to 7", 1.72),
         "unified-reward": Entry(
             "branchgrpo.rewards.unified:UnifiedReward", "http://localhost:8080/v1", "UnifiedReward on a server: 1 to 5"
         ),
@@ -67,19 +59,15 @@ REWARDS = Registry(
             4.57,
         ),
         "motion": Entry("branchgrpo.testbed.clips:MotionReward", None, "exact motion check of testbed clips: 0 to 1"),
-        "tiny-clip": Entry("branchgrpo.rewards.clip:ClipReward", f"{TESTBED}/tiny-clip", "CLIP score, testbed: cosine"),
-        "tiny-pickscore": Entry(
-            "branchgrpo.rewards.clip:PickScoreReward", f"{TESTBED}/tiny-pickscore", "PickScore, testbed: 100 × cosine"
-        ),
-        "tiny-hps": Entry("branchgrpo.rewards.hps:HPSReward", f"{TESTBED}/tiny-hps", "HPS, testbed: cosine"),
+        "tiny-clip": Entry(_CLIP, f"{TESTBED}/tiny-clip", "CLIP score, testbed: cosine"),
+        "tiny-pickscore": Entry(_PICKSCORE, f"{TESTBED}/tiny-pickscore", "PickScore, testbed: 100 × cosine"),
+        "tiny-hps": Entry(_HPS, f"{TESTBED}/tiny-hps", "HPS, testbed: cosine"),
         "tiny-geneval": Entry(
             "branchgrpo.testbed.checker:VerifiableReward",
             f"{TESTBED}/tiny-geneval",
             "share of a caption found right: 0 to 1",
         ),
-        "tiny-aesthetic": Entry(
-            "branchgrpo.rewards.clip:AestheticReward", f"{TESTBED}/tiny-aesthetic", "aesthetic, testbed: 1 to 10"
-        ),
+        "tiny-aesthetic": Entry(_AESTHETIC, f"{TESTBED}/tiny-aesthetic", "aesthetic, testbed: 1 to 10"),
     },
 )
 

@@ -143,13 +143,12 @@ def attempt(function: Callable, *arguments: Any) -> Future:
 PLACES = threading.BoundedSemaphore(32)  # calls of remote rewards that are on their way
 
 
-def in_background(function: Callable, *arguments: Any, watch: Callable[[], None] | None = None) -> Future:
+def in_background(function: Callable, *arguments: Any, watch: Callable[[], None] = do_nothing) -> Future:
     "Call a function in a thread of its own, once there is a place; while it waits for one, it calls `watch`."
     done = Future()
     done.set_running_or_notify_cancel()
     while not PLACES.acquire(timeout=0.5):
-        if watch is not None:
-            watch()
+        watch()
     threading.Thread(target=fill_future, args=(done, function, *arguments), name="scores", daemon=True).start()
     return done
 
@@ -169,7 +168,7 @@ def start_scoring(
     images: Tensor,
     prompts: list[str],
     metadata: list[dict] | None = None,
-    watch: Callable[[], None] | None = None,  # called while there is no place; it may raise
+    watch: Callable[[], None] = do_nothing,  # called while there is no place; it may raise
 ) -> Future[dict[str, Tensor]]:
     "Begin to score images; the future holds the scores `{name: (B,)}` of every part."
     if is_remote(scorer.reward):

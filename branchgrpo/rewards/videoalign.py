@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..registry import check_one_of
 from .clip import CLIP_PIXELS, as_bytes, normalise
 
 # %% ../../nbs/rewards/08_videoalign.ipynb #9490da85
@@ -268,8 +269,7 @@ class VideoAlignReward:
         max_batch: int = 4,
         parts: Parts | None = None,
     ):
-        if aspect not in (*ASPECTS, "Overall"):
-            raise ValueError(f"aspect: {aspect!r} is not one of {', '.join(ASPECTS)}, Overall")
+        check_one_of("aspect", aspect, (*ASPECTS, "Overall"))
         self.folder = folder
         self.device = device
         self.fps = fps

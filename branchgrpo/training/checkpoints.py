@@ -333,7 +333,7 @@ def state_of(learner: Learner) -> dict[str, dict[str, Any]]:
 def check_weights(learner: Learner, iteration: int) -> None:
     "Raise `ValueError` on all processes if a weight of any is not finite."
     norms = torch._foreach_norm([local(parameter.detach()) for parameter in learner.parameters.values()])
-    if any_process(learner.accelerator, not torch.stack(norms).sum().isfinite())[0]:
+    if any_process(learner.accelerator, not torch.stack(norms).sum().isfinite()):
         raise ValueError(
             f"learning_rate: {learner.settings.learning_rate} leads to weights that are not finite at iteration "
             f"{iteration}; the last checkpoint is kept"

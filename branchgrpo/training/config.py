@@ -81,9 +81,7 @@ class SpeedSettings:
 class RankSettings:
     "Many GPUs"
 
-    sharding: Literal["none", "full", "hybrid"] = (
-        "none"  # none: all weights on each GPU; full: split over all GPUs; hybrid: over a node's GPUs
-    )
+    sharding: Literal["none", "full", "hybrid"] = "none"  # split weights over all GPUs (full) or a node's (hybrid)
     ranks_per_prompt: int = bounded(1, 1)  # processes that share the leaves of one prompt's tree
     timeout_minutes: float = bounded(60.0, above=0, most=10**6)  # how long a process waits for the others
 

@@ -22,11 +22,10 @@ from torch import Tensor
 
 from ..files import write_atomic, write_text
 from ..noise import EVALUATION_BLOCK, EVALUATION_SEED, Noise
-from ..plan import RolloutPlan
 from ..planning import process_of
 from ..prompts import PromptSet
 from ..rewards.scorer import Scorer, attempt, do_nothing
-from ..rollouts import rollout
+from ..rollouts import ends_without_noise
 from .conditioning import Conditioner
 from .config import Settings
 from .processes import SharedPredictor, together
@@ -52,7 +51,6 @@ def prompt_blocks(count: int, process: int, processes: int) -> list[Block]:
     return [Block(n, places, min(size, max(0, count - n * size))) for n, places in zip(numbers, every)]
 
 # %% ../../nbs/training/11_held_out.ipynb #97746e54
-@torch.no_grad()
 def sample_held_out(
     s: Settings,
     policy,
@@ -62,13 +60,10 @@ def sample_held_out(
 ) -> Tensor:
     "Return the latents of one image per prompt, sampled without noise in the run's number of evaluation steps."
     steps = s.evaluation_steps or s.steps
-    plan = RolloutPlan.chains(steps, 1, stochastic=())
     whole = {"tail_ratio": 0.0, "window": "none", "merged": {}, "noise_factors": {}, "splits": (), "side": ()}
     process = process_of(dataclasses.replace(s, steps=steps, **whole), policy)
-    noise = Noise(EVALUATION_SEED, 0, places)
     predict = SharedPredictor(policy, conditioning, s.max_batch, s.pad_batches, watch=watch)
-    tree = rollout(plan, predict, process, noise)
-    return tree.latents[-1][:, 0]
+    return ends_without_noise(predict, process, Noise(EVALUATION_SEED, 0, places))
 
 # %% ../../nbs/training/11_held_out.ipynb #b0e38477
 @dataclass

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['DTYPES', 'make_accelerator', 'sharded_start', 'open_policy', 'check_rank', 'make_trainable', 'AveragedWeights',
-           'Learner', 'autocast', 'reference_policy', 'frozen_copy', 'shard_policy', 'make_optimizer', 'prepared',
-           'make_learner']
+           'Learner', 'autocast', 'reference_policy', 'frozen_copy', 'shard_policy', 'make_optimizer', 'make_learner']
 
 # %% ../../nbs/training/03_learner.ipynb #787f2c5a
 import copy
@@ -249,16 +248,6 @@ def make_optimizer(parameters: dict[str, nn.Parameter], s: Settings, device: tor
         fused=fused,
     )
 
-# %% ../../nbs/training/03_learner.ipynb #ef83dfbf
-def prepared(policy: Any, s: Settings, accelerator: Accelerator) -> tuple[dict[str, nn.Parameter], Any, Any]:
-    "Return the trained parameters, the optimiser, and the module that `predict` calls."
-    parameters = {name: p for name, p in policy.denoiser.named_parameters() if p.requires_grad}
-    optimizer = make_optimizer(parameters, s, accelerator.device)
-    if s.sharding != "none":
-        return parameters, optimizer, policy.denoiser
-    module, optimizer = accelerator.prepare(policy.denoiser, optimizer)
-    return parameters, optimizer, module
-
 # %% ../../nbs/training/03_learner.ipynb #1b2fc01d
 def make_learner(policy: Any, s: Settings, accelerator: Accelerator) -> Learner:
     "Return the learner of a policy: trained parameters, optimiser, averaged weights and reference."
@@ -274,7 +263,10 @@ def make_learner(policy: Any, s: Settings, accelerator: Accelerator) -> Learner:
         shard_policy(policy, before, s, accelerator.device)
     elif before is not None:
         before.call.to(accelerator.device)  # a policy of your own may wait on the CPU
-    parameters, optimizer, module = prepared(policy, s, accelerator)
+    parameters = {name: p for name, p in policy.denoiser.named_parameters() if p.requires_grad}
+    module, optimizer = policy.denoiser, make_optimizer(parameters, s, accelerator.device)
+    if s.sharding == "none":
+        module, optimizer = accelerator.prepare(module, optimizer)
     if hasattr(policy, "call"):
         policy.call = module
     averages = AveragedWeights(parameters, s.ema_decay, s.ema_every, s.ema_ramp)

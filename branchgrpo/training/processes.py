@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['GONE', 'LATE', 'check_launch', 'check_processes', 'check_ranks', 'group_positions', 'RankGroup', 'make_group',
-           'SharedPredictor', 'any_process', 'most_of', 'from_main', 'raise_together', 'together', 'lost_process_error',
-           'make_hosts', 'any_host', 'check_stop', 'check_alone', 'watch']
+           'SharedPredictor', 'most_of', 'any_process', 'from_main', 'raise_together', 'together', 'lost_process_error',
+           'make_hosts', 'any_host', 'check_stop', 'watch']
 
 # %% ../../nbs/training/02_processes.ipynb #ec8a1c16
 import os
@@ -126,20 +126,17 @@ class SharedPredictor(Predictor):
         own = torch.cat([own, latents[:, -1:].expand(-1, spare, *latents.shape[2:])], 1) if spare else own
         return self.group.joined(super().__call__(own, time), latents.shape[1])
 
-# %% ../../nbs/training/02_processes.ipynb #fe1b67f3
-def any_process(accelerator: Any, *flags: bool) -> list[bool]:
-    "Return, for every flag, whether some process has set it. Collective."
-    if accelerator.num_processes == 1:
-        return list(flags)
-    mine = torch.tensor([float(flag) for flag in flags], device=accelerator.device)
-    return [value > 0 for value in accelerator.reduce(mine, "sum").tolist()]
-
 # %% ../../nbs/training/02_processes.ipynb #69cc93b8
 def most_of(accelerator: Any, count: int) -> int:
     "Return the largest `count` of all processes. Collective."
     if accelerator.num_processes == 1:
         return count
     return int(accelerator.gather(torch.tensor([count], device=accelerator.device)).max())
+
+# %% ../../nbs/training/02_processes.ipynb #fe1b67f3
+def any_process(accelerator: Any, flag: bool) -> bool:
+    "Return whether some process has set its flag. Collective."
+    return bool(most_of(accelerator, int(flag)))
 
 # %% ../../nbs/training/02_processes.ipynb #c528218e
 def from_main(accelerator: Any, decide: Callable[[], Any]) -> Any:
@@ -218,22 +215,18 @@ def any_host(hosts: Any, flag: bool) -> bool:
     return bool(mine > 0)
 
 # %% ../../nbs/training/02_processes.ipynb #4bf01829
-def check_stop(t: Any) -> None:
-    "Raise `Preempted` on all processes if one has received a signal to stop. Collective."
-    if any_host(t.hosts, t.stop.stop_requested()):
+def check_stop(t: Any, alone: bool = False) -> None:
+    """Raise `Preempted` on all processes if one has received a signal to stop. Collective.
+
+    `alone`: on this process if it has received one, where an error of one is one of all."""
+    if any_host(None if alone else t.hosts, t.stop.stop_requested()):
         by = t.stop.received or "another process"
         raise Preempted(f"stopped by {by} at iteration {t.progress.iteration}", t.stop.received)
-
-# %% ../../nbs/training/02_processes.ipynb #53379772
-def check_alone(t: Any) -> None:
-    "Raise `Preempted` if this process has received a signal to stop: where an error of one is one of all."
-    if t.stop.stop_requested():
-        raise Preempted(f"stopped by {t.stop.received} at iteration {t.progress.iteration}", t.stop.received)
 
 # %% ../../nbs/training/02_processes.ipynb #cff6ac73
 def watch(t: Any) -> Any:
     "Look for a signal in rollouts, images, evaluations and micro-batches; return the group that agrees on it."
     t.collector.watch = t.evaluator.watch = t.learner.check_stop = partial(check_stop, t)
-    t.collector.watch_alone = t.evaluator.watch_alone = partial(check_alone, t)
+    t.collector.watch_alone = t.evaluator.watch_alone = partial(check_stop, t, alone=True)
     t.learner.stop_requested = t.stop.stop_requested
     return make_hosts(t.accelerator, t.settings.timeout_minutes)

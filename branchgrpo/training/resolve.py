@@ -39,7 +39,7 @@ from ..plan import RolloutPlan
 from ..planning import at_places, check_process, noise_factors, plan_of, process_of, taken_steps
 from ..policy import GaussianFlow
 from ..pruning import PRUNINGS
-from ..registry import unknown_name_error, with_setting
+from ..registry import check_one_of, with_setting
 from ..rewards.names import check_name, reward_name, source_digest, terms
 from ..own import import_own, is_ours, is_own_name, joint_digest, object_digest, short_digest
 from ..rewards.scorer import part_weights
@@ -67,13 +67,10 @@ def fitted(name: str, backbone: str, policy: Any = None) -> tuple[Recipe, str]:
 # %% ../../nbs/training/01_resolve.ipynb #9b7d18af
 def object_names(policy=None, reward=None, prompts=None) -> dict[str, Any]:
     "Return the names that a run records for objects, by setting."
-    given = {"backbone": policy, "reward": reward, "prompts": prompts}
-    names = {}
-    for setting, value in given.items():
-        if isinstance(value, str):
-            names[setting] = value
-        elif value is not None:
-            names[setting] = reward_name(value) if setting == "reward" else type(value).__name__
+    names = {} if reward is None else {"reward": reward_name(reward)}
+    for setting, value in {"backbone": policy, "prompts": prompts}.items():
+        if value is not None:
+            names[setting] = value if isinstance(value, str) else type(value).__name__
     return names
 
 
@@ -127,8 +124,7 @@ def check_choices(s: Settings) -> None:
     allowed = CLOSED_CHOICES | {setting: table.names() for setting, table in OPEN_CHOICES.items()}
     allowed["group_selection"] = ("all", *SELECTIONS.names())
     for setting, known in allowed.items():
-        if getattr(s, setting) not in known:
-            raise unknown_name_error(setting, getattr(s, setting), known)
+        check_one_of(setting, getattr(s, setting), known)
 
 # %% ../../nbs/training/01_resolve.ipynb #6cd9379a
 def check_previews(s: Settings) -> None:

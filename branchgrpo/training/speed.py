@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..settings import variable
 from ..backbones.loading import avoid_cudnn_attention
-from ..registry import unknown_name_error
+from ..registry import check_one_of
 from .config import Settings
 
 # %% ../../nbs/training/16_speed.ipynb #f50beee1
@@ -41,9 +41,7 @@ def check_speed(s: Settings) -> None:
     if s.attention is not None:
         from diffusers.models.attention_dispatch import AttentionBackendName
 
-        kernels = [kernel.value for kernel in AttentionBackendName]
-        if s.attention not in kernels:
-            raise unknown_name_error("attention", s.attention, kernels)
+        check_one_of("attention", s.attention, [kernel.value for kernel in AttentionBackendName])
 
 # %% ../../nbs/training/16_speed.ipynb #46250ab5
 def blocks_of(module: nn.Module) -> list[nn.Module]:

@@ -123,16 +123,16 @@ class Callback:
     "A callback: override what you need."
 
     def on_start(self, trainer: Any) -> None:
-        pass
+        "Called before the first evaluation and iteration; not for a run that was finished already."
 
     def on_evaluation(self, trainer: Any, scores: dict[str, float], images: Tensor) -> None:
-        pass
+        "Called after an evaluation, with its scores and first images, on the CPU (none beside the main process)."
 
     def on_iteration(self, trainer: Any, row: dict[str, Any]) -> None:
-        pass
+        "Called after an iteration, with its row of metrics.jsonl."
 
     def on_end(self, trainer: Any) -> None:
-        pass
+        "Called when the result is written."
 
 # %% ../../nbs/training/14_trainer.ipynb #b8ca25b6
 def notify(t: Any, event: str, *what: Any) -> None:
@@ -250,7 +250,7 @@ def open_shared(t: Any) -> Run:
     settings = t.settings.to_dict()
     run = Run(Path(settings.pop("output")))
     from_main(t.accelerator, lambda: open_alone(t, run, settings))
-    if any_process(t.accelerator, not (run.path / "run.json").exists())[0]:
+    if any_process(t.accelerator, not (run.path / "run.json").exists()):
         raise ValueError(f"output: {str(run.path)!r} is not seen by all processes; it must be on a disk of all nodes")
     t.lock.join()
     return run
@@ -325,7 +325,7 @@ def iterate(t: Trainer, run: Run, saver: Saver) -> None:
         save_now(t, saver)
         raise stopped
     notify(t, "on_iteration", row)
-    stopping = any_process(t.accelerator, t.stop.stop_requested())[0]
+    stopping = any_process(t.accelerator, t.stop.stop_requested())
     if last or stopping or t.progress.iteration % s.checkpoint_every == 0:
         saver.save(t.learner, t.progress)
     if stopping and not last:
