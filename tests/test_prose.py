@@ -30,7 +30,7 @@ PROGRAMS = "branchgrpo|make|python|accelerate launch|torchrun|srun|jupyter|pip|r
 COMMAND = re.compile(rf"(?:\$ )?((?:\w+=\S+ )*(?:srun .*?)?(?:\.venv/bin/)?(?:{PROGRAMS})(?: .*)?)$")
 FENCED = re.compile(r"^```[^\n`]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 STANDS_FOR = {"recipes": "branchgrpo", "reproduce": "quickstart"}  # what NAME, PAGE or … may be
-SMALL = "--steps 4 --splits 0,1 --iterations 1 --prompts-per-iteration 1 --evaluate-every 0 --tracker none"
+SMALL = "--iterations 1 --prompts-per-iteration 1 --evaluate-every 0 --tracker none"
 
 
 def commands_in(text):
@@ -157,7 +157,7 @@ def runs(line):
     name = line.split(" ")[0]
     if line in ("view", "train", "sample", "reproduce"):  # a name alone, of a command that wants more
         return False
-    large = "--slurm" in line or (name == "train" and ("FLUX" in line or "flux.yaml" in line))
+    large = "--slurm" in line or (name == "train" and re.search(r"--backbone [\w-]+/|flux\.yaml", line))
     return name in {*SHOWS, *RUN} and not large and "FOLDER" not in line
 
 
