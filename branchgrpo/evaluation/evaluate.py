@@ -345,6 +345,8 @@ def run_evaluation(evaluator: Evaluator) -> dict[str, Any] | None:
         return None
     for part in ("blocks", "images"):  # of killed processes: all blocks are there, so nobody writes one now
         remove_temporaries(evaluator.folder / part)
+    if evaluator.processes == 1:  # else another one may write the summary
+        remove_temporaries(evaluator.folder)
     rows = [row for path in paths for row in read_jsonl(path)]
     summary = summarise(rows) | {"overlap": evaluator.prompt_set.overlap}
     write_jsonl(evaluator.folder / "images.jsonl", rows)

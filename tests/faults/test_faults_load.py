@@ -27,7 +27,8 @@ class Sampler(Callback):
         gc.collect()
         ctypes.CDLL("libc.so.6").malloc_trim(0)  # memory that is free, and that the allocator keeps, is no leak
         sizes = {path: path.stat().st_size for path in self.folder.rglob("*") if path.is_file()}
-        steady = sum(size for path, size in sizes.items() if path.suffix in (".safetensors", ".metadata", ".json"))
+        kept = (".safetensors", ".metadata", ".json")
+        steady = sum(size for path, size in sizes.items() if "checkpoints" in path.parts and path.suffix in kept)
         row = at | {
             "memory_mb": self.process.memory_info().rss / 1e6,
             "files": self.process.num_fds(),

@@ -111,7 +111,7 @@ WILD = {
 def wild(field: str) -> list:
     "Values of a field's type that are wrong, or at the edge of what is right; and some of other types."
     hint = str(field_types(TrainConfig)[field])
-    return next(values for kind, values in reversed(WILD.items()) if kind.__name__ in hint)
+    return next((values for kind, values in reversed(WILD.items()) if kind.__name__ in hint), WILD[str])
 
 
 METHOD = [f for f in recipes.get("branchgrpo").values.__dataclass_fields__ if f not in ("height", "width", "frames")]
