@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['FAMILIES', 'TINY', 'BACKBONES', 'PIPELINE_ERRORS', 'ENCODER_PLACES', 'LORA_FILES', 'FACTOR', 'TEXT', 'declared',
-           'Backbone', 'adapt_recipe', 'is_hub_model', 'folder_of', 'pipeline_error', 'read_index', 'family', 'file_of',
-           'part_config', 'denoiser_config', 'default_sizes', 'default_guidance', 'takes_guidance', 'check_guidance',
-           'with_family_sizes', 'used_parts', 'encoder_names', 'left_out', 'read_checked', 'read_pipeline',
-           'without_remarks', 'empty_denoiser', 'of_all', 'is_reader', 'avoid_cudnn_attention', 'load_pipeline',
-           'policy_around', 'own_policy', 'load_backbone', 'save_memory', 'encoders_of', 'awake', 'largest_rank',
-           'lora_file', 'with_alpha', 'add_lora', 'load_lora']
+           'Backbone', 'adapt_recipe', 'is_hub_model', 'folder_of', 'pipeline_error', 'read_index', 'family',
+           'local_file', 'part_config', 'denoiser_config', 'default_sizes', 'default_guidance', 'takes_guidance',
+           'check_guidance', 'with_family_sizes', 'used_parts', 'encoder_names', 'left_out', 'read_checked',
+           'read_pipeline', 'without_remarks', 'empty_denoiser', 'of_all', 'is_reader', 'avoid_cudnn_attention',
+           'load_pipeline', 'policy_around', 'own_policy', 'load_backbone', 'save_memory', 'encoders_of', 'awake',
+           'largest_rank', 'lora_file', 'with_alpha', 'add_lora', 'load_lora']
 
 # %% ../../nbs/backbones/01_loading.ipynb #f35a8196
 import inspect
@@ -151,7 +151,7 @@ def family(name: str) -> type:
     return found
 
 # %% ../../nbs/backbones/01_loading.ipynb #99831e36
-def file_of(where: str, file: str) -> Path | None:
+def local_file(where: str, file: str) -> Path | None:
     "Return the path of a folder's file, or of a hub name's in the hub's cache; None if it is not on this machine."
     from huggingface_hub import try_to_load_from_cache
 
@@ -162,7 +162,7 @@ def file_of(where: str, file: str) -> Path | None:
 
 def part_config(name: str, part: str) -> dict[str, Any]:
     "Return the configuration of a part of a backbone; nothing if its file is not on this machine."
-    place = file_of(folder_of(name), f"{part}/config.json")
+    place = local_file(folder_of(name), f"{part}/config.json")
     return {} if place is None else json.loads(place.read_text(encoding="utf-8"))
 
 

@@ -291,9 +291,12 @@ def guided(
 ) -> Tensor:
     "Return the guided output `(B, …)` of `run`; two forward passes if `policy.guidance_scale` is above 1."
     positive = {key: rows for key, rows in conditioning.items() if not key.startswith("negative_")}
-    negative = {k: conditioning.get(f"negative_{k.removeprefix('prompt_')}", rows) for k, rows in positive.items()}
     if policy.guidance_scale <= 1:
         return run(latents, positive)
+    negative = {}
+    for key, rows in positive.items():  # a prompt has a negative one; what both branches share has none
+        other = f"negative_{key.removeprefix('prompt_')}"
+        negative[key] = conditioning[other] if key.startswith("prompt_") else conditioning.get(other, rows)
     if policy.guidance_grad:
         twice = latents.repeat(2, *[1] * (latents.ndim - 1))
         both = {key: torch.cat([negative[key], positive[key]]) for key in positive}

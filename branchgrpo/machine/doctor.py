@@ -26,7 +26,7 @@ import torch
 from huggingface_hub import constants, get_session
 
 import branchgrpo
-from ..backbones.loading import declared, family, file_of, folder_of, is_hub_model, lora_file, used_parts
+from ..backbones.loading import declared, family, local_file, folder_of, is_hub_model, lora_file, used_parts
 from ..backbones.published import instead
 from branchgrpo.machine.estimate import (
     Estimate,
@@ -99,7 +99,7 @@ def is_packaged(place: str) -> bool:
 # %% ../../nbs/machine/02_doctor.ipynb #320eb9f5
 def is_downloaded(place: str, file: str) -> bool:
     "Return whether `file` is in a folder of this machine, or in the hub's cache; `place` may be the file itself."
-    return Path(place).is_file() or file_of(place, file) is not None
+    return Path(place).is_file() or local_file(place, file) is not None
 
 # %% ../../nbs/machine/02_doctor.ipynb #af97ab3a
 @contextmanager
@@ -159,7 +159,7 @@ def backbone_finding(name: str) -> Finding:
     place = folder_of(name)
     if is_packaged(place):
         return Finding("ok", what, "in the package")
-    index = file_of(place, "model_index.json")
+    index = local_file(place, "model_index.json")
     if index is None:
         return Finding("missing", what, f"hf download {place}")
     if not (parts := lacking(index.parent)):
@@ -200,12 +200,12 @@ COMPANIONS = {
 def missing_companion(name: str, place: str) -> str | None:
     "Return the hub name of what a reward reads beside its weights, if it is not here; a folder may have its own."
     hub, file = COMPANIONS.get(name.partition(":")[0], ("", ""))
-    return None if not hub or file_of(place, file) or is_downloaded(hub, file) else hub
+    return None if not hub or local_file(place, file) or is_downloaded(hub, file) else hub
 
 
 def video_finding(what: str, place: str) -> Finding:
     "Report whether VideoReward's checkpoint, and the base model that it changes, are where the reward looks for them."
-    config = file_of(place, "model_config.json")
+    config = local_file(place, "model_config.json")
     if config is None or not last_checkpoint(config.parent):
         advice = f"hf download {place}" if is_hub_model(place) else "put model_config.json and checkpoint-N there"
         return Finding("missing", what, advice)

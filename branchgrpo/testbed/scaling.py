@@ -56,7 +56,7 @@ SIZES_OF_BACKBONE: dict[str, dict[str, Sourced]] = {
     "tiny-sd": {
         "learning_rate": (
             5e-5,
-            "testbed: 5e-5, 1e-4 and 2e-4 are alike in the tuning; at 5e-5 the fewest edges are clipped (study/tuning)",
+            "testbed: 5e-5, 1e-4 and 2e-4 are alike, and at 5e-5 the fewest edges are clipped (reproduce/study/tuning)",
         ),
     },
 }
