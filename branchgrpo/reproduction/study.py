@@ -28,6 +28,7 @@ from branchgrpo.reproduction.statistics import (
     LOWER,
     OPEN,
     Pair,
+    decide,
     mean_p,
     possible,
     sequence,
@@ -56,6 +57,7 @@ class Claim:
     margin: float = field(metadata={"bounds": Bounds(above=0, below=1)})  # 0.2: a fifth of the baseline's gain
     kind: Literal["above", "not below"] = "above"
     baseline: str = ""  # whose gain is the unit; empty: `other`
+    again: int = bounded(0, 0)  # new seeds of a second test, if the last look leaves it undecided
 
     @property
     def recipes(self) -> list[str]:
@@ -82,7 +84,7 @@ class Registration:
     claims: list[Claim]
     tasks: dict[str, Task]
     looks: tuple[int, ...] = bounded((), 2)  # numbers of seeds at which the claims are tested
-    alpha: float = bounded(0.05, above=0, below=1)  # the chance of any wrong answer
+    alpha: float = bounded(0.05, above=0, below=1)  # the chance of any wrong answer, by the looks, and by second tests
     first_seed: int = bounded(0, 0)  # seeds that no earlier run has had
     deviations: tuple[str, ...] = ()  # what was done otherwise, and why
 
@@ -90,14 +92,24 @@ class Registration:
         "Return the first seeds that are registered."
         return list(range(self.first_seed, self.first_seed + count))
 
-    def recipes(self, task: str) -> list[str]:
-        "Return the recipes that the claims of a task need, each once."
-        return list(dict.fromkeys(recipe for claim in self.claims if claim.task == task for recipe in claim.recipes))
+    def recipes(self, task: str, again: bool = False) -> list[str]:
+        "Return the recipes that the claims of a task need, each once; `again`: those that are tested a second time."
+        asked = [claim for claim in self.claims if claim.task == task and (claim.again or not again)]
+        return list(dict.fromkeys(recipe for claim in asked for recipe in claim.recipes))
+
+    def most(self, task: str) -> int:
+        "Return how many seeds of a task are registered: those of the last look, and the new ones of a second test."
+        return self.looks[-1] + max([claim.again for claim in self.claims if claim.task == task], default=0)
 
     @property
     def levels(self) -> dict[int, float]:
         "The p value that decides a claim at each look, by its number of seeds: its share of the error rate."
         return {n: share / len(self.claims) for n, share in zip(self.looks, spent(self.looks, self.alpha))}
+
+    @property
+    def level_again(self) -> float:
+        "The p value that decides a claim in the second test, an equal share of its error rate."
+        return self.alpha / max(1, sum(claim.again > 0 for claim in self.claims))
 
 # %% ../../nbs/reproduction/12_study.ipynb #fd4ef601
 def read_claim(name: str, settings: dict[str, Any]) -> Claim:
@@ -138,16 +150,15 @@ class StudyArms:
         """Return `{(task: recipe, seed): config}`, seed by seed.
 
         Raises `ValueError` on a wrong setting, an unknown task or more seeds than are registered."""
-        places = {}
-        most = self.registered.looks[-1]
+        places, registered = {}, self.registered
         for name, count in self.seeds.items():
-            if name not in self.registered.tasks:
-                raise unknown_name_error("seeds", name, self.registered.tasks)
-            if type(count) is not int or not 0 <= count <= most:
-                raise ValueError(f"seeds: {shown(count)} of {name} is not in 0 … {most}")
-            for recipe in self.registered.recipes(name):
-                for seed in self.registered.seeds(count):
-                    places[f"{name}: {recipe}", seed] = self.registered.tasks[name].config(recipe, seed)
+            if name not in registered.tasks:
+                raise unknown_name_error("seeds", name, registered.tasks)
+            if type(count) is not int or not 0 <= count <= registered.most(name):
+                raise ValueError(f"seeds: {shown(count)} of {name} is not in 0 … {registered.most(name)}")
+            for n, seed in enumerate(registered.seeds(count)):
+                for recipe in registered.recipes(name, again=n >= registered.looks[-1]):
+                    places[f"{name}: {recipe}", seed] = registered.tasks[name].config(recipe, seed)
         for config in places.values():
             resolve(config)  # raises on a wrong setting
         return dict(sorted(places.items(), key=lambda item: item[0][1]))
@@ -209,7 +220,7 @@ def p_values(claim: Claim, curves: Curves, seeds: list[int]) -> dict[str, float]
 def seeds_made(claim: Claim, registered: Registration, curves: Curves) -> list[int]:
     "Return the first registered seeds that all methods of a claim have, without a gap."
     made: list[int] = []
-    for seed in registered.seeds(registered.looks[-1]):
+    for seed in registered.seeds(registered.looks[-1] + claim.again):
         if not all(seed in curves.get(recipe, {}) for recipe in claim.recipes):
             break
         made.append(seed)
@@ -226,7 +237,7 @@ def why_not(claim: Claim, curves: Curves, seeds: list[int]) -> str:
 # %% ../../nbs/reproduction/12_study.ipynb #9b5d8fab
 @dataclass(frozen=True)
 class Difference:
-    "How far one method is above another, on all seeds."
+    "How far one method is above another, on some seeds."
 
     share: float  # of the baseline's gain
     low: float  # 95 % interval
@@ -244,8 +255,9 @@ class Answer:
     claim: str
     answer: str  # confirmed, refuted, the same, undecided; or why there is none
     decided_at: int  # seeds at which it was decided, or looked at last; 0 before the first look
-    seeds: int  # of all runs
-    found: dict[str, Difference] = field(default_factory=dict)  # "end", and by each of `COUNTS`
+    seeds: int  # of the runs that answer it: all, or the new ones of a second test
+    found: dict[str, Difference] = field(default_factory=dict)  # on these seeds, at the "end", and by each of `COUNTS`
+    first: dict[str, Difference] = field(default_factory=dict)  # where a second test was made, what the first had found
 
 
 def differences(claim: Claim, curves: Curves, seeds: list[int]) -> dict[str, Difference]:
@@ -263,6 +275,25 @@ def differences(claim: Claim, curves: Curves, seeds: list[int]) -> dict[str, Dif
     return found
 
 
+def _answer(
+    registered: Registration,
+    claim: Claim,
+    curves: Curves,
+    seeds: list[int],
+    decided: dict[str, tuple[str, int]],  # by the looks
+) -> Answer:
+    "Return the answer of the looks, or, where they leave a claim undecided, that of its second test."
+    last = registered.looks[-1]
+    new, (answer, at) = seeds[last:], decided.get(claim.name, (OPEN, 0))
+    if answer == OPEN and claim.again and len(new) == claim.again and not why_not(claim, curves, new):
+        answer = decide(p_values(claim, curves, new), registered.level_again)
+        known = [differences(claim, curves, some) for some in (new, seeds[:last])]
+        return Answer(claim.name, answer, len(new), len(new), *known)
+    reason = why_not(claim, curves, seeds)
+    known = {} if reason else differences(claim, curves, seeds[:last])
+    return Answer(claim.name, reason if reason and answer == OPEN else answer, at, len(seeds[:last]), known)
+
+
 def answers(registered: Registration, runs: dict[str, Curves]) -> list[Answer]:
     "Return the answer to every registered claim. `runs {task: curves of its methods and seeds}`."
     made = {c.name: seeds_made(c, registered, runs.get(c.task, {})) for c in registered.claims}
@@ -275,13 +306,7 @@ def answers(registered: Registration, runs: dict[str, Curves]) -> list[Answer]:
             found[name] = {} if why_not(claim, curves, seeds) else p_values(claim, curves, seeds)
         at_looks.append(found)
     decided = sequence(at_looks, registered.looks, registered.alpha, len(registered.claims))
-    said = []
-    for claim in registered.claims:
-        curves, seeds = runs.get(claim.task, {}), made[claim.name]
-        reason, (answer, at) = why_not(claim, curves, seeds), decided.get(claim.name, (OPEN, 0))
-        known = {} if reason else differences(claim, curves, seeds)
-        said.append(Answer(claim.name, reason if reason and answer == OPEN else answer, at, len(seeds), known))
-    return said
+    return [_answer(registered, c, runs.get(c.task, {}), made[c.name], decided) for c in registered.claims]
 
 # %% ../../nbs/reproduction/12_study.ipynb #7272efdb
 def change_table(changes: list[dict[str, Any]]) -> list[dict[str, str]]:
