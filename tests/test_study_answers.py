@@ -71,17 +71,22 @@ def test_the_answers_follow_from_the_registration_and_the_record():
     "Seeds, shares, intervals, p values and the answer of every claim that has runs."
     plan, runs = YAML(typ="safe").load(ROOT / "reproduce/registered.yaml"), curves()
     answers = json.loads((ROOT / "figures/testbed/study_answers.json").read_text())["answers"]
-    planned = range(plan["first_seed"], plan["first_seed"] + plan["looks"][-1])
+    last, again = plan["looks"][-1], [claim["again"] for claim in plan["claims"].values() if "again" in claim]
     assert [said["claim"] for said in answers] == list(plan["claims"])
     for said in answers:
         claim = plan["claims"][said["claim"]]
-        seeds = list(takewhile(lambda seed: all((label, seed) in runs for label in labels(claim)), planned))
-        assert said["seeds"] == len(seeds), said["claim"]
+        planned = range(plan["first_seed"], plan["first_seed"] + last + claim.get("again", 0))
+        made = list(takewhile(lambda seed: all((label, seed) in runs for label in labels(claim)), planned))
+        seeds, new = made[:last], made[last:]
         word, at = "undecided", 0
-        for last, look in zip([0, *plan["looks"]], plan["looks"]):
+        for before, look in zip([0, *plan["looks"]], plan["looks"]):
             if look <= len(seeds) and word == "undecided":
-                level = plan["alpha"] * (look - last) / plan["looks"][-1] / len(plan["claims"])
+                level = plan["alpha"] * (look - before) / last / len(plan["claims"])
                 word, at = answer(claim, runs, seeds[:look], level), look
+        if word == "undecided" and new and len(new) == claim["again"]:  # the second test: new seeds alone
+            seeds, at = new, len(new)
+            word = answer(claim, runs, seeds, plan["alpha"] / len(again))
+        assert said["seeds"] == len(seeds), said["claim"]
         for count, known in said["found"].items():
             values, gains, budget = at_endpoint(claim, runs, seeds, count)
             test, mean = ttest_1samp(values, 0), values.mean()

@@ -338,16 +338,19 @@ def answer_rows(registered: Registration, record: dict[str, Any]) -> list[dict[s
     for claim in registered.claims:
         if claim.name not in answers:
             raise ValueError(f"answers: {claim.name} has none; execute reproduce/study/answers.ipynb")
-        answer = answers[claim.name]
-        found = {axis: Difference(**numbers) for axis, numbers in answer["found"].items()}
+        row = answers[claim.name] | {"claim": claim}
+        for test in ("found", "first"):
+            row[test] = {axis: Difference(**numbers) for axis, numbers in row[test].items()}
         asked = [count or "end" for count in counts_of(claim)]
-        rows.append(answer | {"claim": claim, "asked": [axis for axis in asked if axis in found], "found": found})
+        rows.append(row | {"asked": [axis for axis in asked if axis in row["found"]]})
     return rows
 
 
-def found_here(row: dict[str, Any]) -> str:
-    "Return an answer's difference with its 95 % interval, or one of each count if they differ; a dash without runs."
-    return " and ".join(dict.fromkeys(with_interval(row["found"][axis]) for axis in row["asked"])) or "–"
+def found_here(row: dict[str, Any], test: str = "found") -> str:
+    """Return an answer's difference with its 95 % interval, or one of each count if they differ; a dash without runs.
+
+    `test`: "first" for the difference in the first test, where an answer is of the second."""
+    return " and ".join(dict.fromkeys(with_interval(row[test][axis]) for axis in row["asked"])) or "–"
 
 
 def short_found(row: dict[str, Any]) -> str:
