@@ -405,7 +405,7 @@ def harm_words(record: dict[str, Any]) -> str:
     if not fell.total():
         return "none"
     worst = max((task for task in fell if fell[task]), key=lambda task: fell[task] / asked[task])
-    return f"{fell.total()} of {asked.total()}; on `{worst}` {fell[worst]} of {asked[worst]}"
+    return f"{fell.total()} of {asked.total()} fell; on `{worst}` {fell[worst]} of {asked[worst]}"
 
 
 def guidance_words(record: dict[str, Any]) -> str:
@@ -430,9 +430,9 @@ OPENING, CLOSING = "<!-- answers -->", "<!-- /answers -->"
 ANSWERS = """{% set branch, dance = right['branchgrpo'], right['dancegrpo'] %}
 A tiny FLUX ({{ quick.iterations }} iterations, {{ quick.seeds | length }} seeds, {{ quick.device }}, {{ quick.date }}):
 {{ branch.before }} of its images are right before,
-**{{ branch.after }} after BranchGRPO** ({{ branch.calls }} calls),
-{{ dance.after }} after DanceGRPO ({{ dance.calls }}).
-The [registered study](../REPORT.md) ({{ seeds }}; shares of the baseline's gain, 95 %) asks:
+{{ dance.after }} after DanceGRPO ({{ dance.calls }} rollout calls),
+**{{ branch.after }} after BranchGRPO ({{ branch.calls }})**.
+The [registered study](../REPORT.md) ({{ seeds }}; in % of the baseline's gain, 95 %) asks:
 
 - *Faster for the same compute?* BranchGRPO than DanceGRPO: {{ found['branchgrpo-cost'] }};
   with a learned reward: {{ found['learned-cost'] }}. Pro-GRPO than Flow-GRPO: {{ found['pro-grpo-cost'] }}.
@@ -440,7 +440,7 @@ The [registered study](../REPORT.md) ({{ seeds }}; shares of the baseline's gain
 - *As good for less?* Depth pruning: {{ found['deppru-end'] }}. Width: {{ found['widpru-end'] }}.
   BranchGRPO-Mix: {{ found['mix-end'] }}.
 - *Do untrained scores fall?* {{ harm | capitalize }}.
-- *Better than guidance alone?* {{ guidance }}."""
+- *Better than the base's guidance?* {{ guidance }}."""
 
 # %% ../../nbs/reproduction/13_report.ipynb #bb2b35fb
 FRONT_PAGE = "nbs/index.ipynb"
