@@ -255,7 +255,7 @@ the machine.
 
 - **Registered claims** are tested in [Answers](#answers) alone. There *confirmed* is counted \
 as a claim that holds, *undecided* as unclear. All registered claims and looks share 5 % of error, so the \
-95 % interval of an undecided claim may exclude zero.
+95 % interval of an undecided claim may exclude zero. Second tests, on new seeds, share 5 % again.
 - **All other pages explore.** One setting is *higher* or *lower* than another if the 95 % t interval of the \
 difference, paired by seed, lies above or below zero; *equal* if two one-sided tests at 5 % place it within a tenth of \
 what the second setting gains; else the difference is *unclear*. A page's other claims hold, or do not.

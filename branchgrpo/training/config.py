@@ -56,7 +56,7 @@ class MemorySettings:
     vae_dtype: Literal["float32", "bfloat16"] | None = None  # of the autoencoder; none: base_dtype; Flow-GRPO: float32
     gradient_checkpointing: bool = False  # compute activations again in the backward pass
     guidance_grad: bool = False  # gradient through the unconditional branch of guidance too
-    max_batch: int | None = bounded(None, 1, 100_000)  # latents per denoiser call; none: all nodes of a depth
+    max_batch: int | None = bounded(None, 1, 100_000)  # most latents per denoiser call; none: all nodes of a depth
     train_batch: int | None = bounded(None, 1, 100_000)  # the same for the update; none: max_batch
     decode_batch: int | None = bounded(None, 1)  # images per VAE call; none: what 4 GB hold, at most 64 (clips: 8)
     vae_slicing: bool = False  # decode one image at a time
