@@ -105,10 +105,10 @@ def test_pages_share_the_runs_of_the_study():
     registered = read_registration()
     study = {key(config) for config in StudyArms(registered, {"digits": 5, "groups": 5}, "").configs().values()}
     shared = {}
-    for page in ("quickstart", "branchgrpo/table1", "pro_grpo/table1_fig5"):
+    for page in ("branchgrpo/table1", "pro_grpo/table1_fig5"):
         (job,) = jobs([page], "testbed", ROOT / "reproduce")
         shared[page] = len({key(config) for config, _ in planned_runs(job)} & study) / 5
-    assert shared == {"quickstart": 2, "branchgrpo/table1": 6, "pro_grpo/table1_fig5": 2}
+    assert shared == {"branchgrpo/table1": 6, "pro_grpo/table1_fig5": 2}
 
 
 def key(config):

@@ -428,10 +428,10 @@ def right_images(quick: dict[str, Any]) -> dict[str, dict[str, str]]:
 # %% ../../nbs/reproduction/13_report.ipynb #a3ee26d7
 OPENING, CLOSING = "<!-- answers -->", "<!-- /answers -->"
 ANSWERS = """{% set branch, dance = right['branchgrpo'], right['dancegrpo'] %}
-A tiny FLUX ({{ quick.iterations }} iterations, {{ quick.seeds | length }} seeds, {{ quick.device }}, {{ quick.date }}):
+A tiny SD3 ({{ quick.iterations }} iterations, {{ quick.seeds | length }} seeds, {{ quick.device }}, {{ quick.date }}):
 {{ branch.before }} of its images are right before,
 {{ dance.after }} after DanceGRPO ({{ dance.calls }} rollout calls),
-**{{ branch.after }} after BranchGRPO ({{ branch.calls }})**.
+{{ branch.after }} after BranchGRPO (**{{ branch.calls }}**).
 The [registered study](../REPORT.md) ({{ seeds }}; in % of the baseline's gain, 95 %) asks:
 
 - *Faster for the same compute?* BranchGRPO than DanceGRPO: {{ found['branchgrpo-cost'] }};
