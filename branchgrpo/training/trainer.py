@@ -12,6 +12,7 @@ __all__ = ['SHOWN', 'LOG_EVERY', 'KEPT', 'COUNTED', 'train_iteration', 'masked_s
 import builtins
 import contextlib
 import math
+import multiprocessing
 import sys
 import time
 from collections.abc import Iterator
@@ -154,7 +155,8 @@ class ProgressBar(Callback):
     "Shows the iteration, the time left and the main metrics: in a terminal as a bar, in a log as a line a minute."
 
     def on_start(self, trainer):
-        s, main = trainer.settings, trainer.accelerator.is_main_process
+        s, alone = trainer.settings, multiprocessing.parent_process() is None
+        main = trainer.accelerator.is_main_process and alone  # a parent tells the progress of all its processes
         self.in_log, self.said = main and is_log(), time.monotonic()
         delay, disable = (math.inf, False) if self.in_log else (0.0, None if main else True)
         first = trainer.progress.iteration
