@@ -1,6 +1,7 @@
 """Registered claims and the statistics that answer them."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import numpy as np
@@ -109,6 +110,15 @@ def test_pages_share_the_runs_of_the_study():
         (job,) = jobs([page], "testbed", ROOT / "reproduce")
         shared[page] = len({key(config) for config, _ in planned_runs(job)} & study) / 5
     assert shared == {"branchgrpo/table1": 6, "pro_grpo/table1_fig5": 2}
+
+
+def test_the_quickstart_shows_the_seed_in_the_middle():
+    "Its images flatter no method: half of the seeds end higher."
+    record = json.loads((ROOT / "figures/testbed/quickstart.json").read_text())
+    for method, settings in record["settings"].items():
+        right = {seed: record["numbers"][f"{method}-{seed}"]["after"]["eval_check_all"] for seed in record["seeds"]}
+        assert sorted(right, key=right.get)[len(right) // 2] == record["seeds"][0], method
+        assert settings["backbone"] == "tiny-sd3", "the first page says so"
 
 
 def key(config):

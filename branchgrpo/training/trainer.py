@@ -155,10 +155,10 @@ class ProgressBar(Callback):
     "Shows the iteration, the time left and the main metrics: in a terminal as a bar, in a log as a line a minute."
 
     def on_start(self, trainer):
-        s, alone = trainer.settings, multiprocessing.parent_process() is None
-        main = trainer.accelerator.is_main_process and alone  # a parent tells the progress of all its processes
-        self.in_log, self.said = main and is_log(), time.monotonic()
-        delay, disable = (math.inf, False) if self.in_log else (0.0, None if main else True)
+        s, has_parent = trainer.settings, multiprocessing.parent_process() is not None
+        shows = trainer.accelerator.is_main_process and not has_parent
+        self.in_log, self.said = shows and is_log(), time.monotonic()
+        delay, disable = (math.inf, False) if self.in_log else (0.0, None if shows else True)
         first = trainer.progress.iteration
         self.bar = tqdm(desc=s.recipe, total=s.iterations, initial=first, delay=delay, disable=disable)
 
