@@ -66,6 +66,7 @@ class Backbone:
     where: str  # a folder inside this package, any other folder, or a hub name owner/model
     sizes: dict[str, int] = field(default_factory=dict)  # default height and width in pixels, and frames
     adapt: Callable | str | None = None  # (recipe, backbone's name) -> recipe, its name in FITS, or "module:name"
+    steps: int | None = None  # denoising steps of an image if none are given; none: those of its pipeline
 
     @property
     def source(self) -> str:
@@ -77,7 +78,7 @@ class Backbone:
 TINY = ("tiny-flux", "tiny-sd3", "tiny-sd", "tiny-wan", "tiny-wan-i2v")
 _SIZES = {"height": 32, "width": 32, "frames": 9}
 BACKBONES = Registry(
-    "backbone", "backbones", {name: Backbone(f"testbed/weights/{name}", _SIZES, "testbed") for name in TINY}
+    "backbone", "backbones", {name: Backbone(f"testbed/weights/{name}", _SIZES, "testbed", 12) for name in TINY}
 )
 
 # %% ../../nbs/backbones/01_loading.ipynb #06c4d5ee
