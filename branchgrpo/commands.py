@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from .evaluation.evaluate import Drawing
 from .files import check_file, read_jsonl, read_table, write_atomic, write_text
 from .registry import shown, with_setting
 from .settings import as_in_training, bounded, options, variable
@@ -216,7 +217,7 @@ def first_prompts(run: str, count: int = 4) -> tuple[str, ...]:
     return tuple(load_prompts(run_prompts(run)).test[:count])
 
 
-def draw_row(o: SampleOptions, drawing: "Drawing", device: str) -> DrawnRow:
+def draw_row(o: SampleOptions, drawing: Drawing, device: str) -> DrawnRow:
     "Draw one image per prompt with one model."
     from branchgrpo.evaluation.sampling import drawing_line, drawing_seed, drawing_steps, is_run, sample, truths
     from branchgrpo.training.held_out import image_sheet
@@ -251,7 +252,6 @@ def draw(given: dict[str, Any]) -> int:
     "Draw one image per prompt, without added noise, into one image file; of a run before and after training."
     import torch
     from branchgrpo.backbones.loading import without_remarks
-    from branchgrpo.evaluation.evaluate import Drawing
     from branchgrpo.evaluation.sampling import cannot_draw, is_run, state_text
 
     given = with_model(given)
