@@ -30,7 +30,7 @@ from ..settings import as_in_training, bounded, read_settings
 class Drawing:
     "What draws the images"
 
-    backbone: str = "tiny-flux"  # a name, a pipeline's folder, a hub name, or a run's folder
+    backbone: str = "tiny-sd3"  # a name, a pipeline's folder, a hub name, or a run's folder
     weights: str = "trained"  # of a run: trained (as it was exported: with ema_used the average), ema or base
     _: KW_ONLY
     lora: str | None = None  # an adapter on a model: a .safetensors file, a folder, or a hub name
@@ -62,7 +62,7 @@ class Evaluation(Drawing):
     prompts: str | None = None  # a name, a .txt or .jsonl file, a folder, a hub data set; none: the run's, or digits
     limit: int | None = bounded(None, 1)  # only the first test prompts; none: as many as the run's evaluations, or all
     samples: int = bounded(1, 1, 10**6)  # images per prompt
-    rewards: tuple[str, ...] = ()  # names, sums of names, or your own: my_scores:redness; none: the run's, or tiny-clip
+    rewards: tuple[str, ...] = ()  # names, sums of names, or your own: my_scores:redness; none: the run's, or tiny-geneval
     steps: int | None = as_in_training("steps")  # denoising steps; none: of a run its evaluations', or the pipeline's
     block: int | None = bounded(None, 1, 10**6)  # images drawn and written together; none: 8, as in a training
     save_images: bool = True  # keep PNG files, clips as strips of frames
@@ -124,7 +124,7 @@ def complete(e: Evaluation, policy: Any = None) -> Evaluation:
     return replace(
         e,
         prompts=prompts or "digits",
-        rewards=rewards or ("tiny-clip",),
+        rewards=rewards or ("tiny-geneval",),
         limit=limit,
         steps=drawing_steps(e.backbone if policy is None else policy, e.steps),
         seed=drawing_seed(e.seed),
@@ -480,7 +480,7 @@ def evaluate_run(
 def evaluate(
     policy: Any,  # a `Policy`, a backbone's name, or a run's folder
     prompts: Any = None,  # a name, a file, a list of texts or a `PromptSet`; none: the run's, or digits
-    rewards: Any = None,  # a name, a function `(images, prompts) -> scores`, or several; none: the run's, or tiny-clip
+    rewards: Any = None,  # a name, a function `(images, prompts) -> scores`, or several; none: the run's, or tiny-geneval
     output: str | Path | None = None,  # the evaluation's folder; none: only the summary is kept
     device: str | None = None,  # none: a GPU if there is one; a `Policy` stays where it is
     **fields: Any,  # of `Evaluation`: limit, samples, steps, weights, …
