@@ -78,6 +78,11 @@ def vbench_layout(rows: list[dict], metadata: list[dict], source: Path, target: 
     A clip of an older evaluation, which names no rate, is shown at 8 frames per second. A GIF has 256 colours, and
     holds frames that stand still once: a warning says of how many clips VBench sees fewer.
     """
+    drawn: dict[int, int] = {}  # images of a prompt so far, by the number of its first image
+    for n, row in enumerate(rows):
+        first = row.get("repeats", row["number"] - row["sample"])
+        rows[n] = row | {"sample": drawn.setdefault(first, 0)}
+        drawn[first] += 1
     names = file_names(rows, "-{sample}.gif")
     target.mkdir(parents=True, exist_ok=True)
     still = 0

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['BOOTSTRAPS', 'LEVEL', 'Drawing', 'Evaluation', 'check_evaluation', 'evaluation_record', 'read_evaluation',
-           'check_place', 'block_of', 'open_folder', 'Evaluator', 'load_models', 'block_path', 'block_count',
-           'block_numbers', 'score_images', 'scores_at', 'scored_rows', 'sample_full', 'block_rows',
-           'bootstrap_interval', 'prompt_means', 'summarise_scores', 'summarise', 'run_evaluation', 'evaluate']
+           'prompts_of_folder', 'check_place', 'block_of', 'open_folder', 'Evaluator', 'load_models', 'block_path',
+           'block_count', 'block_numbers', 'score_images', 'scores_at', 'scored_rows', 'sample_full', 'first_places',
+           'block_rows', 'bootstrap_interval', 'prompt_means', 'summarise_scores', 'summarise', 'run_evaluation',
+           'evaluate']
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #148ae454
 import json
@@ -59,7 +60,7 @@ class Evaluation(Drawing):
     "What to sample and how to score it; the same fields in the same folder continue an evaluation."
 
     prompts: str = "digits"  # a name, a .txt or .jsonl file, a folder, or a hub data set
-    limit: int | None = bounded(None, 1)  # only the first test prompts; none: all
+    limit: int | None = bounded(None, 1)  # only so many test prompts, a fixed random sample; none: all
     samples: int = bounded(1, 1, 10**6)  # images per prompt
     rewards: tuple[str, ...] = ("tiny-clip",)  # names, sums of names, or your own: my_scores:redness
     steps: int | None = as_in_training("steps")  # denoising steps; none: of a run its evaluations', of a model 12
@@ -107,6 +108,14 @@ def read_evaluation(folder: Path) -> dict[str, Any]:
     if not isinstance(old, dict):
         raise ValueError(f"output: evaluation.json in {str(folder)!r} holds no settings of an evaluation")
     return old
+
+
+def prompts_of_folder(prompts: Any, folder: Path) -> Any:
+    "Return a prompt set as the evaluation in a folder was begun with it; unchanged if there is none."
+    from branchgrpo.training.runs import as_recorded
+
+    begun = (folder / "evaluation.json").is_file()
+    return as_recorded(prompts, read_evaluation(folder).get("prompt_set", {}) if begun else None)
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #0fc570a7
 def check_place(folder: Path, new: dict[str, Any]) -> bool:
@@ -169,11 +178,11 @@ class Evaluator:
         self.folder = Path(self.folder)
         self.block = block_of(e, self.folder)
         self.evaluation = e = replace(e, steps=self.steps, seed=self.seed, block=self.block)
-        self.prompt_set = load_prompts(self.given.get("prompts", e.prompts))
+        self.prompt_set = prompts_of_folder(load_prompts(self.given.get("prompts", e.prompts)), self.folder)
         self.record = evaluation_record(e, self.prompt_set, rewards)
         if check_place(self.folder, self.record) and "policy" in self.given:
             raise ValueError(f"output: {str(self.folder)!r} is not empty, and a policy that is an object begins anew")
-        self.prompts = self.prompt_set.test[: e.limit]
+        self.prompts = self.prompt_set.few(e.limit)
         self.policy, self.scorers = load_models(e, self.device, self.given)
         drawing_process(self.policy, self.steps)  # raises before anything is written
         self.policy.first_frames = self.prompt_set.first_frames
@@ -261,6 +270,12 @@ def sample_full(evaluator: Evaluator, prompts: list[str], numbers: list[int]) ->
     filled = prompts + prompts[-1:] * spare, numbers + numbers[-1:] * spare
     return sample_block(evaluator.policy, *filled, evaluator.steps, evaluator.seed)[: len(numbers)]
 
+# %% ../../nbs/evaluation/01_evaluate.ipynb #9abf972a
+def first_places(prompts: list[str]) -> list[int]:
+    "Return for each prompt the place where it stands for the first time."
+    places: dict[str, int] = {}
+    return [places.setdefault(prompt, n) for n, prompt in enumerate(prompts)]
+
 # %% ../../nbs/evaluation/01_evaluate.ipynb #0f57d611
 def block_rows(evaluator: Evaluator, block: int) -> list[dict[str, Any]]:
     "Sample and score one block; return one row per image, with its file and, of a clip, its frames and their rate."
@@ -272,6 +287,11 @@ def block_rows(evaluator: Evaluator, block: int) -> list[dict[str, Any]]:
     images = sample_full(evaluator, prompts, numbers)
     scores = score_images(images, prompts, evaluator.scorers, evaluator.prompt_set)
     rows = scored_rows(numbers, prompts, e.samples, scores)
+    first = first_places(evaluator.prompts)
+    for row in rows:
+        place = row["number"] // e.samples
+        if first[place] < place:
+            row["repeats"] = first[place] * e.samples  # the number of this prompt's first image
     if e.save_images:
         save_images(images, numbers, evaluator.folder)
         rows = [row | {"image": image_place(row["number"])} for row in rows]
@@ -299,10 +319,10 @@ def bootstrap_interval(values: Sequence[float]) -> dict[str, Any]:  # of one val
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #c055ac69
 def prompt_means(rows: list[dict], kind: str, name: str) -> list[float]:
-    "Return the mean score of every prompt; NaN if none of its images has a score."
+    "Return the mean score of every prompt over all its lines; NaN if none of its images has a score."
     by_prompt = {}
     for row in rows:  # two prompts may have one text
-        by_prompt.setdefault(row["number"] - row["sample"], []).append(row[kind][name])
+        by_prompt.setdefault(row.get("repeats", row["number"] - row["sample"]), []).append(row[kind][name])
     means = []
     for scores in by_prompt.values():
         known = [score for score in scores if score is not None]

@@ -37,7 +37,7 @@ class RecordSettings:
     "Evaluation, checkpoints and logs"
 
     evaluate_every: int = bounded(25, 0)  # iterations between evaluations on held-out prompts; 0: never
-    evaluation_prompts: int = bounded(64, 1)  # held-out prompts per evaluation
+    evaluation_prompts: int = bounded(64, 1)  # held-out prompts per evaluation: a fixed random sample of a longer list
     held_out: str | None = None  # further rewards, comma-separated, that only evaluations use
     checkpoint_every: int = bounded(10, 1)  # iterations between checkpoints
     keep_checkpoints: int = bounded(2, 1)  # the newest checkpoints that are kept
