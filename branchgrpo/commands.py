@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .files import check_file, read_jsonl, read_table, write_atomic, write_text
+from .files import bare, check_file, read_jsonl, read_table, write_atomic, write_text
 from .registry import shown, with_setting
 from .settings import as_in_training, bounded, options, variable
 
@@ -120,6 +120,7 @@ def score(given: dict[str, Any]) -> int:
     import torch
     from branchgrpo.evaluation.evaluate import Evaluation, Evaluator
     from branchgrpo.evaluation.sampling import state_text
+    from branchgrpo.prompts import remarks
 
     where = options(EvaluateOptions, given, required=("output",))
     check_benchmark(where)
@@ -128,6 +129,8 @@ def score(given: dict[str, Any]) -> int:
     device = f"cuda:{local}" if torch.cuda.is_available() else "cpu"
     drawn = options(Evaluation, given)
     evaluator = Evaluator(drawn, Path(where.output), rank, processes, device)
+    for line in remarks(evaluator.prompt_set, drawn.limit) if rank == 0 else ():
+        print(line)
     summary = evaluator.run()
     if summary is None:
         print(f"process {rank} of {processes} is done; the last one writes the summary")
@@ -192,7 +195,7 @@ def draw(given: dict[str, Any]) -> int:
 def check_sample(o: SampleOptions) -> None:
     "Raise `ValueError` naming the first option that is wrong. Loads no weights."
     for prompt in o.prompt:
-        if not prompt.strip():
+        if not bare(prompt):
             raise ValueError(f"prompt: {prompt!r} is empty; write --prompt 'a cat' 'a dog'")
     check_file(o.output, ".png")
 

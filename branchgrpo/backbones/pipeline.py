@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['ENCODERS', 'ATTENTION', 'JOINT_ATTENTION', 'SOLVERS', 'DECODE_BYTES', 'FamilyDefaults', 'unsupported_error',
            'check_text', 'check_pixels', 'scheduler_error', 'own_scheduler', 'flow_levels_of', 'signal_levels',
-           'solved_by', 'check_divisible', 'size_shift', 'PipelinePolicy', 'guided', 'measured_decode', 'decode_costs',
-           'images_per_decode', 'unit_range', 'decode_images', 'decode_by_channel', 'ImagePolicy', 'PackedPolicy',
-           'published_pipeline']
+           'solved_by', 'check_divisible', 'size_shift', 'PipelinePolicy', 'without_prompt', 'guided',
+           'measured_decode', 'decode_costs', 'images_per_decode', 'unit_range', 'decode_images', 'decode_by_channel',
+           'ImagePolicy', 'PackedPolicy', 'published_pipeline']
 
 # %% ../../nbs/backbones/00_pipeline.ipynb #b89f70ee
 import copy
@@ -282,21 +282,38 @@ class PipelinePolicy(FamilyDefaults):
         return torch.zeros(*shape, device=self.device, dtype=self.dtype)
 
 # %% ../../nbs/backbones/00_pipeline.ipynb #56415fd3
+def without_prompt(conditioning: dict[str, Tensor], scale: float, family: str) -> dict[str, Tensor]:
+    """Return conditioning in which `negative_x` takes the place of `x` or `prompt_x`; other rows serve both branches.
+
+    Raises `ValueError` if a prompt's rows have no negative ones, or if there are none at all."""
+    positive = {key: rows for key, rows in conditioning.items() if not key.startswith("negative_")}
+    negative = {}
+    for key, rows in positive.items():
+        other = f"negative_{key.removeprefix('prompt_')}"
+        if key.startswith("prompt_") and other not in conditioning:
+            what = f"needs {other!r} beside {key!r}, which `encode` of {family} does not return; take 1"
+            raise ValueError(f"guidance_scale: {scale:g} {what}")
+        negative[key] = conditioning.get(other, rows)
+    if all(negative[key] is rows for key, rows in positive.items()):
+        what = f"has no effect, since `encode` of {family} returns nothing whose name begins with 'negative_'; take 1"
+        raise ValueError(f"guidance_scale: {scale:g} {what}")
+    return negative
+
+
 def guided(
     policy,
     run: Callable,  # (latents, conditioning) -> output (B, …)
     latents: Tensor,  # (B, …)
-    conditioning: dict[str, Tensor],  # B rows; without guidance, `negative_x` takes the place of `x` or `prompt_x`
+    conditioning: dict[str, Tensor],  # B rows, with those of `without_prompt`
     rescale: Callable | None = None,  # (guided, conditional) -> output, for a family that changes the result
 ) -> Tensor:
-    "Return the guided output `(B, …)` of `run`; two forward passes if `policy.guidance_scale` is above 1."
+    """Return the guided output `(B, …)` of `run`; two forward passes if `policy.guidance_scale` is above 1.
+
+    Raises `ValueError` as `without_prompt` does."""
     positive = {key: rows for key, rows in conditioning.items() if not key.startswith("negative_")}
     if policy.guidance_scale <= 1:
         return run(latents, positive)
-    negative = {}
-    for key, rows in positive.items():  # a prompt has a negative one; what both branches share has none
-        other = f"negative_{key.removeprefix('prompt_')}"
-        negative[key] = conditioning[other] if key.startswith("prompt_") else conditioning.get(other, rows)
+    negative = without_prompt(conditioning, policy.guidance_scale, type(policy).__name__)
     if policy.guidance_grad:
         twice = latents.repeat(2, *[1] * (latents.ndim - 1))
         both = {key: torch.cat([negative[key], positive[key]]) for key in positive}
