@@ -287,14 +287,14 @@ def without_prompt(conditioning: dict[str, Tensor], scale: float, family: str) -
 
     Raises `ValueError` if a prompt's rows have no negative ones, or if there are none at all."""
     positive = {key: rows for key, rows in conditioning.items() if not key.startswith("negative_")}
+    others = {key: f"negative_{key.removeprefix('prompt_')}" for key in positive}
     negative = {}
-    for key, rows in positive.items():
-        other = f"negative_{key.removeprefix('prompt_')}"
+    for key, other in others.items():
         if key.startswith("prompt_") and other not in conditioning:
             what = f"needs {other!r} beside {key!r}, which `encode` of {family} does not return; take 1"
             raise ValueError(f"guidance_scale: {scale:g} {what}")
-        negative[key] = conditioning.get(other, rows)
-    if all(negative[key] is rows for key, rows in positive.items()):
+        negative[key] = conditioning.get(other, positive[key])
+    if not conditioning.keys() & set(others.values()):
         what = f"has no effect, since `encode` of {family} returns nothing whose name begins with 'negative_'; take 1"
         raise ValueError(f"guidance_scale: {scale:g} {what}")
     return negative

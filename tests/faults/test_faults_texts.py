@@ -17,7 +17,7 @@ from hypothesis import example, given
 from test_faults_plans import FIELDS, profile
 
 from branchgrpo import cli
-from branchgrpo.files import yaml_of
+from branchgrpo.files import bare, yaml_of
 from branchgrpo.prompts import load_prompts
 from branchgrpo.rewards.names import check_name, terms
 
@@ -74,7 +74,7 @@ def test_a_long_expression_takes_no_exponential_time(one):
 
 
 def prompt_file(name: str, content: bytes) -> None:
-    "A file's prompts are whole, distinct texts; or one line names the setting."
+    "A file's prompts are whole texts, one for each line; or one line names the setting."
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / name
         path.write_bytes(content)
@@ -84,11 +84,10 @@ def prompt_file(name: str, content: bytes) -> None:
             assert line.startswith("prompts: "), line
             return
         found = load_prompts(str(path))
-        assert found.train and len(set(found.train)) == len(found.train)
-        assert all(isinstance(text, str) and text.strip() for text in found.train), found.train
+        assert found.train and all(isinstance(text, str) and bare(text) for text in found.train), found.train
         if name.endswith(".txt"):
             text = content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
-            assert set(found.train) == {line.strip() for line in text.split("\n") if line.strip()}
+            assert found.train == [bare(line) for line in text.split("\n") if bare(line)]
 
 
 SURROUNDED = st.tuples(st.sampled_from([b"", b"\xef\xbb\xbf", b"\xff\xfe"]), st.binary(max_size=60)).map(b"".join)
