@@ -226,7 +226,9 @@ def from_rows(train: list[dict], test: list[dict], folder: str | Path = ".") -> 
 
 # %% ../nbs/basics/05_prompts.ipynb #90d994c7
 def from_texts(texts: list[str]) -> PromptSet:
-    "Return the set of a list of prompts, train and test alike. Raises `ValueError` on an empty list, text or another type."
+    """Return the set of a list of prompts, train and test alike.
+
+    Raises `ValueError` on an empty list, an empty text, or something else than texts."""
     if not texts or not all(isinstance(text, str) for text in texts):
         raise ValueError("prompts: the list is empty or holds something else than texts")
     for n, text in enumerate(texts, 1):
@@ -276,7 +278,7 @@ COLUMNS = ("prompt", "Prompt", "Prompts", "caption", "text")
 
 
 def check_csv(place: str, config: Any) -> None:
-    """Raise `ValueError` if a row of a CSV file has more or fewer fields than its header, or two columns have one name.
+    """Raise `ValueError` if a row of a CSV file has other fields than its header, or two columns have one name.
 
     `config` is that of `datasets`' reader. pandas, which reads the file then, would shift such rows or fill them."""
     import fsspec
@@ -323,7 +325,7 @@ def why_unreadable(error: BaseException) -> str:
 
 
 def prepared(where: str, **options: Any) -> dict:
-    "Return the parts of a data set by `datasets`, whose CSV files are checked. Raises as `check_csv` and `datasets` do."
+    "Return the parts of a data set by `datasets`; its CSV files are checked. Raises as `check_csv` and `datasets` do."
     import datasets
 
     builder = datasets.load_dataset_builder(where, **options)
@@ -353,7 +355,8 @@ def read_dataset(where: str) -> dict:
         return prepared(where, revision=CONVERTED)
     except Exception:
         what = f"needs a script ({str(failed).split()[-1]}), which datasets runs no more"
-        raise ValueError(f"prompts: {where!r} {what}; save its prompts as a .txt or .jsonl file, and name that") from None
+        what += "; save its prompts as a .txt or .jsonl file, and name that"
+        raise ValueError(f"prompts: {where!r} {what}") from None
 
 # %% ../nbs/basics/05_prompts.ipynb #df87aab8
 def dataset_rows(name: str, data: Any, column: str) -> list[dict]:
@@ -494,5 +497,6 @@ def remarks(prompts: PromptSet, count: int | None = None) -> list[str]:
             what = f"{len(given)} lines to {part} on, {len(different)} different"
             lines.append(f"prompts: {what}; each line counts")
     if count is not None and count < len(prompts.test) and not prompts.shuffled:
-        lines.append(f"prompts: {count} of {len(prompts.test)} test prompts are drawn, a random sample that stays the same")
+        what = f"{count} of {len(prompts.test)} test prompts are drawn"
+        lines.append(f"prompts: {what}, a random sample that stays the same")
     return lines

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from branchgrpo.files import bare
-from branchgrpo.prompts import PromptSet, load_prompts, rows_of
+from branchgrpo.prompts import PROMPT_SETS, PromptSet, load_prompts, rows_of
 
 RAGGED = {  # a CSV file, and what the refusal names
     "longer, all rows": ("prompt,id\na cat, sitting,1\na dog, running,2\n", "line 2 of 'data.csv' has 3 fields"),
@@ -15,7 +15,7 @@ RAGGED = {  # a CSV file, and what the refusal names
     "after a blank line": ("prompt,id\na cat,1\n\na dog\n", "line 4 of 'data.csv' has 1 fields"),
     "after a text of two lines": ('prompt,id\n"a\ncat",1\na dog\n', "line 4 of 'data.csv' has 1 fields"),
     "a quote that is not closed": ('prompt,id\n"a cat,1\na dog,2\n', "line 2 of 'data.csv' has 1 fields"),
-    "one name for two columns": ("id,prompt,prompt\n1,a cat,a dog\n", "'data.csv' has two columns of the name 'prompt'"),
+    "one name for two columns": ("id,prompt,prompt\n1,a cat,a dog\n", "has two columns of the name 'prompt'"),
 }
 
 
@@ -80,7 +80,10 @@ def test_a_column_without_a_value_is_none(tmp_path):
     assert "row 2 of" in refusal_of(tmp_path / "set")
 
 
-@pytest.mark.parametrize("mark", ["\ufeff", "\u200b", "\u2060", "\u200e", "\u00ad", "\u202a", "\u2066", "\x00", "\u3164"])
+MARKS = ["\ufeff", "\u200b", "\u2060", "\u200e", "\u00ad", "\u202a", "\u2066", "\x00", "\u3164"]
+
+
+@pytest.mark.parametrize("mark", MARKS)
 def test_unseen_marks_are_no_prompt_and_no_part_of_one(tmp_path, mark):
     (tmp_path / "p.txt").write_text(f"a cat\n{mark}a dog {mark}\n{mark}\n {mark} {mark}\n{mark}{mark}a fox\n")
     assert load_prompts(str(tmp_path / "p.txt")).train == ["a cat", "a dog", "a fox"]
@@ -108,7 +111,7 @@ def test_a_few_prompts_of_a_sorted_file_are_of_all_kinds(tmp_path):
     assert test.few() == test.few(300) == test.few(1000) == test.test, "all of them stay in their order"
 
 
-@pytest.mark.parametrize("name", ["digits", "digit-pairs", "clips", "digits-tuning", "digit-pairs-tuning", "clips-tuning"])
+@pytest.mark.parametrize("name", PROMPT_SETS.names())
 def test_the_testbed_s_prompts_are_shuffled_already(name):
     found = load_prompts(name)
     assert found.few(16) == found.test[:16]

@@ -41,6 +41,7 @@ class FamilyDefaults:
     guidance = 1.0  # guidance scale if none is given
     guidance_name = "guidance_scale"  # what the pipeline's call names it
     lora_targets = ATTENTION  # layers that an adapter changes
+    adapter_unread_by: tuple[str, ...] = ()  # programs that do not know the names that diffusers gives these layers
     patch = 2  # latent pixels per side of a token
     most_tokens = None  # what the denoiser's configuration calls the most tokens per side; none: there is no limit
     sized_by_files = False  # whether the default is the size that the files call sample_size
