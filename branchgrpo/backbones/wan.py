@@ -73,6 +73,7 @@ class WanPolicy(PipelinePolicy):
     text_lengths = (512, 512)
     negative_prompt = ""
     parts = ("text_encoder", "tokenizer")
+    adapter_unread_by = ("ComfyUI",)  # its comfy/lora.py (commit 17358c8) knows the names of Wan's own code
     unused = ("expand_timesteps",)  # a time per token (Wan2.2 5B); without a first frame all are equal
     published = ("WanTransformer3DModel", {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30})  # of 1.3B
     factors = {"vae_scale_factor_spatial": 8, "vae_scale_factor_temporal": 4}

@@ -74,6 +74,8 @@ def strip_frames(strip: Image.Image, count: int | None) -> list[Image.Image]:
 # %% ../../nbs/evaluation/03_benchmarks.ipynb #25a1f2b5
 def numbered_through(rows: list[dict]) -> list[dict]:
     "Return the rows with the images of one prompt numbered over all lines that name it."
+    if not any("repeats" in row for row in rows):
+        return rows
     drawn: dict[int, int] = {}  # images so far, by the number of the prompt's first image
     numbered = []
     for row in rows:
