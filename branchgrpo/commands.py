@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['TABLE_1', 'json_value', 'print_json', 'recipe_row', 'recipe_table', 'SampleOptions', 'EvaluateOptions',
-           'MachineOptions', 'RecipeOptions', 'RewardOptions', 'HpsOptions', 'show_runs', 'score', 'check_benchmark',
-           'print_summary', 'draw', 'check_sample', 'doctor', 'show_recipes', 'print_recipe', 'show_rewards',
-           'check_hps', 'image_rows', 'BenchOptions', 'check_bench', 'bench']
+           'MachineOptions', 'RecipeOptions', 'RewardOptions', 'HpsOptions', 'show_runs', 'with_model', 'tell_progress',
+           'score', 'check_benchmark', 'interval_text', 'print_summary', 'DrawnRow', 'first_prompts', 'draw_row',
+           'save_rows', 'draw', 'check_sample', 'doctor', 'show_recipes', 'print_recipe', 'show_rewards', 'check_hps',
+           'image_rows', 'BenchOptions', 'check_bench', 'bench']
 
 # %% ../nbs/cli/01_commands.ipynb #407dce73
 import json
@@ -16,7 +17,7 @@ import shutil
 import sys
 import warnings
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,16 +59,18 @@ def recipe_table(recipe: Any) -> dict[str, Any]:
 class SampleOptions:
     "What to draw"
 
-    prompt: tuple[str, ...] = ()  # one or more prompts
+    model: str | None = field(default=None, metadata={"positional": "?"})  # a run's folder or a model, as --backbone
+    prompt: tuple[str, ...] = ()  # one or more prompts; none: of a run its first four held-out ones
     output: str = "sample.png"  # the image file
-    steps: int | None = as_in_training("steps")  # denoising steps; none: of a run its evaluations', of a model 20
+    steps: int | None = as_in_training("steps")  # denoising steps; none: of a run its evaluations', or the pipeline's
 
 # %% ../nbs/cli/01_commands.ipynb #dd3ca2c3
 @dataclass
 class EvaluateOptions:
     "Where the evaluation goes"
 
-    output: str = ""  # the evaluation's folder (required)
+    model: str | None = field(default=None, metadata={"positional": "?"})  # a run's folder or a model, as --backbone
+    output: str = ""  # the evaluation's folder; of a run beside it: RUN-scores
     benchmark: str | None = None  # lay the images out for geneval, t2i-compbench or vbench
     run: str | None = None  # the benchmark's command, with {images} and {results}
 
@@ -115,23 +118,42 @@ def show_runs(given: dict[str, Any]) -> int:
     return view(given)
 
 # %% ../nbs/cli/01_commands.ipynb #e8a14fb6
-def score(given: dict[str, Any]) -> int:
-    "Draw images for a prompt set with fixed seeds and score them; the same command again continues."
-    import torch
-    from branchgrpo.evaluation.evaluate import Evaluation, Evaluator
-    from branchgrpo.evaluation.sampling import state_text
-    from branchgrpo.prompts import remarks
+def with_model(given: dict[str, Any]) -> dict[str, Any]:
+    "Return options with a model that is named first as the `backbone`. Raise `ValueError` if both name another one."
+    rest = {name: value for name, value in given.items() if name != "model"}
+    model, backbone = given.get("model"), given.get("backbone")
+    if model is not None and backbone is not None and model != backbone:
+        raise ValueError(f"backbone: {backbone!r} is not {model!r}, which is named first; name one of them")
+    return rest if model is None else rest | {"backbone": model}
 
+
+def tell_progress(line: str) -> None:
+    "Print a line about what is being done, beside the results."
+    print(line, file=sys.stderr, flush=True)
+
+
+def score(given: dict[str, Any]) -> int:
+    "Draw images for prompts with fixed noises and score them, of a run before and after; again: it continues."
+    import torch
+    from branchgrpo.evaluation.evaluate import Evaluation, Evaluator, evaluate_run
+    from branchgrpo.evaluation.sampling import is_run, state_text
+
+    given = with_model(given)
+    is_of_run = is_run(given.get("backbone", ""))
+    if is_of_run and "output" not in given:
+        given = given | {"output": f"{Path(given['backbone'])}-scores"}
     where = options(EvaluateOptions, given, required=("output",))
     check_benchmark(where)
     processes = variable("WORLD_SIZE", 1, least=1)
     rank, local = variable("RANK", 0, most=processes - 1), variable("LOCAL_RANK", 0)
     device = f"cuda:{local}" if torch.cuda.is_available() else "cpu"
-    drawn = options(Evaluation, given)
-    evaluator = Evaluator(drawn, Path(where.output), rank, processes, device)
-    for line in remarks(evaluator.prompt_set, drawn.limit) if rank == 0 else ():
-        print(line)
-    summary = evaluator.run()
+    drawn, place = options(Evaluation, given), (Path(where.output), rank, processes, device)
+    if is_of_run and "weights" not in given:
+        summary = evaluate_run(drawn, *place, tell=tell_progress)
+    else:
+        evaluator = Evaluator(drawn, *place)
+        tell_progress(str(evaluator))
+        summary = evaluator.run()
     if summary is None:
         print(f"process {rank} of {processes} is done; the last one writes the summary")
         return 0
@@ -139,8 +161,12 @@ def score(given: dict[str, Any]) -> int:
     print(f"evaluation: {where.output}{state_text(drawn.backbone)}")
     if where.benchmark:
         from branchgrpo.evaluation.benchmarks import run_benchmark
+        from branchgrpo.evaluation.evaluate import complete, prompts_as_begun
+        from branchgrpo.prompts import load_prompts
 
-        results = run_benchmark(where.benchmark, Path(where.output), evaluator.prompts, where.run)
+        whole = complete(drawn)
+        prompts = prompts_as_begun(load_prompts(whole.prompts), whole, Path(where.output)).few(whole.limit)
+        results = run_benchmark(where.benchmark, Path(where.output), prompts, where.run)
         print(f"{where.benchmark}: {results or 'laid out'}")
     return 0
 
@@ -155,45 +181,110 @@ def check_benchmark(where: EvaluateOptions) -> None:
         raise ValueError(f"run: {where.run!r} is the command of a benchmark, and none is named; add --benchmark NAME")
 
 # %% ../nbs/cli/01_commands.ipynb #a851f8c2
+def interval_text(value: dict[str, Any], form: str = ".4f") -> str:
+    "Return a mean and its interval as text."
+    if value["mean"] is None:
+        return "no image could be scored"
+    return f"{value['mean']:{form}} [{value['low']:{form}}, {value['high']:{form}}]"
+
+
 def print_summary(summary: dict[str, Any]) -> None:
-    "Print one line per reward and per check: mean, interval, prompts, unscored images."
+    "Print one line per reward and check: mean, interval, prompts, unscored images; of a run before, after, change."
     for kind in ("rewards", "check"):
-        for name, v in summary.get(kind, {}).items():
-            interval = "no image could be scored"
-            if v["mean"] is not None:
-                interval = f"{v['mean']:9.4f}  [{v['low']:.4f}, {v['high']:.4f}]"
-            print(f"{kind:8} {name:18}{interval}  {v['prompts']} prompts, {v['unscored']} unscored")
+        for name, after in summary.get(kind, {}).items():
+            line = interval_text(after)
+            if "change" in summary:
+                before, change = (summary[part][kind][name] for part in ("base", "change"))
+                line = f"{interval_text(before)} → {line}, a change of {interval_text(change, '+.4f')}"
+            print(f"{kind:8} {name:18} {line}  {after['prompts']} prompts, {after['unscored']} unscored")
+    if "change" in summary:
+        print("before and after on the same noises; 95 % intervals over prompts, of the change over pairs")
+
+# %% ../nbs/cli/01_commands.ipynb #fe2cbae6
+@dataclass
+class DrawnRow:
+    "The images of one model, one per prompt, and in one line what drew them."
+
+    image: Any  # a PIL image
+    text: str
+
+
+def first_prompts(run: str, count: int = 4) -> tuple[str, ...]:
+    "Return the first prompts of a run's evaluations. Raise `ValueError` if they were an object in Python."
+    from branchgrpo.evaluation.evaluate import run_prompts
+    from branchgrpo.prompts import load_prompts
+    from branchgrpo.training.runs import prompts_of_run, recorded_run
+
+    drawn = recorded_run(run, "backbone")["settings"].get("evaluation_prompts")
+    return tuple(prompts_of_run(run, load_prompts(run_prompts(run))).few(drawn)[:count])
+
+
+def draw_row(o: SampleOptions, drawing: "Drawing", device: str) -> DrawnRow:
+    "Draw one image per prompt with one model."
+    from branchgrpo.evaluation.sampling import drawing_line, drawing_seed, drawing_steps, is_run, sample, truths
+    from branchgrpo.training.held_out import image_sheet
+    from branchgrpo.viewing.run import enlarged
+
+    policy = drawing.policy(device)
+    steps, seed = drawing_steps(drawing.backbone, o.steps), drawing_seed(drawing.seed)
+    images = sample(policy, o.prompt, steps, seed)
+    right = truths(drawing.backbone, images, o.prompt)
+    found = f"; {sum(right)} of {len(right)} right, by the checker" if right else ""
+    model = f"{drawing.backbone}, {drawing.weights} weights" if is_run(drawing.backbone) else drawing.backbone
+    line = f"{model}: {drawing_line(policy, steps, seed)}{found}"
+    return DrawnRow(enlarged(image_sheet(images)), line)
+
+
+def save_rows(output: str, rows: list[DrawnRow]) -> None:
+    "Save rows of images one below the other as a PNG file, whose text `branchgrpo` says what drew them."
+    from PIL import Image
+    from PIL.PngImagePlugin import PngInfo
+
+    sheet = Image.new("RGB", (rows[0].image.width, sum(row.image.height for row in rows)))
+    top = 0
+    for row in rows:
+        sheet.paste(row.image, (0, top))
+        top += row.image.height
+    note = PngInfo()
+    note.add_itxt("branchgrpo", "\n".join(row.text for row in rows))
+    write_atomic(output, lambda temporary: sheet.save(temporary, format="png", pnginfo=note))
 
 # %% ../nbs/cli/01_commands.ipynb #8b8799fb
 def draw(given: dict[str, Any]) -> int:
-    "Draw one image per prompt, without added noise, into one image file."
+    "Draw one image per prompt, without added noise, into one image file; of a run before and after training."
     import torch
     from branchgrpo.backbones.loading import without_remarks
     from branchgrpo.evaluation.evaluate import Drawing
-    from branchgrpo.evaluation.sampling import cannot_draw, drawing_seed, drawing_steps, sample, state_text, truths
-    from branchgrpo.training.held_out import image_sheet
-    from branchgrpo.viewing.run import enlarged, marked
+    from branchgrpo.evaluation.sampling import cannot_draw, is_run, state_text
 
-    o, drawing = options(SampleOptions, given, required=("prompt",)), options(Drawing, given)
+    given = with_model(given)
+    o, drawing = options(SampleOptions, given), options(Drawing, given)
+    if not o.prompt and is_run(drawing.backbone):
+        o = replace(o, prompt=first_prompts(drawing.backbone))
     check_sample(o)
     remark = cannot_draw(drawing.backbone, o.prompt)
-    policy = drawing.policy("cuda" if torch.cuda.is_available() else "cpu")
+    both = is_run(drawing.backbone) and "weights" not in given
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     least = logging.ERROR if remark else logging.WARNING  # what is cut off such a prompt says nothing more
     with without_remarks("transformers", least), without_remarks("diffusers", least):
-        steps, seed = drawing_steps(drawing.backbone, o.steps, 20), drawing_seed(drawing.backbone, drawing.seed)
-        images = sample(policy, o.prompt, steps, seed)
-    row, right = enlarged(image_sheet(images)), truths(drawing.backbone, images, o.prompt)
-    row = marked(row, right) if right else row
-    write_atomic(o.output, lambda temporary: row.save(temporary, format="png"))
+        rows = [draw_row(o, replace(drawing, weights=one), device) for one in (("base", "trained") if both else ())]
+        rows = rows or [draw_row(o, drawing, device)]
+    save_rows(o.output, rows)
     if remark:
         print(f"branchgrpo: {remark}", file=sys.stderr)
-    found = f" ({sum(right)} right, by the checker)" if right else ""
-    print(f"{len(images)} images{found}{state_text(drawing.backbone)}: {o.output}")
+    for row in rows:
+        print(row.text)
+    where = " (upper row: before training, lower row: after)" if both else ""
+    drawn = len(o.prompt) * len(rows)
+    count = "1 image" if drawn == 1 else f"{drawn} images"
+    print(f"{count}{state_text(drawing.backbone)}: {o.output}{where}")
     return 0
 
 
 def check_sample(o: SampleOptions) -> None:
     "Raise `ValueError` naming the first option that is wrong. Loads no weights."
+    if not o.prompt:
+        raise ValueError("prompt: is required")
     for prompt in o.prompt:
         if not bare(prompt):
             raise ValueError(f"prompt: {prompt!r} is empty; write --prompt 'a cat' 'a dog'")

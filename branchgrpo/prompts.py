@@ -492,10 +492,12 @@ def remarks(prompts: PromptSet, count: int | None = None) -> list[str]:
     "Return lines about what one may not expect of a set: repeated prompts, and a sample of `count` test prompts."
     once = prompts.without_repeats()
     lines = []
-    for part, given, different in (("train", prompts.train, once.train), ("test", prompts.test, once.test)):
-        if len(different) < len(given) and not (part == "train" and given == prompts.test):
-            what = f"{len(given)} lines to {part} on, {len(different)} different"
-            lines.append(f"prompts: {what}; each line counts")
+    parts = {"lines to train on": (prompts.train, once.train), "lines to test on": (prompts.test, once.test)}
+    if prompts.train == prompts.test:
+        parts = {"lines": (prompts.test, once.test)}
+    for what, (given, different) in parts.items():
+        if len(different) < len(given):
+            lines.append(f"prompts: {len(given)} {what}, {len(different)} different; each line counts")
     if count is not None and count < len(prompts.test) and not prompts.shuffled:
         what = f"{count} of {len(prompts.test)} test prompts are drawn"
         lines.append(f"prompts: {what}, a random sample that stays the same")

@@ -63,7 +63,7 @@ def test_train_evaluate_sample_and_draw_with_diffusers_alone(tmp_path):
     assert cli.main(words) == 0
     drawn = torch.from_numpy(np.array(Image.open(png)))[::4, ::4].permute(2, 0, 1) / 255  # a pixel is written as 4 × 4
 
-    noise = Noise(drawing_seed(str(run), None), 0, (0,)).roots(1, (16, 64))[:, 0]
+    noise = Noise(drawing_seed(), 0, (0,)).roots(1, (16, 64))[:, 0]
     torch.save({"prompt": ["a red 3"], "latents": noise}, tmp_path / "images.pt")
     written = run / "lora/how_to_draw.md"
     plain = run_python([sys.executable, "-c", PLAIN, written, tmp_path / "images.pt"], cwd=written.parent)

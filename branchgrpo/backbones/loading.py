@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['FAMILIES', 'TINY', 'BACKBONES', 'PIPELINE_ERRORS', 'ENCODER_PLACES', 'LORA_FILES', 'FACTOR', 'TEXT', 'declared',
-           'Backbone', 'adapt_recipe', 'is_hub_model', 'folder_of', 'pipeline_error', 'read_index', 'family',
-           'local_file', 'part_config', 'denoiser_config', 'default_sizes', 'default_guidance', 'takes_guidance',
-           'check_guidance', 'with_family_sizes', 'used_parts', 'encoder_names', 'left_out', 'read_checked',
-           'read_pipeline', 'without_remarks', 'empty_denoiser', 'of_all', 'is_reader', 'avoid_cudnn_attention',
-           'load_pipeline', 'policy_around', 'own_policy', 'load_backbone', 'save_memory', 'encoders_of', 'awake',
-           'largest_rank', 'lora_file', 'with_alpha', 'add_lora', 'load_lora']
+           'Backbone', 'adapt_recipe', 'fit_name', 'is_hub_model', 'folder_of', 'pipeline_error', 'read_index',
+           'family', 'local_file', 'part_config', 'denoiser_config', 'default_sizes', 'default_guidance',
+           'takes_guidance', 'check_guidance', 'with_family_sizes', 'used_parts', 'encoder_names', 'left_out',
+           'read_checked', 'read_pipeline', 'without_remarks', 'empty_denoiser', 'of_all', 'is_reader',
+           'avoid_cudnn_attention', 'load_pipeline', 'policy_around', 'own_policy', 'load_backbone', 'save_memory',
+           'encoders_of', 'awake', 'largest_rank', 'lora_file', 'with_alpha', 'add_lora', 'load_lora']
 
 # %% ../../nbs/backbones/01_loading.ipynb #f35a8196
 import inspect
@@ -34,6 +34,7 @@ from torch import nn
 from .pipeline import ENCODERS, FamilyDefaults, check_text, unsupported_error
 from .published import PUBLISHED
 from ..files import is_there
+from ..methods.recipe import FITS
 from ..policy import Policy
 from ..registry import Registry, check_one_of, loaded, reason, shown, unknown_name_error
 from ..own import import_own, is_own_name
@@ -64,7 +65,8 @@ class Backbone:
 
     where: str  # a folder inside this package, any other folder, or a hub name owner/model
     sizes: dict[str, int] = field(default_factory=dict)  # default height and width in pixels, and frames
-    adapt: Callable | str | None = None  # (recipe, backbone's name) -> recipe, or its target "module:name"
+    adapt: Callable | str | None = None  # (recipe, backbone's name) -> recipe, its name in FITS, or "module:name"
+    steps: int | None = None  # denoising steps of an image if none are given; none: those of its pipeline
 
     @property
     def source(self) -> str:
@@ -74,16 +76,25 @@ class Backbone:
 
 # %% ../../nbs/backbones/01_loading.ipynb #737361d3
 TINY = ("tiny-flux", "tiny-sd3", "tiny-sd", "tiny-wan", "tiny-wan-i2v")
-_SIZES, _ADAPT = {"height": 32, "width": 32, "frames": 9}, "branchgrpo.testbed.scaling:at_testbed"
+_SIZES = {"height": 32, "width": 32, "frames": 9}
 BACKBONES = Registry(
-    "backbone", "backbones", {name: Backbone(f"testbed/weights/{name}", _SIZES, _ADAPT) for name in TINY}
+    "backbone", "backbones", {name: Backbone(f"testbed/weights/{name}", _SIZES, "testbed", 12) for name in TINY}
 )
 
 # %% ../../nbs/backbones/01_loading.ipynb #06c4d5ee
 def adapt_recipe(recipe: Any, name: str) -> Any:
-    "Return the recipe adapted to backbone `name`, or the recipe itself if nothing adapts it."
+    "Return the published recipe adapted to backbone `name`, or the recipe itself if nothing adapts it."
     adapt = BACKBONES.get(name).adapt if name in BACKBONES.names() else None
-    return recipe if adapt is None else loaded(adapt)(recipe, name)
+    if adapt is None:
+        return recipe
+    adapt = FITS.get(adapt) if adapt in FITS.names() else loaded(adapt)
+    return adapt(recipe, name)
+
+
+def fit_name(name: str) -> str | None:
+    "Return the name of what adapts recipes to backbone `name`, such as testbed; None if nothing with a name does."
+    adapt = BACKBONES.get(name).adapt if name in BACKBONES.names() else None
+    return adapt if adapt in FITS.names() else None
 
 # %% ../../nbs/backbones/01_loading.ipynb #92649e73
 def is_hub_model(name: str) -> bool:
@@ -212,7 +223,7 @@ def with_family_sizes(recipe: Any, name: str) -> Any:
             changes[setting] = (own[setting], f"of {name}; {recipe.name} states it for a {pipeline}")
     if "frames" in own and recipe.values.frames is None:
         changes["frames"] = (own["frames"], f"of {name}")
-    return recipe.changed(changes) if changes else recipe
+    return recipe.with_values(changes) if changes else recipe
 
 # %% ../../nbs/backbones/01_loading.ipynb #3ba7b50d
 ENCODER_PLACES = ("device", "cpu", "none")

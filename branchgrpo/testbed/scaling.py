@@ -9,6 +9,7 @@ __all__ = ['TUNED', 'SIZES', 'SIZES_OF_BACKBONE', 'ITERATIONS', 'ETA_OF_TRANSITI
            'scaled_factors', 'at_testbed']
 
 # %% ../../nbs/testbed/05_scaling.ipynb #f670260f
+import dataclasses
 from collections.abc import Iterable
 
 from ..methods.recipe import Recipe, Sourced
@@ -176,7 +177,8 @@ def scaled_factors(recipe: Recipe, old: int, new: int) -> dict[str, Sourced]:
 
 # %% ../../nbs/testbed/05_scaling.ipynb #10d7185e
 def at_testbed(recipe: Recipe, backbone: str = "tiny-flux") -> Recipe:
-    "Return the recipe with the digits testbed's sizes, for one of its backbones."
+    "Return the published recipe with the digits testbed's sizes, for one of its backbones."
+    recipe = recipe.origin or recipe
     changes = scaled_merging(recipe, recipe.values.steps, SIZES["steps"][0])
     merged = sum(count - 1 for count in recipe.values.merged.values())  # all else counts the steps that are left
     old, new = recipe.values.steps - merged, SIZES["steps"][0] - merged
@@ -185,4 +187,4 @@ def at_testbed(recipe: Recipe, backbone: str = "tiny-flux") -> Recipe:
     changes |= SIZES | scaled_rate(recipe) | SIZES_OF_BACKBONE.get(backbone, {})
     if recipe.values.transition in ETA_OF_TRANSITION:
         changes["eta"] = ETA_OF_TRANSITION[recipe.values.transition]
-    return recipe.changed(changes)
+    return dataclasses.replace(recipe.with_values(changes), origin=recipe)

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['OPEN_CHOICES', 'CLOSED_CHOICES', 'MOST_NODES', 'MOST_COMPARED', 'UP_TO_ONE', 'LOST', 'LARGEST_LATENT', 'CODED',
-           'type_of', 'fitted', 'object_names', 'given_policy', 'fill_in', 'check_filled', 'check_choices',
-           'check_previews', 'check_trained', 'check_size', 'latest_split', 'check_adaptive', 'check_depth_window',
-           'leaves_of', 'check_plans', 'check_compared', 'check_together', 'check_rewards', 'drawn_steps',
-           'noise_setting', 'too_little_noise_error', 'check_noise_settings', 'check_steps', 'check_noise',
-           'check_model', 'own_code', 'digests', 'resolve']
+           'type_of', 'kind_of', 'fitted', 'object_names', 'given_policy', 'fill_in', 'Fit', 'fit_of', 'check_filled',
+           'check_choices', 'check_previews', 'check_trained', 'check_size', 'latest_split', 'check_adaptive',
+           'check_depth_window', 'leaves_of', 'check_plans', 'check_compared', 'check_together', 'check_rewards',
+           'drawn_steps', 'noise_setting', 'too_little_noise_error', 'check_noise_settings', 'check_steps',
+           'check_noise', 'check_model', 'own_code', 'digests', 'resolve']
 
 # %% ../../nbs/training/01_resolve.ipynb #fe1253f8
 import dataclasses
@@ -25,6 +25,7 @@ from branchgrpo.backbones.loading import (
     adapt_recipe,
     check_guidance,
     family,
+    fit_name,
     is_hub_model,
     lora_file,
     own_policy,
@@ -57,12 +58,21 @@ def type_of(backbone: str, policy: Any = None) -> type:
     return family(backbone) if policy is None else type(policy)
 
 
-def fitted(name: str, backbone: str, policy: Any = None) -> tuple[Recipe, str]:
-    "Return the recipe `name` fitted to a model, and the model's kind: flow or diffusion."
-    recipe = recipes.get(name)
-    kind = type_of(backbone, policy).kind if policy is None else getattr(policy, "kind", "flow")
-    recipe = with_family_sizes(adapt_recipe(recipe, backbone), backbone) if policy is None else recipe
-    return recipes.at_kind(recipe, kind), kind
+def kind_of(backbone: str, policy: Any = None) -> str:
+    "Return a model's kind: flow or diffusion."
+    return type_of(backbone).kind if policy is None else getattr(policy, "kind", "flow")
+
+
+def fitted(name: str, backbone: str, policy: Any = None) -> Recipe:
+    "Return the recipe `name` with its published base fitted to a model; what a recipe of your own states stays."
+    kind = kind_of(backbone, policy)
+
+    def fit(recipe: Recipe) -> Recipe:
+        if policy is None:
+            recipe = with_family_sizes(adapt_recipe(recipe, backbone), backbone)
+        return recipes.at_kind(recipe, kind)
+
+    return recipes.get(name).fitted(fit)
 
 # %% ../../nbs/training/01_resolve.ipynb #9b7d18af
 def object_names(policy=None, reward=None, prompts=None) -> dict[str, Any]:
@@ -85,13 +95,51 @@ def fill_in(config: TrainConfig, policy=None, reward=None, prompts=None) -> tupl
 
     Raises `ValueError` on a value outside its type or bounds, or an unknown recipe or model."""
     table = read_settings(TrainConfig, {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainConfig)})
-    recipe, kind = fitted(table["recipe"], table["backbone"], policy)
+    recipe = fitted(table["recipe"], table["backbone"], policy)
     table |= {k: v for k, v in dataclasses.asdict(recipe.values).items() if table[k] is None}
-    if config.text_length is None and not getattr(type_of(table["backbone"], policy), "text_from_recipe", False):
-        table["text_length"] = None  # a recipe's is that of another family
+    given = config.text_length is not None or "text_length" in recipe.stated
+    if not given and not getattr(type_of(table["backbone"], policy), "text_from_recipe", False):
+        table["text_length"] = None  # a published recipe's is that of another family
     own = {"backbone": table["backbone"]} if is_own_name(table["backbone"]) else {}
     table |= object_names(policy, reward, prompts) | own | {"recipe": recipe.name}
-    return Settings(**table), kind
+    return Settings(**table), kind_of(config.backbone, policy)
+
+# %% ../../nbs/training/01_resolve.ipynb #921be553
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    "What a model changes of a published recipe."
+
+    base: str  # the recipe as it runs, such as testbed/branchgrpo
+    model: str
+    changes: dict[str, tuple[Any, Any]]  # of each setting, the published value and the value here
+
+    def __str__(self) -> str:
+        values = ", ".join(f"{name} {before} → {after}" for name, (before, after) in self.changes.items())
+        return f"base {self.base}, fitted to {self.model}: {values}"
+
+    def to_dict(self) -> dict[str, Any]:
+        "Return the fit as a run records it."
+        return {"name": self.base, "model": self.model, "changes": self.changes}
+
+
+def fit_of(config: TrainConfig, policy: Any = None) -> Fit | None:
+    "Return what the model changes of the recipe's published base, without the values that you give; None for nothing."
+    asked = recipes.get(config.recipe)
+    with warnings.catch_warnings(action="ignore"):  # `fitted` says it again
+        here = fitted(config.recipe, config.backbone, policy)
+    published = asked if asked.published else asked.base
+    published = published and (published.origin or published)
+    if published is None:
+        return None
+    changes = {}
+    for name, value in vars(here.values).items():
+        before = getattr(published.values, name)
+        if value != before and name not in asked.stated and getattr(config, name) is None:
+            changes[name] = (before, value)
+    fit = None if policy is not None else fit_name(config.backbone)
+    base = f"{fit}/{published.name}" if fit else published.name
+    model = config.backbone if policy is None else type(policy).__name__
+    return Fit(base, model, changes) if changes else None
 
 # %% ../../nbs/training/01_resolve.ipynb #279fbe92
 def check_filled(s: Settings) -> None:

@@ -295,6 +295,7 @@ def open_run(
     path: str | Path,
     settings: dict,
     prompts: Any = None,  # the set that was read, to notice a changed file
+    base: dict[str, Any] | None = None,  # what the model changes of the published recipe
 ) -> Run:
     "Return the run at `path`, made now or found. Raise `ValueError` if the folder holds something else."
     run = Run(Path(path))
@@ -307,6 +308,7 @@ def open_run(
         return run
     table = {"settings": settings, "state": "started", **environment()}
     table |= {} if prompts is None else {"prompts": prompt_facts(prompts)}
+    table |= {} if base is None else {"base": base}
     write_text(run.path / "run.json", json.dumps(table, indent=1))
     return run
 

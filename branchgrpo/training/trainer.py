@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SHOWN', 'LOG_EVERY', 'KEPT', 'COUNTED', 'train_iteration', 'masked_std', 'reward_metrics', 'over_processes',
-           'add_progress', 'Callback', 'notify', 'is_log', 'ProgressBar', 'Tracking', 'open_models', 'Trainer',
-           'is_done', 'open_alone', 'open_shared', 'resume', 'close_run', 'one_training', 'fit', 'iterate',
+           'add_progress', 'Callback', 'notify', 'in_notebook', 'is_log', 'ProgressBar', 'Tracking', 'open_models',
+           'Trainer', 'is_done', 'open_alone', 'open_shared', 'resume', 'close_run', 'one_training', 'fit', 'iterate',
            'finish_row', 'store_tree', 'save_now', 'evaluate_now', 'is_evaluated', 'complete_evaluation']
 
 # %% ../../nbs/training/14_trainer.ipynb #add17653
@@ -40,7 +40,7 @@ from .held_out import HeldOutEvaluator, record_evaluation
 from .kept_trees import KeptTree, keep_tree, tree_is_due, write_tree
 from .learner import make_accelerator, make_learner, open_policy
 from .processes import any_process, check_stop, from_main, together, watch
-from .resolve import check_model, given_policy, resolve
+from .resolve import check_model, fit_of, given_policy, resolve
 from .runs import Preempted, Run, RunLock, StopSignal, check_folder, open_run, prompts_of_run, rewind
 from .scoring import make_scorers
 from .speed import gathered, use_one_thread
@@ -146,9 +146,14 @@ SHOWN = ("reward", "reward_std", "ratio", "clip_fraction", "grad_norm", "denoise
 LOG_EVERY = 60.0  # seconds between two lines of a log
 
 
+def in_notebook() -> bool:
+    "Return whether this is IPython, where nothing but a bar is shown."
+    return hasattr(builtins, "__IPYTHON__")
+
+
 def is_log() -> bool:
     "Return whether errors go to a file or a pipe, where a bar is not drawn; in a notebook nothing is printed."
-    return not sys.stderr.isatty() and not hasattr(builtins, "__IPYTHON__")
+    return not sys.stderr.isatty() and not in_notebook()
 
 # %% ../../nbs/training/14_trainer.ipynb #5a71d001
 class ProgressBar(Callback):
@@ -160,6 +165,8 @@ class ProgressBar(Callback):
         self.in_log, self.said = shows and is_log(), time.monotonic()
         delay, disable = (math.inf, False) if self.in_log else (0.0, None if shows else True)
         first = trainer.progress.iteration
+        if trainer.base and shows and not in_notebook():
+            print(trainer.base, file=sys.stderr, flush=True)
         self.bar = tqdm(desc=s.recipe, total=s.iterations, initial=first, delay=delay, disable=disable)
 
     def on_iteration(self, trainer, row):
@@ -208,6 +215,7 @@ class Trainer:
     def __init__(self, config: TrainConfig, *, policy=None, reward=None, prompts=None, callbacks=()):
         policy = given_policy(config.backbone, policy)
         self.settings = s = resolve(config, policy, reward, prompts)
+        self.base = fit_of(config, policy)  # what the model changes of the published recipe
         check_folder(s.output)
         self.prompts = prompts_of_run(s.output, load_prompts(s.prompts if prompts is None else prompts))
         self.accelerator = make_accelerator(s)
@@ -244,7 +252,7 @@ def open_alone(t: Any, run: Run, settings: dict) -> None:
     check_folder(run.path)
     if not is_done(t, run):
         t.lock.take()
-    open_run(run.path, settings, prompts=t.prompts)
+    open_run(run.path, settings, prompts=t.prompts, base=t.base and t.base.to_dict())
 
 # %% ../../nbs/training/14_trainer.ipynb #de8a9e4d
 def open_shared(t: Any) -> Run:
