@@ -121,8 +121,9 @@ def prompt_of(row: Any, key: str, where: str) -> str:
     Raises `ValueError` beginning with `where` if the row has no text there, or an empty one."""
     found = row.get(key) if isinstance(row, dict) else None
     if not isinstance(found, str):
-        what = shown(found) if isinstance(row, dict) and key in row else "nothing"
-        raise ValueError(f"prompts: {where} has {what} in {key!r}, where other lines have their prompt")
+        has = isinstance(row, dict) and key in row
+        what = f"{shown(found)} in {key!r}, not a text" if has else f"no {key!r}, which other lines have"
+        raise ValueError(f"prompts: {where} has {what}")
     text = bare(found)
     if not text:
         raise ValueError(f"prompts: the prompt in {where} is empty")

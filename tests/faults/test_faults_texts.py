@@ -17,7 +17,7 @@ from hypothesis import example, given
 from test_faults_plans import FIELDS, profile
 
 from branchgrpo import cli
-from branchgrpo.files import bare, yaml_of
+from branchgrpo.files import bare, read_table, yaml_of
 from branchgrpo.prompts import load_prompts
 from branchgrpo.rewards.names import check_name, terms
 
@@ -68,6 +68,19 @@ def test_a_long_expression_takes_no_exponential_time(one):
     for end in ("", "!", " b", ")", "*", "+"):
         refused(terms, one * 20_000 + end)
     assert time.process_time() - start < 20
+
+
+NESTS = ("[*a{n}, *a{n}]", "{{x: *a{n}, y: *a{n}}}", "{{<<: [*a{n}, *a{n}]}}", "{{? [*a{n}, *a{n}] : 1}}")
+
+
+@pytest.mark.parametrize("nest", NESTS)
+def test_a_few_lines_of_aliases_take_no_time_and_no_memory(tmp_path, nest):
+    lines = ["a0: &a0 {x: 1}", *(f"a{n + 1}: &a{n + 1} {nest.format(n=n)}" for n in range(60))]
+    (tmp_path / "bomb.yaml").write_text("\n".join(lines))
+    start = time.process_time()
+    line = refused(read_table, tmp_path / "bomb.yaml")
+    assert line is not None and "bomb.yaml" in line and "its aliases (*name) make more than 10000 values" in line
+    assert time.process_time() - start < 5
 
 
 # ------------------------------------------------------------------------------------------------------- prompt files
