@@ -102,10 +102,15 @@ def last_words(run: Run, prompt: str, prompts: str) -> list[str]:
 # %% ../nbs/cli/02_main.ipynb #bd6837dd
 def train(given: dict[str, Any]) -> int:
     "Train a model. A setting that you do not give comes from the recipe; an unfinished run continues."
+    from branchgrpo.prompts import remarks
     from branchgrpo.training.config import TrainConfig
     from branchgrpo.training.trainer import Trainer
 
     trainer = Trainer(TrainConfig.from_dict(given))
+    if trainer.accelerator.is_main_process:
+        drawn = trainer.settings.evaluation_prompts if trainer.settings.evaluate_every else None
+        for line in remarks(trainer.prompts, drawn):
+            print(line)
     try:
         run = trainer.fit()
     except Preempted as stopped:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from .evaluation.evaluate import Drawing
-from .files import check_file, read_jsonl, read_table, write_atomic, write_text
+from .files import bare, check_file, read_jsonl, read_table, write_atomic, write_text
 from .registry import shown, with_setting
 from .settings import as_in_training, bounded, options, variable
 
@@ -162,10 +162,11 @@ def score(given: dict[str, Any]) -> int:
     print(f"evaluation: {where.output}{state_text(drawn.backbone)}")
     if where.benchmark:
         from branchgrpo.evaluation.benchmarks import run_benchmark
-        from branchgrpo.evaluation.evaluate import complete
+        from branchgrpo.evaluation.evaluate import complete, prompts_as_begun
         from branchgrpo.prompts import load_prompts
 
-        prompts = load_prompts(complete(drawn).prompts).test[: complete(drawn).limit]
+        whole = complete(drawn)
+        prompts = prompts_as_begun(load_prompts(whole.prompts), whole, Path(where.output)).few(whole.limit)
         results = run_benchmark(where.benchmark, Path(where.output), prompts, where.run)
         print(f"{where.benchmark}: {results or 'laid out'}")
     return 0
@@ -210,11 +211,13 @@ class DrawnRow:
 
 
 def first_prompts(run: str, count: int = 4) -> tuple[str, ...]:
-    "Return the first held-out prompts of a run. Raise `ValueError` if they were an object in Python."
+    "Return the first prompts of a run's evaluations. Raise `ValueError` if they were an object in Python."
     from branchgrpo.evaluation.evaluate import run_prompts
     from branchgrpo.prompts import load_prompts
+    from branchgrpo.training.runs import prompts_of_run, recorded_run
 
-    return tuple(load_prompts(run_prompts(run)).test[:count])
+    drawn = recorded_run(run, "backbone")["settings"].get("evaluation_prompts")
+    return tuple(prompts_of_run(run, load_prompts(run_prompts(run))).few(drawn)[:count])
 
 
 def draw_row(o: SampleOptions, drawing: Drawing, device: str) -> DrawnRow:
@@ -283,7 +286,7 @@ def check_sample(o: SampleOptions) -> None:
     if not o.prompt:
         raise ValueError("prompt: is required")
     for prompt in o.prompt:
-        if not prompt.strip():
+        if not bare(prompt):
             raise ValueError(f"prompt: {prompt!r} is empty; write --prompt 'a cat' 'a dog'")
     check_file(o.output, ".png")
 

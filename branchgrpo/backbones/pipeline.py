@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['ENCODERS', 'ATTENTION', 'JOINT_ATTENTION', 'SOLVERS', 'DECODE_BYTES', 'FamilyDefaults', 'unsupported_error',
            'check_text', 'check_pixels', 'scheduler_error', 'own_scheduler', 'flow_levels_of', 'signal_levels',
-           'solved_by', 'check_divisible', 'size_shift', 'PipelinePolicy', 'guided', 'measured_decode', 'decode_costs',
-           'images_per_decode', 'unit_range', 'decode_images', 'decode_by_channel', 'ImagePolicy', 'PackedPolicy',
-           'published_pipeline']
+           'solved_by', 'check_divisible', 'size_shift', 'PipelinePolicy', 'without_prompt', 'guided',
+           'measured_decode', 'decode_costs', 'images_per_decode', 'unit_range', 'decode_images', 'decode_by_channel',
+           'ImagePolicy', 'PackedPolicy', 'published_pipeline']
 
 # %% ../../nbs/backbones/00_pipeline.ipynb #b89f70ee
 import copy
@@ -41,6 +41,7 @@ class FamilyDefaults:
     guidance = 1.0  # guidance scale if none is given
     guidance_name = "guidance_scale"  # what the pipeline's call names it
     lora_targets = ATTENTION  # layers that an adapter changes
+    adapter_unread_by: tuple[str, ...] = ()  # programs that do not know the names that diffusers gives these layers
     patch = 2  # latent pixels per side of a token
     most_tokens = None  # what the denoiser's configuration calls the most tokens per side; none: there is no limit
     sized_by_files = False  # whether the default is the size that the files call sample_size
@@ -282,21 +283,38 @@ class PipelinePolicy(FamilyDefaults):
         return torch.zeros(*shape, device=self.device, dtype=self.dtype)
 
 # %% ../../nbs/backbones/00_pipeline.ipynb #56415fd3
+def without_prompt(conditioning: dict[str, Tensor], scale: float, family: str) -> dict[str, Tensor]:
+    """Return conditioning in which `negative_x` takes the place of `x` or `prompt_x`; other rows serve both branches.
+
+    Raises `ValueError` if a prompt's rows have no negative ones, or if there are none at all."""
+    positive = {key: rows for key, rows in conditioning.items() if not key.startswith("negative_")}
+    others = {key: f"negative_{key.removeprefix('prompt_')}" for key in positive}
+    negative = {}
+    for key, other in others.items():
+        if key.startswith("prompt_") and other not in conditioning:
+            what = f"needs {other!r} beside {key!r}, which `encode` of {family} does not return; take 1"
+            raise ValueError(f"guidance_scale: {scale:g} {what}")
+        negative[key] = conditioning.get(other, positive[key])
+    if not conditioning.keys() & set(others.values()):
+        what = f"has no effect, since `encode` of {family} returns nothing whose name begins with 'negative_'; take 1"
+        raise ValueError(f"guidance_scale: {scale:g} {what}")
+    return negative
+
+
 def guided(
     policy,
     run: Callable,  # (latents, conditioning) -> output (B, …)
     latents: Tensor,  # (B, …)
-    conditioning: dict[str, Tensor],  # B rows; without guidance, `negative_x` takes the place of `x` or `prompt_x`
+    conditioning: dict[str, Tensor],  # B rows, with those of `without_prompt`
     rescale: Callable | None = None,  # (guided, conditional) -> output, for a family that changes the result
 ) -> Tensor:
-    "Return the guided output `(B, …)` of `run`; two forward passes if `policy.guidance_scale` is above 1."
+    """Return the guided output `(B, …)` of `run`; two forward passes if `policy.guidance_scale` is above 1.
+
+    Raises `ValueError` as `without_prompt` does."""
     positive = {key: rows for key, rows in conditioning.items() if not key.startswith("negative_")}
     if policy.guidance_scale <= 1:
         return run(latents, positive)
-    negative = {}
-    for key, rows in positive.items():  # a prompt has a negative one; what both branches share has none
-        other = f"negative_{key.removeprefix('prompt_')}"
-        negative[key] = conditioning[other] if key.startswith("prompt_") else conditioning.get(other, rows)
+    negative = without_prompt(conditioning, policy.guidance_scale, type(policy).__name__)
     if policy.guidance_grad:
         twice = latents.repeat(2, *[1] * (latents.ndim - 1))
         both = {key: torch.cat([negative[key], positive[key]]) for key in positive}

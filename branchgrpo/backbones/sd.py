@@ -78,6 +78,7 @@ class SDPolicy(ImagePolicy):
     negative_prompt = ""
     parts = ("text_encoder", "tokenizer")
     unused = ("image_encoder", "feature_extractor", "safety_checker")
+    adapter_unread_by = ("ComfyUI",)  # its comfy/lora.py (commit 17358c8) knows kohya's names of a U-Net's layers
     flags = ("time_cond_proj_dim", "encoder_hid_dim_type", "addition_embed_type", "class_embed_type")  # further inputs
     published = ("UNet2DConditionModel", {"sample_size": 64, "cross_attention_dim": 768})
 

@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['BOOTSTRAPS', 'LEVEL', 'Drawing', 'Evaluation', 'check_evaluation', 'run_prompts', 'run_rewards', 'complete',
-           'check_prompts_of_run', 'evaluation_record', 'read_evaluation', 'check_place', 'block_of', 'open_folder',
-           'Evaluator', 'load_models', 'block_path', 'block_count', 'block_numbers', 'score_images', 'scores_at',
-           'scored_rows', 'sample_full', 'block_rows', 'bootstrap_interval', 'prompt_means', 'summarise_scores',
-           'summarise', 'run_evaluation', 'paired_change', 'changes', 'evaluate_run', 'evaluate']
+           'check_prompts_of_run', 'evaluation_record', 'read_evaluation', 'prompts_as_begun', 'check_place',
+           'block_of', 'open_folder', 'Evaluator', 'load_models', 'block_path', 'block_count', 'block_numbers',
+           'score_images', 'scores_at', 'scored_rows', 'sample_full', 'first_places', 'block_rows',
+           'bootstrap_interval', 'prompt_means', 'summarise_scores', 'summarise', 'run_evaluation', 'paired_change',
+           'changes', 'evaluate_run', 'evaluate']
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #148ae454
 import json
@@ -60,9 +61,11 @@ class Evaluation(Drawing):
     "What to sample and how to score it; the same fields in the same folder continue an evaluation."
 
     prompts: str | None = None  # a name, a .txt or .jsonl file, a folder, a hub data set; none: the run's, or digits
-    limit: int | None = bounded(None, 1)  # only the first test prompts; none: as many as the run's evaluations, or all
+    limit: int | None = bounded(None, 1)  # only so many prompts, a fixed sample; none: as the run's evaluations, or all
     samples: int = bounded(1, 1, 10**6)  # images per prompt
-    rewards: tuple[str, ...] = ()  # names, sums of names, or your own: my_scores:redness; none: the run's, or tiny-geneval
+    rewards: tuple[
+        str, ...
+    ] = ()  # names, sums of names, or your own: my_scores:redness; none: the run's, or tiny-geneval
     steps: int | None = as_in_training("steps")  # denoising steps; none: of a run its evaluations', or the pipeline's
     block: int | None = bounded(None, 1, 10**6)  # images drawn and written together; none: 8, as in a training
     save_images: bool = True  # keep PNG files, clips as strips of frames
@@ -134,10 +137,10 @@ def complete(e: Evaluation, policy: Any = None) -> Evaluation:
 def check_prompts_of_run(e: Evaluation, prompt_set: Any) -> None:
     "Raise `ValueError` if a run's own prompts are not those it was trained on: a file has changed."
     from branchgrpo.evaluation.sampling import is_run
-    from branchgrpo.training.runs import prompt_facts, recorded_run
+    from branchgrpo.training.runs import as_recorded, prompt_facts, recorded_run
 
     known = recorded_run(e.backbone, "backbone").get("prompts") if is_run(e.backbone) else None
-    if known and known["digest"] != prompt_facts(prompt_set)["digest"]:
+    if known and known["digest"] != prompt_facts(as_recorded(prompt_set, known))["digest"]:
         what = f"the prompts of the run {e.backbone!r} have changed since it began"
         raise ValueError(f"prompts: {what}; put them back, or name the set to draw")
 
@@ -169,6 +172,20 @@ def read_evaluation(folder: Path) -> dict[str, Any]:
     if not isinstance(old, dict):
         raise ValueError(f"output: evaluation.json in {str(folder)!r} holds no settings of an evaluation")
     return old
+
+
+def prompts_as_begun(prompts: Any, e: Evaluation, folder: Path) -> Any:
+    "Return a prompt set as the evaluation in a folder was begun with it, or as the run that draws was trained with it."
+    from branchgrpo.evaluation.sampling import is_run
+    from branchgrpo.training.runs import as_recorded, prompt_facts, recorded_run
+
+    if (folder / "evaluation.json").is_file():
+        return as_recorded(prompts, read_evaluation(folder).get("prompt_set", {}))
+    known = recorded_run(e.backbone, "backbone").get("prompts") if is_run(e.backbone) else None
+    if known is None:
+        return prompts
+    own = as_recorded(prompts, known)
+    return own if prompt_facts(own)["digest"] == known["digest"] else prompts
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #0fc570a7
 def check_place(folder: Path, new: dict[str, Any]) -> bool:
@@ -231,13 +248,13 @@ class Evaluator:
         self.folder = Path(self.folder)
         self.block = block_of(asked, self.folder)
         self.evaluation = e = replace(complete(asked, self.given.get("policy")), block=self.block)
-        self.prompt_set = load_prompts(self.given.get("prompts", e.prompts))
+        self.prompt_set = prompts_as_begun(load_prompts(self.given.get("prompts", e.prompts)), e, self.folder)
         if asked.prompts is None:
             check_prompts_of_run(e, self.prompt_set)
         self.record = evaluation_record(e, self.prompt_set, rewards)
         if check_place(self.folder, self.record) and "policy" in self.given:
             raise ValueError(f"output: {str(self.folder)!r} is not empty, and a policy that is an object begins anew")
-        self.prompts = self.prompt_set.test[: e.limit]
+        self.prompts = self.prompt_set.few(e.limit)
         self.policy, self.scorers = load_models(e, self.device, self.given)
         drawing_process(self.policy, e.steps)  # raises before anything is written
         self.policy.first_frames = self.prompt_set.first_frames
@@ -246,10 +263,13 @@ class Evaluator:
     def __str__(self) -> str:
         "Say in one line what is drawn, with every value as it was resolved."
         from branchgrpo.evaluation.sampling import drawing_line, is_run
+        from branchgrpo.prompts import remarks
 
         e = self.evaluation
         model = f"{e.backbone}, {e.weights} weights" if is_run(e.backbone) else e.backbone
         count = f"{len(self.prompts)} of {len(self.prompt_set.test)} prompts of {e.prompts}"
+        said = [line.partition(": ")[2] for line in remarks(replace(self.prompt_set, train=[]), e.limit)]
+        count += f" ({'; '.join(said)})" if said else ""
         each = f", {e.samples} images each" if e.samples > 1 else ""
         return f"{model}: {drawing_line(self.policy, e.steps, e.seed)}; {count}{each}"
 
@@ -339,6 +359,12 @@ def sample_full(evaluator: Evaluator, prompts: list[str], numbers: list[int]) ->
     e = evaluator.evaluation
     return sample_block(evaluator.policy, *filled, e.steps, e.seed)[: len(numbers)]
 
+# %% ../../nbs/evaluation/01_evaluate.ipynb #1dfc43a3
+def first_places(prompts: list[str]) -> list[int]:
+    "Return for each prompt the place where it stands for the first time."
+    places: dict[str, int] = {}
+    return [places.setdefault(prompt, n) for n, prompt in enumerate(prompts)]
+
 # %% ../../nbs/evaluation/01_evaluate.ipynb #0f57d611
 def block_rows(evaluator: Evaluator, block: int) -> list[dict[str, Any]]:
     "Sample and score one block; return one row per image, with its file and, of a clip, its frames and their rate."
@@ -350,6 +376,11 @@ def block_rows(evaluator: Evaluator, block: int) -> list[dict[str, Any]]:
     images = sample_full(evaluator, prompts, numbers)
     scores = score_images(images, prompts, evaluator.scorers, evaluator.prompt_set)
     rows = scored_rows(numbers, prompts, e.samples, scores)
+    first = first_places(evaluator.prompts)
+    for row in rows:
+        place = row["number"] // e.samples
+        if first[place] < place:
+            row["repeats"] = first[place] * e.samples  # the number of this prompt's first image
     if e.save_images:
         save_images(images, numbers, evaluator.folder)
         rows = [row | {"image": image_place(row["number"])} for row in rows]
@@ -377,10 +408,10 @@ def bootstrap_interval(values: Sequence[float]) -> dict[str, Any]:  # of one val
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #c055ac69
 def prompt_means(rows: list[dict], kind: str, name: str) -> list[float]:
-    "Return the mean score of every prompt; NaN if none of its images has a score."
+    "Return the mean score of every prompt over all its lines; NaN if none of its images has a score."
     by_prompt = {}
     for row in rows:  # two prompts may have one text
-        by_prompt.setdefault(row["number"] - row["sample"], []).append(row[kind][name])
+        by_prompt.setdefault(row.get("repeats", row["number"] - row["sample"]), []).append(row[kind][name])
     means = []
     for scores in by_prompt.values():
         known = [score for score in scores if score is not None]

@@ -32,7 +32,7 @@ from branchgrpo.backbones.loading import (
     takes_guidance,
     without_remarks,
 )
-from ..files import write_atomic
+from ..files import bare, write_atomic
 from ..noise import EVALUATION_SEED, Noise
 from ..planning import sampling_process
 from ..policy import Policy
@@ -295,7 +295,7 @@ def sample(
     "Draw one image per prompt, without added noise. Raise `ValueError` on an empty prompt, and as `load_policy` does."
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     for text in texts or [""]:
-        if not text.strip():
+        if not bare(text):
             raise ValueError(f"prompt: {text!r} is empty; name at least one, such as 'a cat'")
     steps = drawing_steps(policy, steps)
     if options and not isinstance(policy, (str, Path)):

@@ -44,7 +44,7 @@ from branchgrpo.machine.estimate import (
     speed_of,
 )
 from ..plan import plan_cost
-from ..prompts import PAPER_SETS, load_prompts
+from ..prompts import PAPER_SETS, load_prompts, remarks
 from ..rewards.clip import AestheticReward, WEIGHTS
 from ..rewards.names import Entry, split_name, terms
 from ..own import is_own_name
@@ -245,7 +245,8 @@ def prompts_finding(name: str) -> Finding:
     except ValueError as error:
         return Finding("missing", what, str(error).removeprefix("prompts: "))
     counts = f"{len(prompts.train)} to train on, {len(prompts.test)} to test on, {prompts.overlap} in both"
-    return Finding("ok", what, counts)
+    more = [line.removeprefix("prompts: ") for line in remarks(prompts)]
+    return Finding("ok", what, "; ".join([counts, *more]))
 
 # %% ../../nbs/machine/02_doctor.ipynb #b77c5cb5
 def findings(

@@ -426,7 +426,7 @@ def evaluation_of(
     run: Run,
     prompts: str,
     weights: str = "trained",  # or base
-    limit: int | None = None,  # only the first prompts; none: all
+    limit: int | None = None,  # only so many prompts; none: all
     **more: Any,  # further fields of Evaluation
 ) -> Evaluation:
     "Return the evaluation of a finished run on a prompt set, with the run's own rewards and steps."

@@ -281,7 +281,7 @@ def distinct_captions(kind: str, n: int, split: str) -> tuple[str, ...]:
 def digit_prompts(kind: str = "digits", train: int = 2000, test: int = 256, skip: int = 0) -> PromptSet:
     "Return distinct captions of a kind, with the exact checker; the first `skip` test captions are left out."
     held_out = distinct_captions(kind, skip + test, "test")[skip:]
-    return PromptSet(list(distinct_captions(kind, train, "train")), list(held_out), check)
+    return PromptSet(list(distinct_captions(kind, train, "train")), list(held_out), check, shuffled=True)
 
 # %% ../../nbs/testbed/03_clips.ipynb #74bef5c9
 def digits() -> PromptSet:
@@ -318,7 +318,7 @@ def first_frames(prompts: list[str]) -> Tensor:
 def clip_prompts(train: int = 800, test: int = 128, skip: int = 0) -> PromptSet:
     "Return distinct captions of clips, with their exact check and first frames; `skip` test captions are left out."
     held_out = clip_captions(skip + test, "test")[skip:]
-    return PromptSet(clip_captions(train, "train"), held_out, check_clips, first_frames)
+    return PromptSet(clip_captions(train, "train"), held_out, check_clips, first_frames, shuffled=True)
 
 # %% ../../nbs/testbed/03_clips.ipynb #3606d8c6
 def clips() -> PromptSet:

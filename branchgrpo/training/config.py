@@ -24,7 +24,9 @@ class RunSettings:
     backbone: str = "tiny-sd3"  # a name, a pipeline's folder, a hub name, or your own: my_file.py:MyPolicy
     lora: str | None = None  # an adapter to start from: a .safetensors file, a folder, or a hub name
     negative_prompt: str | None = None  # what guidance leads away from; none: the family's, mostly an empty text
-    reward: str = "tiny-geneval"  # a name, a sum 0.7*hps-v2.1+0.3*clip, norm(a+b), or your own: my_package.scores:redness
+    reward: str = (
+        "tiny-geneval"  # a name, a sum 0.7*hps-v2.1+0.3*clip, norm(a+b), or your own: my_package.scores:redness
+    )
     reward_retries: int = bounded(2, 0)  # further calls of a reward that fails
     max_unscored: float = bounded(0.5, 0, below=1)  # the run stops if a larger share of prompts has no finite reward
     prompts: str = "digit-pairs"  # a name, a .txt or .jsonl file, a folder, or a hub data set
@@ -37,7 +39,7 @@ class RecordSettings:
     "Evaluation, checkpoints and logs"
 
     evaluate_every: int = bounded(25, 0)  # iterations between evaluations on held-out prompts; 0: never
-    evaluation_prompts: int = bounded(64, 1)  # held-out prompts per evaluation
+    evaluation_prompts: int = bounded(64, 1)  # held-out prompts per evaluation: a fixed random sample of a longer list
     held_out: str | None = None  # further rewards, comma-separated, that only evaluations use
     checkpoint_every: int = bounded(10, 1)  # iterations between checkpoints
     keep_checkpoints: int = bounded(2, 1)  # the newest checkpoints that are kept

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..backbones.loading import declared
 from ..backbones.published import instead
 from ..files import delete, replace_folder, to_disk
 from .config import Settings
@@ -111,6 +112,10 @@ def how_to_draw(policy, s: Settings, scheduler: Any) -> str:
     code = "\n".join(lines)
     rounded = f"\nThe run decoded in {s.vae_dtype}, and these lines decode in {s.base_dtype}.\n"
     note = rounded if s.vae_dtype not in (None, s.base_dtype) else ""
+    others = " and ".join(declared(type(policy), "adapter_unread_by")) if s.lora_rank else ""
+    if others:
+        note += f"\nThe adapter's names are those of diffusers. {others} does not know them for this family, "
+        note += "and would draw as without it.\n"
     return f"# How to draw\n\nRun it in this folder, or with a name in place of `.`:\n\n```python\n{code}\n```\n{note}"
 
 # %% ../../nbs/training/13_export.ipynb #58edd57b

@@ -109,7 +109,7 @@ def draw_block(e: HeldOutEvaluator, policy, block: Block, prompts: list[str]) ->
 # %% ../../nbs/training/11_held_out.ipynb #8be8a411
 def score_held_out(e: HeldOutEvaluator, policy) -> tuple[dict[str, float], Tensor]:
     "Sample and score all held-out prompts, shared by the processes; return the mean scores and the first images."
-    prompts = list(e.prompts.test[: e.settings.evaluation_prompts])
+    prompts = e.prompts.few(e.settings.evaluation_prompts)
     waiting, shown = {}, torch.empty(0)
     for block in prompt_blocks(len(prompts), e.processes.process_index, e.processes.num_processes):
         images, scores = draw_block(e, policy, block, prompts)

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['LOCK', 'FREE', 'REQUEUE', 'SIGNALS', 'with_null', 'with_nan', 'Run', 'rewind', 'recorded_run', 'commit_of',
            'environment', 'lock_holder', 'locked_file', 'RunLock', 'is_empty', 'check_folder', 'check_same_run',
-           'prompt_facts', 'check_same_prompts', 'holds_nothing', 'open_run', 'Preempted', 'StopSignal']
+           'prompt_facts', 'as_recorded', 'check_same_prompts', 'holds_nothing', 'prompts_of_run', 'open_run',
+           'Preempted', 'StopSignal']
 
 # %% ../../nbs/training/09_runs.ipynb #fbb09d85
 import contextlib
@@ -20,7 +21,7 @@ import socket
 import subprocess
 import threading
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cache
 from importlib.metadata import version
@@ -239,19 +240,34 @@ def check_same_run(path: str | Path, settings: dict) -> None:
 
 # %% ../../nbs/training/09_runs.ipynb #6d470f8a
 def prompt_facts(prompts: Any) -> dict[str, Any]:
-    "Return how many prompts a set has, and a digest of their texts and of what is known of them."
+    """Return how many prompts a set has, and a digest of their texts and of what is known of them.
+
+    `few` says that a few test prompts are a random sample; without it they are the first ones."""
     from branchgrpo.prompts import rows_of  # not above: a look at runs needs no torch
 
     train, test = list(prompts.train), list(prompts.test)
     every = [*test, *train]
     rows = {prompt: row for prompt, row in zip(every, rows_of(every)) if row}
     digest = short_digest(json.dumps([train, test, rows], default=str))
-    return {"train": len(train), "test": len(test), "digest": digest}
+    return {"train": len(train), "test": len(test), "digest": digest} | ({} if prompts.shuffled else {"few": "sample"})
+
+
+def as_recorded(prompts: Any, facts: dict[str, Any] | None) -> Any:
+    """Return a prompt set as a record of it was made: `facts` are those of `prompt_facts`, None without a record.
+
+    A record of an earlier version took the first prompts for a few, and a repeated line of a file once."""
+    if facts is None or "few" in facts:
+        return prompts
+    once = prompts.without_repeats()
+    known = facts.get("digest")
+    repeated = known == prompt_facts(prompts)["digest"] or known not in (None, prompt_facts(once)["digest"])
+    return replace(prompts if repeated else once, shuffled=True)
 
 # %% ../../nbs/training/09_runs.ipynb #b539fd98
 def check_same_prompts(info: dict, prompts: Any) -> None:
     "Raise `ValueError` if the prompts are others than when the run of a run.json began; an old one does not know them."
-    old, new = info.get("prompts"), prompt_facts(prompts)
+    old = info.get("prompts")
+    new = prompt_facts(as_recorded(prompts, old))
     if old and old["digest"] != new["digest"]:
         counts = [f"{facts['train']} to train on and {facts['test']} to test on" for facts in (old, new)]
         change = "as many, with other texts" if counts[0] == counts[1] else counts[1]
@@ -265,6 +281,14 @@ def holds_nothing(run: Run) -> bool:
     "Return whether a run has no row and no checkpoint yet: a first reward failed, say, and other settings may begin."
     begun = (run.path / "run.json").exists() and (run.metrics or run.evaluations or any(run.path.glob("checkpoints/*")))
     return not begun
+
+# %% ../../nbs/training/09_runs.ipynb #dc42b0aa
+def prompts_of_run(path: str | Path, prompts: Any) -> Any:
+    "Return a prompt set as the run in a folder was begun with it; unchanged if no run has begun there."
+    run = Run(Path(path))
+    if holds_nothing(run):
+        return prompts
+    return as_recorded(prompts, recorded_run(path, "output").get("prompts", {}))
 
 # %% ../../nbs/training/09_runs.ipynb #f81b85dd
 def open_run(

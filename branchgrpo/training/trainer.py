@@ -41,7 +41,7 @@ from .kept_trees import KeptTree, keep_tree, tree_is_due, write_tree
 from .learner import make_accelerator, make_learner, open_policy
 from .processes import any_process, check_stop, from_main, together, watch
 from .resolve import check_model, fit_of, given_policy, resolve
-from .runs import Preempted, Run, RunLock, StopSignal, check_folder, open_run, rewind
+from .runs import Preempted, Run, RunLock, StopSignal, check_folder, open_run, prompts_of_run, rewind
 from .scoring import make_scorers
 from .speed import gathered, use_one_thread
 from .update import TooManySkipped, check_mismatch, update
@@ -217,7 +217,7 @@ class Trainer:
         self.settings = s = resolve(config, policy, reward, prompts)
         self.base = fit_of(config, policy)  # what the model changes of the published recipe
         check_folder(s.output)
-        self.prompts = load_prompts(s.prompts if prompts is None else prompts)
+        self.prompts = prompts_of_run(s.output, load_prompts(s.prompts if prompts is None else prompts))
         self.accelerator = make_accelerator(s)
         self.policy, self.scorer, self.held_out = open_models(s, self.accelerator, policy, reward)
         use_one_thread(self.policy.denoiser, self.accelerator.device)
@@ -272,7 +272,7 @@ def resume(t: Any, run: Run) -> None:
     t.progress = load_checkpoint(run.path, t.learner)
     from_main(t.accelerator, lambda: rewind(run, t.progress.iteration))
     ahead = [p for i in range(t.progress.iteration, t.settings.iterations) for p in t.collector.draw(i)]
-    encode_ahead(t.conditioner, ahead + list(t.prompts.test[: t.settings.evaluation_prompts]))
+    encode_ahead(t.conditioner, ahead + t.prompts.few(t.settings.evaluation_prompts))
 
 # %% ../../nbs/training/14_trainer.ipynb #c0182836
 def close_run(t: Any, run: Run) -> Run:

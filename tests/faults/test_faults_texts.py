@@ -17,7 +17,7 @@ from hypothesis import example, given
 from test_faults_plans import FIELDS, profile
 
 from branchgrpo import cli
-from branchgrpo.files import yaml_of
+from branchgrpo.files import bare, read_table, yaml_of
 from branchgrpo.prompts import load_prompts
 from branchgrpo.rewards.names import check_name, terms
 
@@ -70,11 +70,24 @@ def test_a_long_expression_takes_no_exponential_time(one):
     assert time.process_time() - start < 20
 
 
+NESTS = ("[*a{n}, *a{n}]", "{{x: *a{n}, y: *a{n}}}", "{{<<: [*a{n}, *a{n}]}}", "{{? [*a{n}, *a{n}] : 1}}")
+
+
+@pytest.mark.parametrize("nest", NESTS)
+def test_a_few_lines_of_aliases_take_no_time_and_no_memory(tmp_path, nest):
+    lines = ["a0: &a0 {x: 1}", *(f"a{n + 1}: &a{n + 1} {nest.format(n=n)}" for n in range(60))]
+    (tmp_path / "bomb.yaml").write_text("\n".join(lines))
+    start = time.process_time()
+    line = refused(read_table, tmp_path / "bomb.yaml")
+    assert line is not None and "bomb.yaml" in line and "its aliases (*name) make more than 10000 values" in line
+    assert time.process_time() - start < 5
+
+
 # ------------------------------------------------------------------------------------------------------- prompt files
 
 
 def prompt_file(name: str, content: bytes) -> None:
-    "A file's prompts are whole, distinct texts; or one line names the setting."
+    "A file's prompts are whole texts, one for each line; or one line names the setting."
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / name
         path.write_bytes(content)
@@ -84,11 +97,10 @@ def prompt_file(name: str, content: bytes) -> None:
             assert line.startswith("prompts: "), line
             return
         found = load_prompts(str(path))
-        assert found.train and len(set(found.train)) == len(found.train)
-        assert all(isinstance(text, str) and text.strip() for text in found.train), found.train
+        assert found.train and all(isinstance(text, str) and bare(text) for text in found.train), found.train
         if name.endswith(".txt"):
             text = content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
-            assert set(found.train) == {line.strip() for line in text.split("\n") if line.strip()}
+            assert found.train == [bare(line) for line in text.split("\n") if bare(line)]
 
 
 SURROUNDED = st.tuples(st.sampled_from([b"", b"\xef\xbb\xbf", b"\xff\xfe"]), st.binary(max_size=60)).map(b"".join)
