@@ -34,9 +34,13 @@ def import_own(name: str, setting: str = "reward") -> Any:
 
     Raises `ValueError` if the module or the object does not exist, or if the module cannot be imported.
     """
+    from branchgrpo.own_calls import as_before  # not above: it imports torch
+
     place, _, attribute = name.partition(":")
+    place = str(Path(place).expanduser())
     try:
-        module = import_file(Path(place)) if place.endswith(".py") else import_module(place)
+        with as_before(f"{setting}: {name!r}"):
+            module = import_file(Path(place)) if place.endswith(".py") else import_module(place)
     except FileNotFoundError:
         raise ValueError(f"{setting}: {name!r}: there is no file {place!r}") from None
     except ModuleNotFoundError as error:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .files import is_there
+from .own_calls import call_own
 from .registry import Registry, reason, shown, unknown_name_error
 
 # %% ../nbs/basics/05_prompts.ipynb #6156c0e7
@@ -67,6 +68,10 @@ class PromptSet:
     def overlap(self) -> int:
         "How many test prompts are also train prompts, whatever their case and spaces."
         return len(plain_prompts(self.train) & plain_prompts(self.test))
+
+    def checks(self, images: Tensor, prompts: list[str]) -> dict[str, Tensor]:
+        "Return what `check` says of images, `{aspect: (B,)}`; a check of yours gets copies."
+        return call_own(self.check, "prompts: the check", images, prompts) if self.check else {}
 
 # %% ../nbs/basics/05_prompts.ipynb #3fdccd5d
 def read_lines(path: Path) -> list[str]:

@@ -224,7 +224,7 @@ def score_images(
 
     known = rows_of(prompts)
     rewards = {name: scorer.total(scorer(images, prompts, known)[1]) for name, scorer in scorers.items()}
-    check = prompt_set.check(images, prompts) if prompt_set.check else {}
+    check = prompt_set.checks(images, prompts) if prompt_set.check else {}
     kinds = {"rewards": rewards} | ({"check": check} if check else {})
     return {kind: {name: column.tolist() for name, column in table.items()} for kind, table in kinds.items()}
 

@@ -19,8 +19,9 @@ import torch
 
 from ..files import is_there, refusal
 from ..registry import Registry, import_target, reason, shown, unknown_name_error
-from .contract import Checked, Reward, RewardSum, binds, known_signature
-from ..own import import_own, is_ours, is_own_name, joint_digest, object_digest, object_name
+from .contract import Checked, Reward, RewardSum, binds, checked, known_signature
+from ..own import import_own, is_own_name, joint_digest, object_digest, object_name
+from ..own_calls import as_before
 
 # %% ../../nbs/rewards/02_names.ipynb #5c6e6223
 class Entry(NamedTuple):
@@ -99,7 +100,8 @@ def build_reward(entry: Callable, where: str | None, name: str, device: torch.de
     except TypeError as error:
         raise ValueError(f"reward: {name!r} cannot be made: {error}") from None
     try:
-        return entry(*place, **options)
+        with as_before(f"reward: {name!r}"):
+            return entry(*place, **options)
     except (ValueError, OSError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -133,7 +135,7 @@ def make(entry: Any, where: str | None, name: str, device: torch.device | str) -
         raise ValueError(f"reward: {name!r} takes no place {where!r}")
     else:
         reward = entry
-    return reward if is_ours(type(reward)) else Checked(reward, name)
+    return checked(reward, name)
 
 # %% ../../nbs/rewards/02_names.ipynb #fe55a4e3
 TOKEN = "BRANCHGRPO_REWARD_TOKEN"

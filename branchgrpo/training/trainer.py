@@ -26,6 +26,8 @@ from tqdm import tqdm
 from ..credit import flat_groups
 from ..files import refusals_in_words
 from ..fusion import effective_sample_size
+from ..own import is_ours
+from ..own_calls import NUMBERS, as_before, copied
 from ..planning import process_of
 from ..prompts import load_prompts
 from ..rewards.contract import tell_frame_rate
@@ -137,9 +139,14 @@ class Callback:
 
 # %% ../../nbs/training/14_trainer.ipynb #b8ca25b6
 def notify(t: Any, event: str, *what: Any) -> None:
-    "Call one method of all callbacks."
+    "Call one method of all callbacks; one of yours gets copies, and what it changes of numbers is put back."
     for callback in t.callbacks:
-        getattr(callback, event)(t, *what)
+        method = getattr(callback, event)
+        if is_ours(callback):
+            method(t, *what)
+            continue
+        with as_before(f"callbacks: {type(callback).__name__}.{event}", NUMBERS):
+            method(t, *copied(what))
 
 # %% ../../nbs/training/14_trainer.ipynb #8fb10ff1
 SHOWN = ("reward", "reward_std", "ratio", "clip_fraction", "grad_norm", "denoiser_calls", "seconds")
