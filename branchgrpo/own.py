@@ -20,6 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from .files import from_home
+
 # %% ../nbs/rewards/01_own.ipynb #b568dfe1
 _OWN = re.compile(r"(?P<place>[^:]+\.py|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):(?P<attribute>[A-Za-z_]\w*)")
 
@@ -37,7 +39,7 @@ def import_own(name: str, setting: str = "reward") -> Any:
     from branchgrpo.own_calls import as_before  # not above: it imports torch
 
     place, _, attribute = name.partition(":")
-    place = str(Path(place).expanduser())
+    place = from_home(place, setting)
     try:
         with as_before(f"{setting}: {name!r}"):
             module = import_file(Path(place)) if place.endswith(".py") else import_module(place)

@@ -110,7 +110,7 @@ def get(name: str, within: tuple[Path, ...] = ()) -> Recipe:
     Raises `ValueError` if there is no such recipe, or if the file is wrong.
     """
     if str(name).endswith((".yaml", ".yml")):
-        return from_yaml(Path(name), within)
+        return from_yaml(Path(files.from_home(name, "recipe")), within)
     return RECIPES.get(name)
 
 # %% ../nbs/basics/04_recipes.ipynb #ea8f00a9

@@ -33,7 +33,7 @@ from torch import nn
 
 from .pipeline import ENCODERS, FamilyDefaults, check_text, unsupported_error
 from .published import PUBLISHED
-from ..files import is_there
+from ..files import from_home, is_there
 from ..policy import Policy
 from ..registry import Registry, check_one_of, loaded, reason, shown, unknown_name_error
 from ..own import import_own, is_own_name
@@ -95,7 +95,7 @@ def folder_of(name: str) -> str:
     """Return the folder or hub name behind a backbone's name.
 
     Raises `ValueError` if it is neither a name of `BACKBONES`, a pipeline's folder, nor `owner/model`."""
-    where = BACKBONES.get(name).source if name in BACKBONES.names() else name
+    where = BACKBONES.get(name).source if name in BACKBONES.names() else from_home(name, "backbone")
     if is_there(Path(where, "model_index.json")) or is_hub_model(where):
         return where
     raise ValueError(
@@ -460,7 +460,7 @@ TEXT = re.compile(r"^(text_encoder|lora_te)|text_model")
 
 def lora_file(where: str) -> Path:
     "Return the file of an adapter: a file, or the one in a folder or hub model. Raise `ValueError` if there is none."
-    place = where
+    place = from_home(where, "lora")
     if is_hub_model(where) and not where.endswith(".safetensors"):
         from huggingface_hub import snapshot_download
 

@@ -166,7 +166,7 @@ class Evaluator:
         check_evaluation(e, rewards)
         self.steps = drawing_steps(e.backbone, e.steps, 12)
         self.seed = drawing_seed(e.backbone, e.seed)
-        self.folder = Path(self.folder)
+        self.folder = Path(self.folder).absolute()  # code of yours may go to another folder
         self.block = block_of(e, self.folder)
         self.evaluation = e = replace(e, steps=self.steps, seed=self.seed, block=self.block)
         self.prompt_set = load_prompts(self.given.get("prompts", e.prompts))

@@ -101,8 +101,8 @@ RUN_WEIGHTS = ("trained", "ema", "base")
 def is_run(name: Any) -> bool:
     "Return whether a name is that of a run's folder."
     try:
-        return (Path(name) / "run.json").is_file()
-    except (OSError, TypeError, ValueError):  # no name of a folder
+        return (Path(name).expanduser() / "run.json").is_file()
+    except (OSError, RuntimeError, TypeError, ValueError):  # no name of a folder
         return False
 
 

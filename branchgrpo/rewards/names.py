@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..files import is_there, refusal
+from ..files import from_home, is_there, refusal
 from ..registry import Registry, import_target, reason, shown, unknown_name_error
 from .contract import Checked, Reward, RewardSum, binds, checked, known_signature
 from ..own import import_own, is_own_name, joint_digest, object_digest, object_name
@@ -166,7 +166,7 @@ class Named(NamedTuple):
 def place_of(entry: Any, where: str) -> str | None:
     "Return `where`, or the default of an entry; the testbed's weights are inside the package."
     place = where or (entry.where if isinstance(entry, Entry) else None)
-    place = str(Path(place).expanduser()) if place and place.startswith("~") else place
+    place = from_home(place, "reward") if place else place
     if place is None or not place.startswith(TESTBED):
         return place
     return str(files("branchgrpo") / place)
@@ -183,8 +183,8 @@ def split_name(name: str) -> Named:
         if colon and (not where or isinstance(entry, Entry) and entry.where is None):
             raise ValueError(f"reward: {shown(name)} names the place {where!r}, and {key!r} can have none such")
         return Named(entry, place_of(entry, where))
-    if is_there(Path(name, "config.json")):
-        return Named(REWARDS.get("clip"), name)
+    if is_there(Path(from_home(name, "reward"), "config.json")):
+        return Named(REWARDS.get("clip"), from_home(name, "reward"))
     if is_own_name(name):
         return Named(import_own(name), None)
     if name.removesuffix(":").endswith(".py"):

@@ -33,6 +33,7 @@ from branchgrpo.files import (
     append_jsonl,
     check_output,
     check_path,
+    from_home,
     is_temporary,
     naming,
     read_jsonl,
@@ -56,9 +57,12 @@ def with_nan(row: dict) -> dict:
 # %% ../../nbs/training/09_runs.ipynb #d21a0f83
 @dataclass
 class Run:
-    "A run's folder."
+    """A run's folder, by its name: `Run("runs/demo")`."""
 
     path: Path
+
+    def __post_init__(self):
+        self.path = Path(from_home(self.path, "run"))
 
     @property
     def info(self) -> dict:

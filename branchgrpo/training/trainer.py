@@ -11,6 +11,7 @@ __all__ = ['SHOWN', 'LOG_EVERY', 'KEPT', 'COUNTED', 'train_iteration', 'masked_s
 # %% ../../nbs/training/14_trainer.ipynb #add17653
 import builtins
 import contextlib
+import dataclasses
 import math
 import multiprocessing
 import sys
@@ -216,6 +217,8 @@ class Trainer:
         policy = given_policy(config.backbone, policy)
         self.settings = s = resolve(config, policy, reward, prompts)
         check_folder(s.output)
+        place = str(Path(s.output).absolute())  # code of yours may go to another folder
+        self.settings = s = dataclasses.replace(s, output=place)
         self.prompts = load_prompts(s.prompts if prompts is None else prompts)
         self.accelerator = make_accelerator(s)
         self.policy, self.scorer, self.held_out = open_models(s, self.accelerator, policy, reward)

@@ -19,7 +19,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..files import check_file, write_text
+from ..files import check_file, from_home, write_text
 from ..settings import bounded, options
 from branchgrpo.viewing.run import (
     COUNTERS,
@@ -268,7 +268,7 @@ def view_run(*runs: str | Path, live: bool = False, interval: float = 10.0, heig
     "Show runs in a cell; with `live` the cell follows their training until it ends, or until it is interrupted."
     from IPython.display import HTML, display
 
-    o = ViewOptions(tuple(str(folder) for folder in runs), live=live, interval=interval)
+    o = ViewOptions(tuple(from_home(folder, "runs") for folder in runs), live=live, interval=interval)
     if not live:
         return HTML(in_frame(page(read_records(o.runs)), height, "Runs"))
     handle = display(display_id=True)
