@@ -284,8 +284,8 @@ def as_before(name: str, parts: dict[str, Part] = PARTS) -> Iterator[None]:
     finally:
         LEFT["states"], LEFT["variables"] = random_states(), changes(variables, dict(os.environ))
         set_random_states(states)
-        set_variables({key: variables.get(key) for key in LEFT["variables"]})
         put_back(name, parts, before)
+        set_variables(changes(dict(os.environ), variables))
     if torch.is_inference_mode_enabled() != inference:
         raise ValueError(f"{name} leaves inference mode on; write `with torch.inference_mode():`")
 

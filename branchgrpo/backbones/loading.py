@@ -522,6 +522,7 @@ def load_lora(policy: Any, where: str, encoders: bool = True) -> None:
     try:
         with safe_open(file, "pt") as opened:
             keys = list(opened.keys())
+            broken = [key for key in keys if not opened.get_tensor(key).float().isfinite().all()]
         if odd := [key for key in keys if not FACTOR.search(key) and not key.endswith(".alpha")]:
             raise ValueError(f"{odd[0]} is no factor of a LoRA")
         with without_remarks("diffusers", logging.CRITICAL), warnings.catch_warnings(action="ignore"):
@@ -529,6 +530,8 @@ def load_lora(policy: Any, where: str, encoders: bool = True) -> None:
     except (SafetensorError, RuntimeError, KeyError, TypeError, AttributeError, *PIPELINE_ERRORS) as error:
         reason = " ".join(str(error).split())[:160]
         raise ValueError(f"lora: {name} does not fit {type(policy.denoiser).__name__} ({reason})") from None
+    if broken:
+        raise ValueError(f"lora: {name} holds numbers that are not finite (NaN or infinite), first in {broken[0]}")
     parts = [policy.denoiser, *encoders_of(policy.pipeline)]
     placed = sum("lora_" in key for part in parts for key, _ in part.named_parameters())
     pair = {"lora_A": "lora_B", "lora_B": "lora_A"}
