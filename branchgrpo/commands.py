@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .files import check_file, read_jsonl, read_table, write_atomic, write_text
+from .files import check_file, free_name, from_here, read_jsonl, read_table, write_atomic, write_text
 from .registry import shown, with_setting
 from .settings import as_in_training, bounded, options, variable
 
@@ -59,7 +59,7 @@ class SampleOptions:
     "What to draw"
 
     prompt: tuple[str, ...] = ()  # one or more prompts
-    output: str = "sample.png"  # the image file
+    output: str | None = None  # the image file; none: sample.png, or sample-2.png, … if there is one
     steps: int | None = as_in_training("steps")  # denoising steps; none: of a run its evaluations', of a model 20
 
 # %% ../nbs/cli/01_commands.ipynb #dd3ca2c3
@@ -160,6 +160,8 @@ def print_summary(summary: dict[str, Any]) -> None:
             if v["mean"] is not None:
                 interval = f"{v['mean']:9.4f}  [{v['low']:.4f}, {v['high']:.4f}]"
             print(f"{kind:8} {name:18}{interval}  {v['prompts']} prompts, {v['unscored']} unscored")
+    if lost := summary.get("not_finite"):
+        print(f"{lost} of {summary['images']} images are not finite (NaN), which is a fault of the model: no score")
 
 # %% ../nbs/cli/01_commands.ipynb #8b8799fb
 def draw(given: dict[str, Any]) -> int:
@@ -173,6 +175,7 @@ def draw(given: dict[str, Any]) -> int:
 
     o, drawing = options(SampleOptions, given, required=("prompt",)), options(Drawing, given)
     check_sample(o)
+    place = Path(o.output or "sample.png").absolute()  # code of yours may go to another folder
     remark = cannot_draw(drawing.backbone, o.prompt)
     policy = drawing.policy("cuda" if torch.cuda.is_available() else "cpu")
     least = logging.ERROR if remark else logging.WARNING  # what is cut off such a prompt says nothing more
@@ -181,11 +184,13 @@ def draw(given: dict[str, Any]) -> int:
         images = sample(policy, o.prompt, steps, seed)
     row, right = enlarged(image_sheet(images)), truths(drawing.backbone, images, o.prompt)
     row = marked(row, right) if right else row
-    write_atomic(o.output, lambda temporary: row.save(temporary, format="png"))
+    place = free_name(place) if o.output is None else place
+    replaced = ", in place of an older file" if place.exists() else ""
+    write_atomic(place, lambda temporary: row.save(temporary, format="png"))
     if remark:
         print(f"branchgrpo: {remark}", file=sys.stderr)
     found = f" ({sum(right)} right, by the checker)" if right else ""
-    print(f"{len(images)} images{found}{state_text(drawing.backbone)}: {o.output}")
+    print(f"{len(images)} images{found}{state_text(drawing.backbone)}: {from_here(place)}{replaced}")
     return 0
 
 
@@ -194,7 +199,7 @@ def check_sample(o: SampleOptions) -> None:
     for prompt in o.prompt:
         if not prompt.strip():
             raise ValueError(f"prompt: {prompt!r} is empty; write --prompt 'a cat' 'a dog'")
-    check_file(o.output, ".png")
+    check_file(o.output or "sample.png", ".png")
 
 # %% ../nbs/cli/01_commands.ipynb #910a3b37
 def doctor(given: dict[str, Any]) -> int:

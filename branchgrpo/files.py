@@ -6,9 +6,9 @@
 __all__ = ['REFUSED', 'EVERYWHERE', 'REASONS', 'AS_IT_IS', 'naming', 'to_disk', 'write_atomic', 'write_text', 'delete',
            'remove_folder', 'replace_folder', 'recover', 'is_temporary', 'remove_temporaries', 'row_of', 'read_jsonl',
            'write_jsonl', 'end_line', 'append_jsonl', 'is_there', 'from_home', 'from_here', 'check_path',
-           'check_output', 'check_file', 'name_part', 'plain_line', 'Plain', 'parse_table', 'yaml_text', 'read_table',
-           'yaml_of', 'Refused', 'behind', 'number_in', 'refusal', 'setting_of', 'in_words', 'without_handles',
-           'refusals_in_words']
+           'check_output', 'check_file', 'free_name', 'name_part', 'plain_line', 'Plain', 'parse_table', 'yaml_text',
+           'read_table', 'yaml_of', 'Refused', 'behind', 'number_in', 'refusal', 'setting_of', 'in_words',
+           'without_handles', 'refusals_in_words']
 
 # %% ../nbs/basics/01_files.ipynb #8b50dba6
 import errno
@@ -229,6 +229,16 @@ def check_file(path: str | Path, ending: str = "") -> None:
     if ending and path.suffix.lower() != ending:
         raise ValueError(f"output: {str(path)!r} does not end in {ending}")
     check_output(path.parent, path)
+
+# %% ../nbs/basics/01_files.ipynb #b1c46c36
+def free_name(path: str | Path) -> Path:
+    "Return `path`, or the first of `name-2.png`, `name-3.png`, … that is not there yet."
+    path, number = Path(path), 1
+    free = path
+    while free.exists() or free.is_symlink():
+        number += 1
+        free = path.with_name(f"{path.stem}-{number}{path.suffix}")
+    return free
 
 # %% ../nbs/basics/01_files.ipynb #2a27c440
 def name_part(text: str, most: int = 60) -> str:

@@ -42,6 +42,7 @@ from branchgrpo.files import (
 )
 from ..registry import first_of, reason, shown
 from ..own import same_as_recorded, short_digest
+from .origins import check_same_origins, origins_of
 from ..settings import RETIRED
 
 # %% ../../nbs/training/09_runs.ipynb #9d7ae096
@@ -282,10 +283,11 @@ def open_run(
     check_folder(path)
     if not holds_nothing(run):
         check_same_run(path, settings)
+        check_same_origins(run.info, settings, run.path)
         if prompts is not None:
             check_same_prompts(run.info, prompts)
         return run
-    table = {"settings": settings, "state": "started", **environment()}
+    table = {"settings": settings, "state": "started", **environment(), "origins": origins_of(settings, run.path)}
     table |= {} if prompts is None else {"prompts": prompt_facts(prompts)}
     write_text(run.path / "run.json", json.dumps(table, indent=1))
     return run
