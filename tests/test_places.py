@@ -21,7 +21,7 @@ from branchgrpo.settings import PLACES, read_settings
 from branchgrpo.training.origins import settings_from
 from branchgrpo.training.resolve import resolve
 
-ONE = SMALL | {"iterations": 1, "prompts_per_iteration": 1, "lora_rank": 2}
+ONE = SMALL | {"iterations": 1, "prompts_per_iteration": 1, "lora_rank": 2, "height": 32, "width": 32}
 
 
 def change_weights(base, seed):
