@@ -1,5 +1,6 @@
 """Places: a run read from another folder, a home folder, links, and names of files that are there already."""
 
+import dataclasses
 import os
 import shutil
 
@@ -39,7 +40,7 @@ def weights_of(policy):
 
 
 def test_a_run_finds_what_it_began_from_or_says_that_it_cannot(tmp_path, monkeypatch):
-    work, other = tmp_path / "work", tmp_path / "other"
+    work, other = tmp_path / "mine", tmp_path / "other"
     shutil.copytree(folder_of("tiny-flux"), work / "base")
     shutil.copytree(folder_of("tiny-flux"), other / "base")
     change_weights(other / "base", 1)
@@ -49,9 +50,9 @@ def test_a_run_finds_what_it_began_from_or_says_that_it_cannot(tmp_path, monkeyp
     right = weights_of(load_policy("runs/a"))
 
     monkeypatch.chdir(other)  # another model of that name is here
-    assert torch.equal(weights_of(load_policy("../work/runs/a")), right)
+    assert torch.equal(weights_of(load_policy("../mine/runs/a")), right)
     with pytest.raises(ValueError, match="differs in backbone|is not what this run began from"):
-        config = ONE | {"iterations": 2, "backbone": "base", "output": "../work/runs/a"}
+        config = ONE | {"iterations": 2, "backbone": "base", "output": "../mine/runs/a"}
         Trainer(TrainConfig.from_dict(config)).fit()
 
     work.rename(tmp_path / "moved")  # both, together
@@ -80,8 +81,6 @@ def test_a_home_folder_is_found_in_every_setting_that_is_a_place(tmp_path, monke
     for name in PLACES:
         hint = tuple[str, ...] if name == "runs" else str
         cls = type("Options", (), {"__annotations__": {name: hint}, name: None})
-        import dataclasses
-
         value = ["~/x"] if name == "runs" else "~/x"
         found = read_settings(dataclasses.dataclass(cls), {name: value})[name]
         assert found in (f"{tmp_path}/x", (f"{tmp_path}/x",))
@@ -92,7 +91,7 @@ def test_a_home_folder_is_found_in_every_setting_that_is_a_place(tmp_path, monke
     assert load_reward("0.5*~/mine.py:dark+tiny-clip")(torch.ones(1, 3, 32, 32), ["a red 3"]).shape == (1,)
     assert load_prompts("~/p.txt").test == ["a red 3", "a blue 7"] and get("~/r.yaml").values.steps == 5
     s = resolve(TrainConfig.from_yaml("~/c.yaml"))
-    assert (s.output, s.prompts, s.steps) == (f"{tmp_path}/runs/demo", f"{tmp_path}/p.txt", 5)
+    assert (s.output, s.prompts, s.recipe) == (f"{tmp_path}/runs/demo", f"{tmp_path}/p.txt", "r")
     assert resolve(TrainConfig(output="~/x", reward="~/mine.py:dark")).output == f"{tmp_path}/x"
     assert Run("~/x").path == tmp_path / "x" and Run("runs/x").path.name == "x"
     with pytest.raises(ValueError, match="output: '~no-such-user/x' names a home folder"):
