@@ -24,7 +24,7 @@ from typing import Any
 
 from . import __version__
 from .commands import bench, check_hps, doctor, draw, score, show_recipes, show_rewards, show_runs
-from .files import REFUSED, Refused, plain_line, refusals_in_words, yaml_of
+from .files import REFUSED, Refused, from_here, plain_line, refusals_in_words, yaml_of
 from .options import AGAIN, CONTINUING, CompletionOptions, parse, parser_of, show_first, whole_parser
 from .registry import check_one_of, import_target
 from .reproduction.command import reproduce
@@ -91,12 +91,13 @@ def last_words(run: Run, prompt: str, prompts: str) -> list[str]:
     "Return what a training ends with: how the held-out reward changed, where the images are, and what to do next."
     last = run.metrics[-1]
     lines = [change_line(run), f"{last['iteration']} iterations in {last['seconds']:.0f} s of training"]
-    pictures = sorted((run.path / "samples").glob("*.png"))
-    lines += [f"images: {pictures[0]} (before) to {pictures[-1].name}"] if pictures else []
-    lines += ["next:", f"  branchgrpo view {run.path}"]
+    pictures, place = sorted((run.path / "samples").glob("*.png")), shlex.quote(from_here(run.path))
+    lines += [f"images: {from_here(pictures[0])} (before) to {pictures[-1].name}"] if pictures else []
+    lines += ["next:", f"  branchgrpo view {place}"]
     if run.path.joinpath("lora").is_dir() or run.path.joinpath("model", "model_index.json").is_file():
-        lines += [f"  branchgrpo sample --backbone {run.path} --prompt {shlex.quote(prompt)}"]
-        lines += [f"  branchgrpo evaluate --backbone {run.path} --prompts {prompts} --output {run.path}-scores"]
+        lines += [f"  branchgrpo sample --backbone {place} --prompt {shlex.quote(prompt)}"]
+        where = shlex.quote(f"{from_here(run.path)}-scores")
+        lines += [f"  branchgrpo evaluate --backbone {place} --prompts {shlex.quote(prompts)} --output {where}"]
     return lines
 
 # %% ../nbs/cli/02_main.ipynb #bd6837dd

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from .evaluation.evaluate import Drawing
-from .files import bare, check_file, read_jsonl, read_table, write_atomic, write_text
+from .files import bare, check_file, free_name, from_here, read_jsonl, read_table, write_atomic, write_text
 from .registry import shown, with_setting
 from .settings import as_in_training, bounded, options, variable
 
@@ -62,7 +62,7 @@ class SampleOptions:
 
     model: str | None = field(default=None, metadata={"positional": "?"})  # a run's folder or a model, as --backbone
     prompt: tuple[str, ...] = ()  # one or more prompts; none: of a run its first four held-out ones
-    output: str = "sample.png"  # the image file
+    output: str | None = None  # the image file; none: sample.png, or sample-2.png, … if there is one
     steps: int | None = as_in_training("steps")  # denoising steps; none: of a run its evaluations', or the pipeline's
 
 # %% ../nbs/cli/01_commands.ipynb #dd3ca2c3
@@ -200,6 +200,8 @@ def print_summary(summary: dict[str, Any]) -> None:
             print(f"{kind:8} {name:18} {line}  {after['prompts']} prompts, {after['unscored']} unscored")
     if "change" in summary:
         print("before and after on the same noises; 95 % intervals over prompts, of the change over pairs")
+    if lost := summary.get("not_finite"):
+        print(f"{lost} of {summary['images']} images are not finite (NaN), which is a fault of the model: no score")
 
 # %% ../nbs/cli/01_commands.ipynb #fe2cbae6
 @dataclass
@@ -236,7 +238,7 @@ def draw_row(o: SampleOptions, drawing: Drawing, device: str) -> DrawnRow:
     return DrawnRow(enlarged(image_sheet(images)), line)
 
 
-def save_rows(output: str, rows: list[DrawnRow]) -> None:
+def save_rows(output: Path, rows: list[DrawnRow]) -> None:
     "Save rows of images one below the other as a PNG file, whose text `branchgrpo` says what drew them."
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
@@ -262,14 +264,17 @@ def draw(given: dict[str, Any]) -> int:
     if not o.prompt and is_run(drawing.backbone):
         o = replace(o, prompt=first_prompts(drawing.backbone))
     check_sample(o)
+    place = Path(o.output or "sample.png").absolute()  # code of yours may go to another folder
     remark = cannot_draw(drawing.backbone, o.prompt)
     both = is_run(drawing.backbone) and "weights" not in given
+    weights = ("base", "trained") if both else (drawing.weights,)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     least = logging.ERROR if remark else logging.WARNING  # what is cut off such a prompt says nothing more
     with without_remarks("transformers", least), without_remarks("diffusers", least):
-        rows = [draw_row(o, replace(drawing, weights=one), device) for one in (("base", "trained") if both else ())]
-        rows = rows or [draw_row(o, drawing, device)]
-    save_rows(o.output, rows)
+        rows = [draw_row(o, replace(drawing, weights=one), device) for one in weights]
+    place = free_name(place) if o.output is None else place
+    replaced = ", in place of an older file" if place.exists() else ""
+    save_rows(place, rows)
     if remark:
         print(f"branchgrpo: {remark}", file=sys.stderr)
     for row in rows:
@@ -277,7 +282,7 @@ def draw(given: dict[str, Any]) -> int:
     where = " (upper row: before training, lower row: after)" if both else ""
     drawn = len(o.prompt) * len(rows)
     count = "1 image" if drawn == 1 else f"{drawn} images"
-    print(f"{count}{state_text(drawing.backbone)}: {o.output}{where}")
+    print(f"{count}{state_text(drawing.backbone)}: {from_here(place)}{replaced}{where}")
     return 0
 
 
@@ -288,7 +293,7 @@ def check_sample(o: SampleOptions) -> None:
     for prompt in o.prompt:
         if not bare(prompt):
             raise ValueError(f"prompt: {prompt!r} is empty; write --prompt 'a cat' 'a dog'")
-    check_file(o.output, ".png")
+    check_file(o.output or "sample.png", ".png")
 
 # %% ../nbs/cli/01_commands.ipynb #910a3b37
 def doctor(given: dict[str, Any]) -> int:

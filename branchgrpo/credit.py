@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .fusion import fuse_rewards
+from .own_calls import call_own
 from .registry import Registry, check_one_of
 from .tree import Tree
 
@@ -146,7 +147,8 @@ def estimate_advantages(
     Raises `ValueError` if `estimator` has another name, and as `fuse_rewards` does. Source: BranchGRPO Eq. 4.
     """
     function = ADVANTAGES.get(estimator)
-    advantages = function(tree, torch.as_tensor(leaf_rewards).float(), replace(options, clip=clip))
+    values = tree, torch.as_tensor(leaf_rewards).float(), replace(options, clip=clip)
+    advantages = call_own(function, f"advantage: {estimator!r}", *values)
     advantages = [a.nan_to_num() for a in advantages]
     if clip is None or getattr(function, "clips_itself", False):
         return advantages

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['MOST_VALUES', 'REFUSED', 'EVERYWHERE', 'REASONS', 'AS_IT_IS', 'naming', 'to_disk', 'write_atomic', 'write_text',
            'delete', 'remove_folder', 'replace_folder', 'recover', 'is_temporary', 'remove_temporaries', 'row_of',
-           'read_jsonl', 'write_jsonl', 'end_line', 'append_jsonl', 'is_there', 'check_path', 'check_output',
-           'check_file', 'name_part', 'plain_line', 'ends_unseen', 'bare', 'Plain', 'count_values', 'Bounded',
-           'parse_table', 'yaml_text', 'read_table', 'yaml_of', 'Refused', 'behind', 'number_in', 'refusal',
-           'setting_of', 'in_words', 'without_handles', 'refusals_in_words']
+           'read_jsonl', 'write_jsonl', 'end_line', 'append_jsonl', 'is_there', 'from_home', 'from_here', 'check_path',
+           'check_output', 'check_file', 'free_name', 'name_part', 'plain_line', 'ends_unseen', 'bare', 'Plain',
+           'count_values', 'Bounded', 'parse_table', 'yaml_text', 'read_table', 'yaml_of', 'Refused', 'behind',
+           'number_in', 'refusal', 'setting_of', 'in_words', 'without_handles', 'refusals_in_words']
 
 # %% ../nbs/basics/01_files.ipynb #8b50dba6
 import errno
@@ -176,6 +176,23 @@ def is_there(path: str | Path) -> bool:
     except (OSError, ValueError):
         return False
 
+# %% ../nbs/basics/01_files.ipynb #7e464abc
+def from_home(path: str | Path, setting: str = "output") -> str:
+    """Return a path whose `~` at its start is the home folder; a shell leaves it in a file and after an `=`.
+
+    Raises `ValueError` naming `setting` if there is no such home folder."""
+    text = str(path)
+    found = os.path.expanduser(text)
+    if text[:1] == "~" and found == text:
+        raise ValueError(f"{setting}: {shown(text)} names a home folder that this machine does not know; write it out")
+    return found
+
+# %% ../nbs/basics/01_files.ipynb #1b896599
+def from_here(path: str | Path) -> str:
+    "Return a path as one types it: from the current folder if it is inside, else whole."
+    place = Path(path).absolute()
+    return str(place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place)
+
 # %% ../nbs/basics/01_files.ipynb #950342b0
 def check_path(path: str | Path) -> None:
     "Raise `ValueError` if no folder or file can have the name `path`."
@@ -186,6 +203,11 @@ def check_path(path: str | Path) -> None:
         Path(path).exists()
     except OSError as error:
         raise ValueError(f"output: {shown(text)} is not a name of a folder or file ({error.strerror})") from None
+    for place in (Path(path), *Path(path).absolute().parents):
+        if place.is_symlink() and not place.exists():
+            target = shown(os.readlink(place))
+            what = f"{shown(str(place))} is a link to {target}, which leads nowhere"
+            raise ValueError(f"output: {shown(text)} cannot be made, since {what}")
 
 # %% ../nbs/basics/01_files.ipynb #fbf0423c
 def check_output(path: str | Path, given: str | Path | None = None) -> None:
@@ -203,9 +225,21 @@ def check_file(path: str | Path, ending: str = "") -> None:
     path = Path(path)
     if path.is_dir() or not path.name:
         raise ValueError(f"output: {str(path)!r} is a folder, and a file is written")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"output: {str(path)!r} is a device or a pipe, and a file is written")
     if ending and path.suffix.lower() != ending:
         raise ValueError(f"output: {str(path)!r} does not end in {ending}")
     check_output(path.parent, path)
+
+# %% ../nbs/basics/01_files.ipynb #b1c46c36
+def free_name(path: str | Path) -> Path:
+    "Return `path`, or the first of `name-2.png`, `name-3.png`, … that is not there yet."
+    path, number = Path(path), 1
+    free = path
+    while free.exists() or free.is_symlink():
+        number += 1
+        free = path.with_name(f"{path.stem}-{number}{path.suffix}")
+    return free
 
 # %% ../nbs/basics/01_files.ipynb #2a27c440
 def name_part(text: str, most: int = 60) -> str:
@@ -332,7 +366,7 @@ def read_table(path: str | Path, setting: str = "config") -> dict[str, Any]:
     """
     if not str(path):
         raise ValueError(f"{setting}: '' names no file")
-    text = yaml_text(Path(path), setting)
+    text = yaml_text(Path(from_home(path, setting)), setting)
     try:
         table = parse_table(text)
     except ValueError as error:
@@ -433,11 +467,13 @@ def in_words(error: OSError, settings: dict[str, Any], place: str | Path = "") -
 # %% ../nbs/basics/01_files.ipynb #09df6712
 def without_handles(error: BaseException | None) -> OSError | None:
     "Return the refused file handle behind an error, even where that one names a setting; None if there is none."
-    if error is None:
-        return None
-    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-        return error
-    return without_handles(error.__cause__ or error.__context__)
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:  # an error that is raised again may be behind itself
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            return error
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return None
 
 # %% ../nbs/basics/01_files.ipynb #23187120
 AS_IT_IS = (ValueError, Refused, KeyboardInterrupt, SystemExit, GeneratorExit)  # these say what they mean

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['ONLY_FLAGS', 'MESSAGES', 'AGAIN', 'CONTINUING', 'COMPLETED_NAMES', 'COMPLETED_PLACES', 'Shell', 'sections_of',
-           'comments_in', 'flag_of', 'shown_default', 'add_section', 'ShowAll', 'Parser', 'show_first', 'fill_parser',
-           'parser_of', 'parse', 'from_file', 'one_line', 'not_expected', 'nearest_flag', 'CompletionOptions',
-           'with_names', 'whole_parser']
+           'comments_in', 'LastCounts', 'flag_of', 'shown_default', 'add_section', 'ShowAll', 'Parser', 'show_first',
+           'fill_parser', 'parser_of', 'parse', 'from_file', 'one_line', 'not_expected', 'nearest_flag',
+           'CompletionOptions', 'with_names', 'whole_parser']
 
 # %% ../nbs/cli/00_options.ipynb #021d984e
 import argparse
@@ -18,6 +18,7 @@ import inspect
 import re
 import sys
 import typing
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
@@ -45,15 +46,26 @@ def comments_in(module: str) -> dict[str, dict[str, str]]:
     texts = {node.name: "\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in classes}
     return {name: dict(re.findall(r"^ +(\w+) *:.*?  # (.+)$", text, re.MULTILINE)) for name, text in texts.items()}
 
+# %% ../nbs/cli/00_options.ipynb #f53539b3
+class LastCounts(argparse.Action):
+    "An option with one value: given again, as a script does to change it, the last value counts, and a line says so."
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, *_: Any) -> None:
+        before = getattr(namespace, self.dest)
+        if before is not None and before != values:
+            text = f"{self.dest}: it is given twice; {shown(values)} counts, not {shown(before)}"
+            warnings.warn_explicit(text, UserWarning, "options", 1)  # one line: no source line follows
+        setattr(namespace, self.dest, values)
+
 # %% ../nbs/cli/00_options.ipynb #e352aee9
 def flag_of(hint: Any, default: Any) -> dict[str, Any]:
     "Return what the parser needs to know of a field's type."
     if hint is bool and default is False:
         return {"action": "store_true"}
     if typing.get_origin(hint) is Literal:
-        return {"metavar": f"{{{','.join(typing.get_args(hint))}}}"}
-    several = {"nargs": "+"} if typing.get_origin(hint) is tuple else {}
-    return several | {"metavar": READERS[hint][1]}
+        return {"metavar": f"{{{','.join(typing.get_args(hint))}}}", "action": LastCounts}
+    action = {"nargs": "+", "action": "extend"} if typing.get_origin(hint) is tuple else {"action": LastCounts}
+    return action | {"metavar": READERS[hint][1]}
 
 # %% ../nbs/cli/00_options.ipynb #5d0c91fe
 def shown_default(default: Any) -> str:

@@ -20,6 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from .files import from_home
+
 # %% ../nbs/rewards/01_own.ipynb #b568dfe1
 _OWN = re.compile(r"(?P<place>[^:]+\.py|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):(?P<attribute>[A-Za-z_]\w*)")
 
@@ -34,9 +36,13 @@ def import_own(name: str, setting: str = "reward") -> Any:
 
     Raises `ValueError` if the module or the object does not exist, or if the module cannot be imported.
     """
+    from branchgrpo.own_calls import as_before  # not above: it imports torch
+
     place, _, attribute = name.partition(":")
+    place = from_home(place, setting)
     try:
-        module = import_file(Path(place)) if place.endswith(".py") else import_module(place)
+        with as_before(f"{setting}: {name!r}"):
+            module = import_file(Path(place)) if place.endswith(".py") else import_module(place)
     except FileNotFoundError:
         raise ValueError(f"{setting}: {name!r}: there is no file {place!r}") from None
     except ModuleNotFoundError as error:

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .files import bare, is_there
+from .files import bare, from_home, is_there
+from .own_calls import call_own
 from .registry import Registry, reason, shown, unknown_name_error
 
 # %% ../nbs/basics/05_prompts.ipynb #6156c0e7
@@ -86,6 +87,10 @@ class PromptSet:
     def without_repeats(self) -> "PromptSet":
         "Return the set with every prompt once in each part."
         return replace(self, train=list(dict.fromkeys(self.train)), test=list(dict.fromkeys(self.test)))
+
+    def checks(self, images: Tensor, prompts: list[str]) -> dict[str, Tensor]:
+        "Return what `check` says of images, `{aspect: (B,)}`; a check of yours gets copies."
+        return call_own(self.check, "prompts: the check", images, prompts) if self.check else {}
 
 # %% ../nbs/basics/05_prompts.ipynb #3fdccd5d
 def read_lines(path: Path) -> list[str]:
@@ -211,8 +216,10 @@ def frames_beside(rows: list[dict], folder: Path) -> Callable | None:
             what = f"the image {shown(row['image'])} of {shown(row['prompt'])}"
             raise ValueError(f"prompts: {what} is no file in {str(folder)!r}")
 
+    place = folder.absolute()  # code of yours may go to another folder
+
     def first_frames(prompts: list[str]) -> list[Tensor]:
-        return [read_frame(folder / row["image"]) for row in rows_of(prompts)]
+        return [read_frame(place / row["image"]) for row in rows_of(prompts)]
 
     return first_frames
 
@@ -423,7 +430,7 @@ def paper_set(name: str) -> PromptSet:
 
     Raises `ValueError` naming the places it was looked for.
     """
-    folder = Path(os.environ.get("BRANCHGRPO_DATA", "data"))
+    folder = Path(os.environ.get("BRANCHGRPO_DATA", "data")).expanduser()
     for path in (folder / name, folder / f"{name}.jsonl", folder / f"{name}.txt"):
         if path.exists():
             return from_path(path)
@@ -465,6 +472,7 @@ def is_data_set_name(name: str) -> bool:
 # %% ../nbs/basics/05_prompts.ipynb #363e14a1
 def load_named(name: str) -> PromptSet:
     "Return the prompt set of a name, a path or a hub name. Raises `ValueError` if it is missing, empty or unreadable."
+    name = from_home(name, "prompts")
     if name in PROMPT_SETS.names():
         entry = PROMPT_SETS.get(name)
         return entry() if callable(entry) else load_prompts(entry)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .own_calls import call_own
 from .registry import Registry
 from .tree import Tree, first_leaves
 from .windows import depth_window
@@ -127,7 +128,7 @@ def keep_edges(
     more: Sequence[list[Tensor]] = (),  # further depth masks
 ) -> list[Tensor]:  # (P, W_d) bool per depth
     "Return which edges are trained. Raises `ValueError` if `rule` has another name."
-    pruned = PRUNINGS.get(rule)(tree, values, leaf_rewards, options)
+    pruned = call_own(PRUNINGS.get(rule), f"prune: {rule!r}", tree, values, leaf_rewards, options)
     masks = [paths(tree, leaf_mask), *([] if pruned is None else [pruned]), *more]
     keep = []
     for d, of_depth in enumerate(zip(*masks)):

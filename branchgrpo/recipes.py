@@ -116,7 +116,7 @@ def get(name: str, within: tuple[Path, ...] = ()) -> Recipe:
     `within` are the files whose base it is. Raises `ValueError` if there is no such recipe, or if the file is wrong.
     """
     if str(name).endswith((".yaml", ".yml")):
-        return from_yaml(Path(name), within)
+        return from_yaml(Path(files.from_home(name, "recipe")), within)
     fit, slash, published = str(name).partition("/")
     if slash and fit in FITS.names():
         return dataclasses.replace(FITS.get(fit)(RECIPES.get(published)), name=name)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d, pad
 
 from .credit import own_process
+from .own_calls import call_own
 from .plan import cost_ratio
 from .registry import Registry
 
@@ -124,10 +125,10 @@ def choose(
     Raises `ValueError` if `rule` has another name, or needs images that are not there."""
     function = SELECTIONS.get(rule)
     if not getattr(function, "sees_images", False):
-        return function(rewards, k, generators)
+        return call_own(function, f"selection: {rule!r}", rewards, k, generators)
     if seen is None:
         raise ValueError(f"selection: {rule!r} compares images, and there are none here")
-    return function(rewards, k, generators, seen)
+    return call_own(function, f"selection: {rule!r}", rewards, k, generators, seen)
 
 # %% ../nbs/11_selection.ipynb #86dd1b55
 def pilot(

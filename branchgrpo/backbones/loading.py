@@ -33,7 +33,7 @@ from torch import nn
 
 from .pipeline import ENCODERS, FamilyDefaults, check_text, unsupported_error
 from .published import PUBLISHED
-from ..files import is_there
+from ..files import from_home, is_there
 from ..methods.recipe import FITS
 from ..policy import Policy
 from ..registry import Registry, check_one_of, loaded, reason, shown, unknown_name_error
@@ -106,7 +106,7 @@ def folder_of(name: str) -> str:
     """Return the folder or hub name behind a backbone's name.
 
     Raises `ValueError` if it is neither a name of `BACKBONES`, a pipeline's folder, nor `owner/model`."""
-    where = BACKBONES.get(name).source if name in BACKBONES.names() else name
+    where = BACKBONES.get(name).source if name in BACKBONES.names() else from_home(name, "backbone")
     if is_there(Path(where, "model_index.json")) or is_hub_model(where):
         return where
     raise ValueError(
@@ -471,7 +471,7 @@ TEXT = re.compile(r"^(text_encoder|lora_te)|text_model")
 
 def lora_file(where: str) -> Path:
     "Return the file of an adapter: a file, or the one in a folder or hub model. Raise `ValueError` if there is none."
-    place = where
+    place = from_home(where, "lora")
     if is_hub_model(where) and not where.endswith(".safetensors"):
         from huggingface_hub import snapshot_download
 
@@ -533,6 +533,7 @@ def load_lora(policy: Any, where: str, encoders: bool = True) -> None:
     try:
         with safe_open(file, "pt") as opened:
             keys = list(opened.keys())
+            broken = [key for key in keys if not opened.get_tensor(key).float().isfinite().all()]
         if odd := [key for key in keys if not FACTOR.search(key) and not key.endswith(".alpha")]:
             raise ValueError(f"{odd[0]} is no factor of a LoRA")
         with without_remarks("diffusers", logging.CRITICAL), warnings.catch_warnings(action="ignore"):
@@ -540,6 +541,8 @@ def load_lora(policy: Any, where: str, encoders: bool = True) -> None:
     except (SafetensorError, RuntimeError, KeyError, TypeError, AttributeError, *PIPELINE_ERRORS) as error:
         reason = " ".join(str(error).split())[:160]
         raise ValueError(f"lora: {name} does not fit {type(policy.denoiser).__name__} ({reason})") from None
+    if broken:
+        raise ValueError(f"lora: {name} holds numbers that are not finite (NaN or infinite), first in {broken[0]}")
     parts = [policy.denoiser, *encoders_of(policy.pipeline)]
     placed = sum("lora_" in key for part in parts for key, _ in part.named_parameters())
     pair = {"lora_A": "lora_B", "lora_B": "lora_A"}

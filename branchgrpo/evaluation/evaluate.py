@@ -245,7 +245,7 @@ class Evaluator:
 
         asked, rewards = self.evaluation, self.given.get("rewards", {})
         check_evaluation(asked, rewards)
-        self.folder = Path(self.folder)
+        self.folder = Path(self.folder).absolute()  # code of yours may go to another folder
         self.block = block_of(asked, self.folder)
         self.evaluation = e = replace(complete(asked, self.given.get("policy")), block=self.block)
         self.prompt_set = prompts_as_begun(load_prompts(self.given.get("prompts", e.prompts)), e, self.folder)
@@ -316,13 +316,19 @@ def score_images(
     scorers: dict[str, Any],  # a `Scorer` per reward
     prompt_set: Any,
 ) -> dict[str, dict[str, list[float]]]:
-    "Return `{kind: {name: B scores}}`: the kind `rewards`, and `check` if the prompts know the truth."
+    """Return `{kind: {name: B scores}}`: the kind `rewards`, and `check` if the prompts know the truth.
+
+    An image that is not finite has the scores NaN."""
     from branchgrpo.prompts import rows_of
 
-    known = rows_of(prompts)
+    from branchgrpo.training.scoring import finite_rows, with_rows
+
+    known, lost = rows_of(prompts), ~finite_rows(images)
+    images = with_rows(images, lost, 0.0) if lost.any() else images  # what is not finite is no image, and has no score
     rewards = {name: scorer.total(scorer(images, prompts, known)[1]) for name, scorer in scorers.items()}
-    check = prompt_set.check(images, prompts) if prompt_set.check else {}
+    check = prompt_set.checks(images, prompts) if prompt_set.check else {}
     kinds = {"rewards": rewards} | ({"check": check} if check else {})
+    kinds = {k: {name: with_rows(v.float(), lost, math.nan) for name, v in table.items()} for k, table in kinds.items()}
     return {kind: {name: column.tolist() for name, column in table.items()} for kind, table in kinds.items()}
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #ab9bba5a
@@ -384,6 +390,8 @@ def block_rows(evaluator: Evaluator, block: int) -> list[dict[str, Any]]:
     if e.save_images:
         save_images(images, numbers, evaluator.folder)
         rows = [row | {"image": image_place(row["number"])} for row in rows]
+    for n in (~images.isfinite()).flatten(1).any(1).nonzero()[:, 0].tolist():
+        rows[n]["finite"] = False
     clip = {"frames": images.shape[2], "fps": getattr(evaluator.policy, "fps", None)} if images.ndim == 5 else {}
     return [row | clip for row in rows]
 
@@ -432,7 +440,8 @@ def summarise_scores(rows: list[dict]) -> dict[str, dict]:
 # %% ../../nbs/evaluation/01_evaluate.ipynb #4d0ace86
 def summarise(rows: list[dict]) -> dict[str, Any]:
     "Return the number of `images`, the summary of all rows, and that of each tag if the rows have tags."
-    summary = {"images": len(rows), **summarise_scores(rows)}
+    lost = sum(not row.get("finite", True) for row in rows)
+    summary = {"images": len(rows), **summarise_scores(rows)} | ({"not_finite": lost} if lost else {})
     tags = dict.fromkeys(row["tag"] for row in rows if "tag" in row)
     if tags:
         summary["tags"] = {tag: summarise_scores([row for row in rows if row.get("tag") == tag]) for tag in tags}

@@ -6,7 +6,7 @@
 __all__ = ['DRAWING_STEPS', 'RESOLVED', 'RUN_WEIGHTS', 'KNOWN', 'pipeline_steps', 'drawing_steps', 'drawing_seed',
            'drawing_process', 'sample_block', 'drawn_with', 'drawing_line', 'image_place', 'save_images', 'is_run',
            'unfinished_iteration', 'load_saved', 'saved_table', 'load_as_trained', 'load_run_policy', 'check_drawing',
-           'load_policy', 'sample', 'known_to', 'cannot_draw', 'truths', 'state_text']
+           'load_policy', 'sample', 'check_finite', 'known_to', 'cannot_draw', 'truths', 'state_text']
 
 # %% ../../nbs/evaluation/00_sampling.ipynb #794292bf
 import inspect
@@ -42,6 +42,7 @@ from ..own import is_own_name
 from ..rollouts import Predictor, ends_without_noise
 from ..training.checkpoints import newest, read_saved_table
 from ..training.held_out import image_sheet
+from ..training.origins import settings_from
 from ..training.runs import Run, recorded_run
 from ..transition import Transition
 
@@ -151,8 +152,8 @@ RUN_WEIGHTS = ("trained", "ema", "base")
 def is_run(name: Any) -> bool:
     "Return whether a name is that of a run's folder."
     try:
-        return (Path(name) / "run.json").is_file()
-    except (OSError, TypeError, ValueError):  # no name of a folder
+        return (Path(name).expanduser() / "run.json").is_file()
+    except (OSError, RuntimeError, TypeError, ValueError):  # no name of a folder
         return False
 
 
@@ -209,8 +210,7 @@ def load_run_policy(run: Run, weights: str, device: str | torch.device, options:
     """Return the policy of a run, of an unfinished one with the weights of its last checkpoint.
 
     `options` that are not None take the place of its sizes and guidance."""
-    settings: Any = SimpleNamespace(**run.info["settings"])
-    table = saved_table(run, weights)
+    info, table = run.info, saved_table(run, weights)
     checkpoint = newest(run.path, contents=True) if table else None
     if table and checkpoint is None:
         raise ValueError(f"backbone: the run {str(run.path)!r} has no checkpoint; run the command that began it again")
@@ -218,14 +218,20 @@ def load_run_policy(run: Run, weights: str, device: str | torch.device, options:
 
     kept = ("height", "width", "guidance_scale", "frames", "text_length", "negative_prompt")
     kept += ("base_dtype", "vae_dtype", "mixed_precision", "max_batch")
+    own, model = is_own_name(info["settings"]["backbone"]), run.path / "model"
+    whole = weights != "base" and model.is_dir()  # then what the run began from is not read
+    needed = ("backbone", "lora") if weights == "base" or table else ("backbone",)  # the export holds the rest
+    if whole and not own:
+        recorded = info["settings"] | {"backbone": str(model)}
+    else:
+        recorded = settings_from(info, run.path, needed)
+    settings: Any = SimpleNamespace(**recorded)
     trained_with: dict[str, Any] = {name: getattr(settings, name, None) for name in kept}
-    own, model = is_own_name(settings.backbone), run.path / "model"
     if not own and not takes_guidance(settings.backbone):
         trained_with["guidance_scale"] = None  # an early run recorded one that the model ignored
     settings.lora = getattr(settings, "lora", None)
     options = trained_with | {name: value for name, value in options.items() if value is not None}
-    whole = weights != "base" and model.is_dir()
-    policy: Any = load_as_trained(str(model) if whole and not own else settings.backbone, device, options)
+    policy: Any = load_as_trained(settings.backbone, device, options)
     if whole and own:
         load_model(policy.denoiser, model / "model.safetensors")
     policy.pad = getattr(settings, "pad_batches", False)
@@ -292,7 +298,7 @@ def sample(
     device: str | None = None,  # none: a GPU if there is one; a `Policy` stays where it is
     **options: Any,  # of `load_policy`: weights, lora, height, guidance_scale, …
 ) -> Tensor:  # (B, 3, H, W), or clips (B, 3, F, H, W), float32 in [0, 1] on the CPU
-    "Draw one image per prompt, without added noise. Raise `ValueError` on an empty prompt, and as `load_policy` does."
+    "Draw one image per prompt, without added noise. Raise `ValueError` as `load_policy` and `check_finite` do."
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     for text in texts or [""]:
         if not bare(text):
@@ -302,7 +308,17 @@ def sample(
         raise ValueError(f"{min(options)}: is for a name; a policy that is an object draws as it is")
     if isinstance(policy, (str, Path)):
         policy = load_policy(str(policy), device=device or ("cuda" if torch.cuda.is_available() else "cpu"), **options)
-    return sample_block(policy, texts, list(range(len(texts))), steps, drawing_seed(seed))
+    images = sample_block(policy, texts, list(range(len(texts))), steps, drawing_seed(seed))
+    check_finite(images)
+    return images
+
+
+def check_finite(images: Tensor) -> None:
+    "Raise `ValueError` if an image has a number that is not finite: it is no image."
+    lost = int((~images.isfinite()).flatten(1).any(1).sum())
+    if lost:
+        cause = "the cause may be the weights, the guidance, or a decoder in 16 bits (base_dtype)"
+        raise ValueError(f"backbone: {lost} of {len(images)} images are not finite, and none is kept; {cause}")
 
 
 KNOWN = {  # what the models in the package can draw, still or moving: a parser of prompts, examples, and prompts

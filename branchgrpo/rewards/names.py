@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..files import is_there, refusal
+from ..files import from_home, is_there, refusal
 from ..registry import Registry, import_target, reason, shown, unknown_name_error
-from .contract import Checked, Reward, RewardSum, binds, known_signature
-from ..own import import_own, is_ours, is_own_name, joint_digest, object_digest, object_name
+from .contract import Checked, Reward, RewardSum, binds, checked, known_signature
+from ..own import import_own, is_own_name, joint_digest, object_digest, object_name
+from ..own_calls import as_before
 
 # %% ../../nbs/rewards/02_names.ipynb #5c6e6223
 class Entry(NamedTuple):
@@ -99,7 +100,8 @@ def build_reward(entry: Callable, where: str | None, name: str, device: torch.de
     except TypeError as error:
         raise ValueError(f"reward: {name!r} cannot be made: {error}") from None
     try:
-        return entry(*place, **options)
+        with as_before(f"reward: {name!r}"):
+            return entry(*place, **options)
     except (ValueError, OSError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -133,7 +135,7 @@ def make(entry: Any, where: str | None, name: str, device: torch.device | str) -
         raise ValueError(f"reward: {name!r} takes no place {where!r}")
     else:
         reward = entry
-    return reward if is_ours(type(reward)) else Checked(reward, name)
+    return checked(reward, name)
 
 # %% ../../nbs/rewards/02_names.ipynb #fe55a4e3
 TOKEN = "BRANCHGRPO_REWARD_TOKEN"
@@ -164,7 +166,7 @@ class Named(NamedTuple):
 def place_of(entry: Any, where: str) -> str | None:
     "Return `where`, or the default of an entry; the testbed's weights are inside the package."
     place = where or (entry.where if isinstance(entry, Entry) else None)
-    place = str(Path(place).expanduser()) if place and place.startswith("~") else place
+    place = from_home(place, "reward") if place else place
     if place is None or not place.startswith(TESTBED):
         return place
     return str(files("branchgrpo") / place)
@@ -181,8 +183,8 @@ def split_name(name: str) -> Named:
         if colon and (not where or isinstance(entry, Entry) and entry.where is None):
             raise ValueError(f"reward: {shown(name)} names the place {where!r}, and {key!r} can have none such")
         return Named(entry, place_of(entry, where))
-    if is_there(Path(name, "config.json")):
-        return Named(REWARDS.get("clip"), name)
+    if is_there(Path(from_home(name, "reward"), "config.json")):
+        return Named(REWARDS.get("clip"), from_home(name, "reward"))
     if is_own_name(name):
         return Named(import_own(name), None)
     if name.removesuffix(":").endswith(".py"):

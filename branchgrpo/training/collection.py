@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..noise import Noise, preview_stream
+from ..own_calls import call_own
 from ..plan import RolloutPlan
 from ..planning import plan_of, process_of, sibling_s
 from ..prompts import PromptSet
@@ -133,7 +134,7 @@ def seen_by(s: Settings, rule: str, rewards_of: RolloutRewards, prompts: int) ->
     "Return what a selection rule sees of the images that were scored last; None if it looks at none."
     if not looks_at_images(rule):
         return None
-    features = FEATURES.get(s.features)(rewards_of.images).float().cpu()
+    features = call_own(FEATURES.get(s.features), f"features: {s.features!r}", rewards_of.images).float().cpu()
     return Seen(features.unflatten(0, (prompts, -1)), s.diversity)
 
 

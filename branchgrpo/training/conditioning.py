@@ -171,7 +171,7 @@ def make_conditioner(s: Settings, policy: Any, device) -> Conditioner:
     name = of_all(fingerprint(policy.pipeline, declared(type(policy), "encoded_by")))[0]  # of the first process
     model = f"{name} {getattr(policy, 'text_length', None)}"
     negative = getattr(policy, "negative_prompt", None)
-    store = EmbeddingCache(s.embeddings, model, encode, content=policy.content, negative=negative)
+    store = EmbeddingCache(Path(s.embeddings).absolute(), model, encode, content=policy.content, negative=negative)
     return Conditioner(policy, device, store)
 
 # %% ../../nbs/training/04_conditioning.ipynb #fe9d9827

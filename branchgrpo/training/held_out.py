@@ -102,7 +102,7 @@ def draw_block(e: HeldOutEvaluator, policy, block: Block, prompts: list[str]) ->
     with together(e.processes):
         images, waiting = decode_and_score(policy, latents, e.scorers, kept, size, e.watch_alone)
         if e.prompts.check and block.kept:
-            waiting["check"] = [attempt(e.prompts.check, with_rows(images, ~finite_rows(images), 0.0), kept)]
+            waiting["check"] = [attempt(e.prompts.checks, with_rows(images, ~finite_rows(images), 0.0), kept)]
     images = images.cpu()
     return images, waiting | {"lost": ~finite_rows(images)}
 

@@ -34,6 +34,7 @@ from branchgrpo.files import (
     append_jsonl,
     check_output,
     check_path,
+    from_home,
     is_temporary,
     naming,
     read_jsonl,
@@ -42,6 +43,7 @@ from branchgrpo.files import (
 )
 from ..registry import first_of, reason, shown
 from ..own import same_as_recorded, short_digest
+from .origins import check_same_origins, origins_of
 from ..settings import RETIRED
 
 # %% ../../nbs/training/09_runs.ipynb #9d7ae096
@@ -57,9 +59,12 @@ def with_nan(row: dict) -> dict:
 # %% ../../nbs/training/09_runs.ipynb #d21a0f83
 @dataclass
 class Run:
-    "A run's folder."
+    """A run's folder, by its name: `Run("runs/demo")`."""
 
     path: Path
+
+    def __post_init__(self):
+        self.path = Path(from_home(self.path, "run"))
 
     @property
     def info(self) -> dict:
@@ -303,10 +308,11 @@ def open_run(
     check_folder(path)
     if not holds_nothing(run):
         check_same_run(path, settings)
+        check_same_origins(run.info, settings, run.path)
         if prompts is not None:
             check_same_prompts(run.info, prompts)
         return run
-    table = {"settings": settings, "state": "started", **environment()}
+    table = {"settings": settings, "state": "started", **environment(), "origins": origins_of(settings, run.path)}
     table |= {} if prompts is None else {"prompts": prompt_facts(prompts)}
     table |= {} if base is None else {"base": base}
     write_text(run.path / "run.json", json.dumps(table, indent=1))

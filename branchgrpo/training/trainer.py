@@ -11,6 +11,7 @@ __all__ = ['SHOWN', 'LOG_EVERY', 'KEPT', 'COUNTED', 'train_iteration', 'masked_s
 # %% ../../nbs/training/14_trainer.ipynb #add17653
 import builtins
 import contextlib
+import dataclasses
 import math
 import multiprocessing
 import sys
@@ -26,6 +27,8 @@ from tqdm import tqdm
 from ..credit import flat_groups
 from ..files import refusals_in_words
 from ..fusion import effective_sample_size
+from ..own import is_ours
+from ..own_calls import NUMBERS, as_before, copied
 from ..planning import process_of
 from ..prompts import load_prompts
 from ..rewards.contract import tell_frame_rate
@@ -137,9 +140,14 @@ class Callback:
 
 # %% ../../nbs/training/14_trainer.ipynb #b8ca25b6
 def notify(t: Any, event: str, *what: Any) -> None:
-    "Call one method of all callbacks."
+    "Call one method of all callbacks; one of yours gets copies, and what it changes of numbers is put back."
     for callback in t.callbacks:
-        getattr(callback, event)(t, *what)
+        method = getattr(callback, event)
+        if is_ours(callback):
+            method(t, *what)
+            continue
+        with as_before(f"callbacks: {type(callback).__name__}.{event}", NUMBERS):
+            method(t, *copied(what))
 
 # %% ../../nbs/training/14_trainer.ipynb #8fb10ff1
 SHOWN = ("reward", "reward_std", "ratio", "clip_fraction", "grad_norm", "denoiser_calls", "seconds")
@@ -217,6 +225,8 @@ class Trainer:
         self.settings = s = resolve(config, policy, reward, prompts)
         self.base = fit_of(config, policy)  # what the model changes of the published recipe
         check_folder(s.output)
+        place = str(Path(s.output).absolute())  # code of yours may go to another folder
+        self.settings = s = dataclasses.replace(s, output=place)
         self.prompts = prompts_of_run(s.output, load_prompts(s.prompts if prompts is None else prompts))
         self.accelerator = make_accelerator(s)
         self.policy, self.scorer, self.held_out = open_models(s, self.accelerator, policy, reward)

@@ -19,7 +19,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..files import check_file, write_text
+from ..files import check_file, from_home, write_text
 from ..settings import bounded, options
 from branchgrpo.viewing.run import (
     COUNTERS,
@@ -34,7 +34,7 @@ from branchgrpo.viewing.run import (
     sample_rows,
     series,
 )
-from .trees import draw_kept_tree
+from .trees import draw_kept_tree, pyplot
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,7 +50,7 @@ PICTURE_STYLE |= {"font.size": 8, "svg.fonttype": "none"}
 # %% ../../nbs/viewing/03_page.ipynb #0f3fa7af
 def picture(fig: "Figure", about: str) -> str:
     "Return a figure as an image of a page, and close it."
-    import matplotlib.pyplot as plt  # heavy, and the help needs none
+    plt = pyplot()  # heavy, and the help needs none
 
     file = BytesIO()
     fig.savefig(file, format="svg", transparent=True)
@@ -64,8 +64,7 @@ Line = tuple[str, list[tuple[float, float]]]  # colour, points
 
 def curves(title: str, lines: list[Line]) -> str:
     "Return curves on common axes."
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     fig, ax = plt.subplots(figsize=(3.4, 1.8))
     for colour, points in lines:
         ax.plot(*zip(*points), color=colour, lw=1.2, marker="." if len(points) < 15 else None)
@@ -188,8 +187,7 @@ def trees_part(records: list[Record]) -> str:
 # %% ../../nbs/viewing/03_page.ipynb #32cd6281
 def page(records: list[Record], refresh: float | None = None) -> str:
     "Return the page of some runs; with `refresh` a browser loads it again after so many seconds."
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     first, others = metric_names(records)
     title = escape(", ".join(r.name for r in records))
     again = f'<meta http-equiv="refresh" content="{refresh:g}">' if refresh else ""
@@ -268,7 +266,7 @@ def view_run(*runs: str | Path, live: bool = False, interval: float = 10.0, heig
     "Show runs in a cell; with `live` the cell follows their training until it ends, or until it is interrupted."
     from IPython.display import HTML, display
 
-    o = ViewOptions(tuple(str(folder) for folder in runs), live=live, interval=interval)
+    o = ViewOptions(tuple(from_home(folder, "runs") for folder in runs), live=live, interval=interval)
     if not live:
         return HTML(in_frame(page(read_records(o.runs)), height, "Runs"))
     handle = display(display_id=True)
