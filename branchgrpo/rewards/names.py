@@ -19,8 +19,17 @@ import torch
 
 from ..files import is_there, refusal
 from ..registry import Registry, import_target, reason, shown, unknown_name_error
-from .contract import Checked, Reward, RewardSum, binds, known_signature
-from ..own import import_own, is_ours, is_own_name, joint_digest, object_digest, object_name
+from .contract import Checked, Reward, RewardSum
+from branchgrpo.own import (
+    binds,
+    import_own,
+    is_ours,
+    is_own_name,
+    joint_digest,
+    known_signature,
+    object_digest,
+    object_name,
+)
 
 # %% ../../nbs/rewards/02_names.ipynb #5c6e6223
 class Entry(NamedTuple):
