@@ -56,13 +56,14 @@ def copied(value: Any) -> Any:
 class CheckedRule:
     "Call a function of yours with copies of its tensors, and check what it returns; its marks are the function's."
 
-    def __init__(self, function: Callable, label: str, check: Callable[..., Any]):
+    def __init__(self, function: Callable, label: str, check: Callable[..., Any], once: Callable | None = None):
         self.function = function
         self.label = label
         self.check = check
+        self.once = once  # a check of the first call alone: (result, label)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("function", "label", "check") or name.startswith("__"):  # of an empty copy, while it is filled
+        if name == "function" or name.startswith("__"):  # of an empty copy, while it is filled
             raise AttributeError(name)
         return getattr(self.function, name)
 
@@ -74,10 +75,16 @@ class CheckedRule:
             raise
         except Exception as error:
             raise failed_call_error(self.label, error) from error
-        return self.check(found, self.label, *values)
+        found = self.check(found, self.label, *values)
+        if self.once is not None:
+            self.once(found, self.label)
+            self.once = None
+        return found
 
 # %% ../nbs/basics/06_contracts.ipynb #2ada0ce0
-def rule_of(entry: Any, label: str, names: Sequence[str], check: Callable[..., Any]) -> Any:
+def rule_of(
+    entry: Any, label: str, names: Sequence[str], check: Callable[..., Any], once: Callable | None = None
+) -> Any:
     """Return a function as it is used: one of this package as it is, one of yours with its contract.
 
     Raises `ValueError` if it cannot be called with the values `names`."""
@@ -85,7 +92,7 @@ def rule_of(entry: Any, label: str, names: Sequence[str], check: Callable[..., A
     if is_ours(inner):
         return entry
     check_takes(entry, label, names)
-    return CheckedRule(entry, label, check)
+    return CheckedRule(entry, label, check, once)
 
 # %% ../nbs/basics/06_contracts.ipynb #59e76757
 def as_numbers(found: Any, label: str, wanted: str = "numbers") -> Tensor:

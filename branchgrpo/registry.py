@@ -50,7 +50,7 @@ def reason(error: BaseException | str, most: int = 140) -> str:
 # %% ../nbs/basics/00_registry.ipynb #98319f44
 def first_of(names: Iterable[str], most: int = 8) -> str:
     "Return names as a list in words: the first `most`, and how many more there are."
-    names = list(names)
+    names = [str(name) for name in names]
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
