@@ -2952,6 +2952,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'branchgrpo/training/runs.py'),
                                           'branchgrpo.training.runs.StopSignal.stop_requested': ( 'training/runs.html#stopsignal.stop_requested',
                                                                                                   'branchgrpo/training/runs.py'),
+                                          'branchgrpo.training.runs.changed_code': ( 'training/runs.html#changed_code',
+                                                                                     'branchgrpo/training/runs.py'),
                                           'branchgrpo.training.runs.check_folder': ( 'training/runs.html#check_folder',
                                                                                      'branchgrpo/training/runs.py'),
                                           'branchgrpo.training.runs.check_same_prompts': ( 'training/runs.html#check_same_prompts',

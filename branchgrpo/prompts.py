@@ -368,9 +368,8 @@ def load_named(name: str) -> PromptSet:
     if Path(name).suffix in (".txt", ".jsonl"):
         raise ValueError(f"prompts: {shown(name)} is not there: there is no such file")
     known = unknown_name_error("prompts", name, [*PROMPT_SETS.names(), *PAPER_SETS])
-    raise ValueError(
-        f"{known} (also allowed: a .txt or .jsonl file, a folder, a hub name owner/data, or your own: my_prompts.py:name)"
-    )
+    others = "a .txt or .jsonl file, a folder, a hub name owner/data, or your own: my_prompts.py:name"
+    raise ValueError(f"{known} (also allowed: {others})")
 
 # %% ../nbs/basics/05_prompts.ipynb #7ec058ce
 def load_prompts(prompts: str | Path | PromptSet | Sequence[str]) -> PromptSet:
