@@ -23,7 +23,18 @@ from statistics import fmean, stdev
 from typing import Any
 
 from . import __version__
-from .commands import bench, check_hps, doctor, draw, score, show_recipes, show_rewards, show_runs
+from branchgrpo.commands import (
+    bench,
+    check_hps,
+    doctor,
+    draw,
+    score,
+    show_models,
+    show_prompts,
+    show_recipes,
+    show_rewards,
+    show_runs,
+)
 from .files import REFUSED, Refused, plain_line, refusals_in_words, yaml_of
 from .options import AGAIN, CONTINUING, CompletionOptions, parse, parser_of, show_first, whole_parser
 from .registry import check_one_of, import_target
@@ -189,6 +200,8 @@ COMMANDS = {
     "bench": Command(bench, ("branchgrpo.commands:BenchOptions",)),
     "recipes": Command(show_recipes, ("branchgrpo.commands:RecipeOptions",)),
     "rewards": Command(show_rewards, ("branchgrpo.commands:RewardOptions",)),
+    "models": Command(show_models, ("branchgrpo.commands:ModelOptions",)),
+    "prompts": Command(show_prompts, ("branchgrpo.commands:PromptOptions",)),
     "reproduce": Command(
         reproduce, ("branchgrpo.reproduction.command:PageOptions", "branchgrpo.reproduction.command:SlurmOptions")
     ),
