@@ -108,7 +108,9 @@ class RewardOptions:
 class ModelOptions:
     "Which model"
 
-    backbone: str | None = field(default=None, metadata={"positional": "?"})  # a name, a folder or a hub name; none: all
+    backbone: str | None = field(
+        default=None, metadata={"positional": "?"}
+    )  # a name, a folder or a hub name; none: list
     json: bool = False  # print JSON, for scripts
 
 
@@ -116,7 +118,9 @@ class ModelOptions:
 class PromptOptions:
     "Which prompts"
 
-    prompts: str | None = field(default=None, metadata={"positional": "?"})  # a name, a file or your own; none: the list
+    prompts: str | None = field(
+        default=None, metadata={"positional": "?"}
+    )  # a name or a file; none: the list
     json: bool = False  # print JSON, for scripts
 
 # %% ../nbs/cli/01_commands.ipynb #7ee9d20a

@@ -350,7 +350,8 @@ def is_data_set_name(name: str) -> bool:
 # %% ../nbs/basics/05_prompts.ipynb #363e14a1
 def set_of(entry: Any) -> PromptSet:
     "Return the prompts that an entry of the table holds or makes."
-    return load_prompts(entry() if callable(entry) else entry)
+    found = entry() if callable(entry) else entry
+    return load_prompts(found) if isinstance(found, (str, Path, list, tuple)) else found
 
 
 def load_named(name: str) -> PromptSet:

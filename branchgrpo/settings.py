@@ -270,7 +270,7 @@ class SelectionSettings:
     group_keep: int = from_recipe(0, off=0)  # how many leaves count
     diversity: float = from_recipe(0, 1, off=0.0)  # of selection diverse: weight of looks against rewards, 0 (ovf) to 1
     features: str = from_recipe(off="pixels")  # what images are compared by: pixels (8 × 8 means), my_file.py:f
-    prune: str = from_recipe(off="none")  # edges that are trained: none, parent-top1, extreme, depth-window, my_file.py:f
+    prune: str = from_recipe(off="none")  # trained edges: none, parent-top1, extreme, depth-window, my_file.py:f
     prune_keep: int = from_recipe(1, off=4)  # b of extreme: best and worst leaves kept
     train_fraction: float = from_recipe(above=0, most=1, off=1.0)  # share of trained steps, drawn per trajectory
 

@@ -11,7 +11,7 @@ from branchgrpo import GaussianFlow, TrainConfig, Trainer, load_prompts
 from branchgrpo.own import import_own
 from branchgrpo.training.resolve import CODED, resolve
 
-RULES = '''
+RULES = """
 import torch
 
 from branchgrpo import fuse_rewards
@@ -103,7 +103,7 @@ sampler = Sampler(step, dance_noise, per_root_h=True)
 
 def two():
     return ["a red 3", "two blue 5s"]
-'''
+"""
 SMALL = {"steps": 5, "splits": (0, 1), "iterations": 2, "prompts_per_iteration": 2, "evaluate_every": 0}
 TREE = {
     "advantage": "advantage",
