@@ -37,7 +37,7 @@ from branchgrpo.commands import (
 )
 from .files import REFUSED, Refused, plain_line, refusals_in_words, yaml_of
 from .options import AGAIN, CONTINUING, CompletionOptions, parse, parser_of, show_first, whole_parser
-from .registry import check_one_of, import_target
+from .registry import check_one_of, count_of, import_target
 from .reproduction.command import reproduce
 from .settings import options
 from .training.runs import Preempted, REQUEUE, Run
@@ -95,13 +95,13 @@ def change_line(run: Run) -> str:
     if len(changes) < 2:
         return line
     error = stdev(changes) / math.sqrt(len(changes))
-    return f"{line}, a change of {fmean(changes):+.4f} ± {error:.4f} (standard error over {len(changes)} prompts)"
+    return f"{line}, a change of {fmean(changes):+.4f} ± {error:.4f} (standard error over {count_of(len(changes), 'prompt')})"
 
 
 def last_words(run: Run, prompt: str, prompts: str) -> list[str]:
     "Return what a training ends with: how the held-out reward changed, where the images are, and what to do next."
     last = run.metrics[-1]
-    lines = [change_line(run), f"{last['iteration']} iterations in {last['seconds']:.0f} s of training"]
+    lines = [change_line(run), f"{count_of(last['iteration'], 'iteration')} in {last['seconds']:.0f} s of training"]
     pictures = sorted((run.path / "samples").glob("*.png"))
     lines += [f"images: {pictures[0]} (before) to {pictures[-1].name}"] if pictures else []
     lines += ["next:", f"  branchgrpo view {run.path}"]

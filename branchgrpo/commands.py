@@ -118,9 +118,7 @@ class ModelOptions:
 class PromptOptions:
     "Which prompts"
 
-    prompts: str | None = field(
-        default=None, metadata={"positional": "?"}
-    )  # a name or a file; none: the list
+    prompts: str | None = field(default=None, metadata={"positional": "?"})  # a name or a file; none: the list
     json: bool = False  # print JSON, for scripts
 
 # %% ../nbs/cli/01_commands.ipynb #7ee9d20a
@@ -185,7 +183,7 @@ def print_summary(summary: dict[str, Any]) -> None:
             interval = "no image could be scored"
             if v["mean"] is not None:
                 interval = f"{v['mean']:9.4f}  [{v['low']:.4f}, {v['high']:.4f}]"
-            print(f"{kind:8} {name:18}{interval}  {v['prompts']} prompts, {v['unscored']} unscored")
+            print(f"{kind:8} {name:18}{interval}  {count_of(v['prompts'], 'prompt')}, {v['unscored']} unscored")
 
 # %% ../nbs/cli/01_commands.ipynb #8b8799fb
 def draw(given: dict[str, Any]) -> int:
@@ -510,7 +508,7 @@ def bench(given: dict[str, Any]) -> int:
     record = measure_speed(config, o.recipes, list(o.factors), o.minutes)
     for title, rows in record["tables"].items():
         print(table_text(title, rows), end="\n\n")
-    print(f"{record['backbone']}, {record['prompts']} prompts, {record['device']}")
+    print(f"{record['backbone']}, {count_of(record['prompts'], 'prompt')}, {record['device']}")
     if o.output is not None:
         write_text(o.output, json.dumps(record, indent=1, ensure_ascii=False))
         print(f"numbers: {o.output}")

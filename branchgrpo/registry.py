@@ -49,8 +49,8 @@ def reason(error: BaseException | str, most: int = 140) -> str:
 
 # %% ../nbs/basics/00_registry.ipynb #98319f44
 def count_of(n: int, thing: str, plural: str | None = None) -> str:
-    "Return how many things there are: 1 image, 2 images, 3,000 processes."
-    return f"{n:,} {thing if n == 1 else plural or f'{thing}s'}"
+    "Return how many things there are, in words: 1 image, 2 images; 2 leaves, whose `plural` is given."
+    return f"{n} {thing if n == 1 else plural or f'{thing}s'}"
 
 
 def first_of(names: Iterable[str], most: int = 8) -> str:

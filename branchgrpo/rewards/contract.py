@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..credit import ROUNDING
 from ..own import binds, known_signature
+from ..registry import count_of
 
 # %% ../../nbs/rewards/00_contract.ipynb #5330f428
 class Reward(Protocol):
@@ -42,7 +43,7 @@ def as_scores(scores: Any, name: str, count: int, device: torch.device | str = "
     if values.is_complex():
         raise ValueError(f"reward: {name!r} returned complex numbers, not {count} real ones")
     if values.ndim == 1 and len(values) != count:
-        raise ValueError(f"reward: {name!r} returned {len(values)} scores for {count} images")
+        raise ValueError(f"reward: {name!r} returned {count_of(len(values), 'score')} for {count_of(count, 'image')}")
     if values.ndim != 1:
         raise ValueError(f"reward: {name!r} returned scores of shape {tuple(values.shape)}, not ({count},)")
     return values.float().to(device)
@@ -57,7 +58,7 @@ def takes_metadata(reward: Callable) -> bool:
 def check_prompt_count(images: Tensor, prompts: list[str]) -> None:
     "Raise `ValueError` if there is not one prompt per image."
     if len(images) != len(prompts):
-        raise ValueError(f"prompts: {len(prompts)} for {len(images)} images")
+        raise ValueError(f"prompts: {len(prompts)} for {count_of(len(images), 'image')}")
 
 # %% ../../nbs/rewards/00_contract.ipynb #26d0b17a
 class Checked:
@@ -143,7 +144,7 @@ def within_memory(name: str, count: int) -> Iterator[None]:
         advice = f"set decode_batch below {count}" if count > 1 else "set offload, or serve the reward elsewhere"
         reason = " ".join(str(error).split())[:120]
         raise torch.OutOfMemoryError(
-            f"reward: {name!r} runs out of memory on {count} images; {advice} ({reason})"
+            f"reward: {name!r} runs out of memory on {count_of(count, 'image')}; {advice} ({reason})"
         ) from None
 
 # %% ../../nbs/rewards/00_contract.ipynb #0260fd7b
