@@ -95,7 +95,8 @@ def change_line(run: Run) -> str:
     if len(changes) < 2:
         return line
     error = stdev(changes) / math.sqrt(len(changes))
-    return f"{line}, a change of {fmean(changes):+.4f} ± {error:.4f} (standard error over {count_of(len(changes), 'prompt')})"
+    over = f"standard error over {count_of(len(changes), 'prompt')}"
+    return f"{line}, a change of {fmean(changes):+.4f} ± {error:.4f} ({over})"
 
 
 def last_words(run: Run, prompt: str, prompts: str) -> list[str]:

@@ -297,11 +297,12 @@ def levels_of(s: Settings) -> str:
 
 def plan_lines(s: Settings, leaves: int, calls: int, trained_calls: int) -> list[str]:
     "Return what a run does, whatever its model."
+    counts = count_of(leaves, "leaf", "leaves"), count_of(calls, "call"), count_of(trained_calls, "trained call")
     return [
         f"recipe        {s.recipe} on {s.backbone}, {s.height}×{s.width} pixels",
         f"noise levels  {levels_of(s)}; guidance {s.guidance_scale:g}",
         f"run           {count_of(s.iterations, 'iteration')} of {count_of(s.prompts_per_iteration, 'prompt')}",
-        f"one prompt    {count_of(leaves, 'leaf', 'leaves')}, {count_of(calls, 'call')}, {count_of(trained_calls, 'trained call')}",
+        f"one prompt    {', '.join(counts)}",
     ]
 
 
