@@ -53,7 +53,7 @@ def count_of(n: int, thing: str, plural: str | None = None) -> str:
     return f"{n} {thing if n == 1 else plural or f'{thing}s'}"
 
 
-def first_of(names: Iterable[str], most: int = 8) -> str:
+def first_of(names: Iterable[Any], most: int = 8) -> str:
     "Return names as a list in words: the first `most`, and how many more there are."
     names = [str(name) for name in names]
     more = f" and {len(names) - most} more" if len(names) > most else ""

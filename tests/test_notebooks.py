@@ -137,7 +137,7 @@ def test_every_notebook_names_its_kernel():
     assert {path for path, kernel in kernels.items() if kernel != "python3"} == set()
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=name)
+@pytest.mark.parametrize("path", LESSONS, ids=name)
 def test_nbdev_reads_nothing_but_title_and_sentence_from_the_first_text(path):
     "It takes a bullet with a colon, `- like: this`, for a setting of the page, and warns; `* like: this` is a bullet."
     first = next(cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "markdown")

@@ -135,7 +135,8 @@ def run_line(config: TrainConfig, job: Job, runs: dict[str, Asked], gpus: int, t
         text = "cost unknown: the backbone's configuration is not here"
     else:
         text = f"{memory_text(config, gpus, cost)}  {time_text(run.gpu_hours, gpus)}"
-    return f"      {key:60} {changes(config):44} {count_of(config.iterations, 'iteration'):>15}, {count_of(steps, 'AdamW step'):>17}  {text}"
+    counts = f"{count_of(config.iterations, 'iteration'):>15}, {count_of(steps, 'AdamW step'):>17}"
+    return f"      {key:60} {changes(config):44} {counts}  {text}"
 
 # %% ../../nbs/reproduction/07_budget.ipynb #d16263ac
 def page_line(job: Job, configs: list[TrainConfig]) -> str:
@@ -167,7 +168,8 @@ def limit_lines(runs: dict[str, Asked], limit: int) -> list[str]:
             times = f"{fewest} to {most}" if fewest < most else most
             lines.append(f"      {key:60} {low:.0f} to {high:.0f} hours, queued again {times} times")
     what = "they save a checkpoint, go back into the queue and go on"
-    head = f"time limit: {len(lines)} of {count_of(len(runs), 'run')} may reach {limit} hours (--hours) under Slurm; {what}"
+    some = f"{len(lines)} of {count_of(len(runs), 'run')}"
+    head = f"time limit: {some} may reach {limit} hours (--hours) under Slurm; {what}"
     return [head, *lines] if lines else []
 
 # %% ../../nbs/reproduction/07_budget.ipynb #ea7af73b

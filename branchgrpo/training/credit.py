@@ -234,9 +234,8 @@ def deal(
 def checked_parts(found: Any, label: str, tree: Tree, edge_mask: list[Tensor], parts: int, noise: Any) -> list[Tensor]:
     "Return the parts that a unit of yours returned. Raise `ValueError` if they are none."
     depths = checked_depths(found, label, tree, "whole numbers", shared=True)
-    for depth, (values, mask) in enumerate(zip(depths, edge_mask)):
-        used = values[mask.to(values.device)]
-        if len(used) and (used.min() < 0 or used.max() >= parts):
+    for depth, values in enumerate(depths):
+        if values.min() < 0 or values.max() >= parts:
             raise ValueError(f"{label} returned parts at depth {depth} that are not all within 0…{parts - 1}")
     return depths
 

@@ -407,11 +407,11 @@ def digests(config: TrainConfig, reward=None, prompts=None) -> dict[str, str]:
     if prompts is not None and not isinstance(prompts, str):
         texts = json.dumps([list(getattr(prompts, "train", prompts)), list(getattr(prompts, "test", ()))])
         own["prompts"] = short_digest(texts)
-    parts = {"held_out": [source_digest(name) for name in listed(config.held_out)]}
+    parts: dict[str, list[str | None]] = {"held_out": [source_digest(name) for name in listed(config.held_out)]}
     if is_own_name(config.backbone):
         parts["backbone"] = [object_digest(import_own(config.backbone, "backbone"))]
     for setting, table in CODED.items():
-        parts[setting] = code_digests(table, getattr(config, setting))
+        parts[setting] = [*code_digests(table, getattr(config, setting))]
     for setting, found in parts.items():
         own[setting] = joint_digest([code for code in found if code])
     return {name: digest for name, digest in own.items() if digest}
