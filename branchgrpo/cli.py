@@ -23,10 +23,21 @@ from statistics import fmean, stdev
 from typing import Any
 
 from . import __version__
-from .commands import bench, check_hps, doctor, draw, score, show_recipes, show_rewards, show_runs
+from branchgrpo.commands import (
+    bench,
+    check_hps,
+    doctor,
+    draw,
+    score,
+    show_models,
+    show_prompts,
+    show_recipes,
+    show_rewards,
+    show_runs,
+)
 from .files import REFUSED, Refused, from_here, plain_line, refusals_in_words, yaml_of
 from .options import AGAIN, CONTINUING, CompletionOptions, parse, parser_of, show_first, whole_parser
-from .registry import check_one_of, import_target
+from .registry import check_one_of, count_of, import_target
 from .reproduction.command import reproduce
 from .settings import options
 from .training.runs import Preempted, REQUEUE, Run
@@ -84,13 +95,14 @@ def change_line(run: Run) -> str:
     if len(changes) < 2:
         return line
     error = stdev(changes) / math.sqrt(len(changes))
-    return f"{line}, a change of {fmean(changes):+.4f} ± {error:.4f} (standard error over {len(changes)} prompts)"
+    over = f"standard error over {count_of(len(changes), 'prompt')}"
+    return f"{line}, a change of {fmean(changes):+.4f} ± {error:.4f} ({over})"
 
 
 def last_words(run: Run, prompt: str, prompts: str) -> list[str]:
     "Return what a training ends with: how the held-out reward changed, where the images are, and what to do next."
     last = run.metrics[-1]
-    lines = [change_line(run), f"{last['iteration']} iterations in {last['seconds']:.0f} s of training"]
+    lines = [change_line(run), f"{count_of(last['iteration'], 'iteration')} in {last['seconds']:.0f} s of training"]
     pictures, place = sorted((run.path / "samples").glob("*.png")), shlex.quote(from_here(run.path))
     lines += [f"images: {from_here(pictures[0])} (before) to {pictures[-1].name}"] if pictures else []
     lines += ["next:", f"  branchgrpo view {place}"]
@@ -195,6 +207,8 @@ COMMANDS = {
     "bench": Command(bench, ("branchgrpo.commands:BenchOptions",)),
     "recipes": Command(show_recipes, ("branchgrpo.commands:RecipeOptions",)),
     "rewards": Command(show_rewards, ("branchgrpo.commands:RewardOptions",)),
+    "models": Command(show_models, ("branchgrpo.commands:ModelOptions",)),
+    "prompts": Command(show_prompts, ("branchgrpo.commands:PromptOptions",)),
     "reproduce": Command(
         reproduce, ("branchgrpo.reproduction.command:PageOptions", "branchgrpo.reproduction.command:SlurmOptions")
     ),

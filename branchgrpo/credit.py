@@ -4,18 +4,21 @@
 
 # %% auto #0
 __all__ = ['ROUNDING', 'STDS', 'ADVANTAGES', 'REWARD_SUMS', 'flat_groups', 'centre', 'own_process', 'own_std', 'pooled_std',
-           'global_std', 'no_std', 'depthwise_advantages', 'CreditOptions', 'clips_itself', 'needs_previews',
-           'estimate_advantages', 'depthwise', 'over_depths', 'joint', 'within_families', 'siblings', 'others_mean',
-           'leave_one_out', 'normalised_leaves', 'leaf_backup', 'broadcast', 'over_all', 'decoupled_advantages']
+           'global_std', 'no_std', 'depthwise_advantages', 'checked_advantages', 'advantage_contract', 'CreditOptions',
+           'clips_itself', 'needs_previews', 'estimate_advantages', 'depthwise', 'over_depths', 'joint',
+           'within_families', 'siblings', 'others_mean', 'leave_one_out', 'normalised_leaves', 'leaf_backup',
+           'broadcast', 'over_all', 'decoupled_advantages']
 
 # %% ../nbs/09_credit.ipynb #f77eb19b
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .contracts import check_finite, checked_depths, rule_of
 from .fusion import fuse_rewards
 from .own_calls import call_own
 from .registry import Registry, check_one_of
@@ -104,6 +107,19 @@ def depthwise_advantages(
         advantages.append(advantage if clip is None else advantage.clamp(-clip, clip))
     return advantages
 
+# %% ../nbs/09_credit.ipynb #35a14f00
+def checked_advantages(found: Any, label: str, tree: Tree, leaf_rewards: Tensor, options: Any) -> list[Tensor]:
+    "Return what an estimator of yours returned, `(P, W_d)` per depth. Raise `ValueError` if it is something else."
+    advantages = checked_depths(found, label, tree)
+    for depth, values in enumerate(advantages):
+        check_finite(values, label, f" at depth {depth}", unknown=True)
+    return advantages
+
+
+def advantage_contract(entry: Any, label: str) -> Any:
+    "Return an estimator as it is used. Raise `ValueError` if it is no function of a tree, leaf rewards and options."
+    return rule_of(entry, label, ("tree", "leaf_rewards", "options"), checked_advantages)
+
 # %% ../nbs/09_credit.ipynb #b61f49a5
 @dataclass(frozen=True, eq=False)
 class CreditOptions:
@@ -120,7 +136,7 @@ class CreditOptions:
     previews: dict[int, Tensor] | None = None  # {depth: (P, W_d, m)} scores of its m completions; NaN where none
 
 
-ADVANTAGES = Registry("advantage", "advantages")
+ADVANTAGES = Registry("advantage", "advantages", contract=advantage_contract)
 
 # %% ../nbs/09_credit.ipynb #f0f8f39a
 def clips_itself(estimator: Callable) -> Callable:

@@ -7,8 +7,8 @@ __all__ = ['PROMPT_FIELDS', 'ENDINGS', 'FORMATS', 'PART_NAMES', 'METADATA', 'COL
            'PROMPT_SETS', 'Prompt', 'rows_of', 'plain_prompts', 'PromptSet', 'read_lines', 'prompt_key', 'prompt_of',
            'table_once', 'read_row', 'read_rows', 'read_frame', 'frames_beside', 'from_rows', 'from_texts', 'part_file',
            'from_path', 'check_csv', 'csv_files', 'why_unreadable', 'prepared', 'read_dataset', 'dataset_rows',
-           'prompt_column', 'from_hub', 'PaperSet', 'paper_set', 'is_dataset_folder', 'is_data_set_name', 'load_named',
-           'load_prompts', 'remarks']
+           'prompt_column', 'from_hub', 'PaperSet', 'paper_set', 'prompts_contract', 'checked_prompts',
+           'is_dataset_folder', 'is_data_set_name', 'set_of', 'load_named', 'load_prompts', 'remarks']
 
 # %% ../nbs/basics/05_prompts.ipynb #34fd6731
 import csv
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .contracts import rule_of
 from .files import bare, from_home, is_there
 from .own_calls import call_own
 from .registry import Registry, reason, shown, unknown_name_error
@@ -443,6 +444,20 @@ def paper_set(name: str) -> PromptSet:
     )
 
 # %% ../nbs/basics/05_prompts.ipynb #064b08a8
+def prompts_contract(entry: Any, label: str) -> Any:
+    "Return an entry as it is used. Raise `ValueError` if it holds no prompts and makes none."
+    if isinstance(entry, (PromptSet, str, Path, list, tuple)):
+        return entry
+    return rule_of(entry, label, (), checked_prompts)
+
+
+def checked_prompts(found: Any, label: str) -> Any:
+    "Return the prompts that a function of yours returned. Raise `ValueError` if they are none."
+    if not isinstance(found, (PromptSet, list, tuple)):
+        raise ValueError(f"{label} returned {type(found).__name__}, not a PromptSet or a list of texts")
+    return found
+
+
 PROMPT_SETS = Registry(
     "prompts",
     "prompt_sets",
@@ -454,6 +469,7 @@ PROMPT_SETS = Registry(
         "digit-pairs-tuning": "branchgrpo.testbed.clips:digit_pairs_tuning",
         "clips-tuning": "branchgrpo.testbed.clips:clips_tuning",
     },
+    contract=prompts_contract,
 )
 
 # %% ../nbs/basics/05_prompts.ipynb #50f5da94
@@ -470,22 +486,30 @@ def is_data_set_name(name: str) -> bool:
     return one_slash and Path(name).suffix not in (".txt", ".jsonl") and name[:1].isalnum()
 
 # %% ../nbs/basics/05_prompts.ipynb #363e14a1
+def set_of(entry: Any) -> PromptSet:
+    "Return the prompts that an entry of the table holds or makes."
+    found = entry() if callable(entry) else entry
+    return load_prompts(found) if isinstance(found, (str, Path, list, tuple)) else found
+
+
 def load_named(name: str) -> PromptSet:
     "Return the prompt set of a name, a path or a hub name. Raises `ValueError` if it is missing, empty or unreadable."
     name = from_home(name, "prompts")
     if name in PROMPT_SETS.names():
-        entry = PROMPT_SETS.get(name)
-        return entry() if callable(entry) else load_prompts(entry)
+        return set_of(PROMPT_SETS.get(name))
     if name in PAPER_SETS:
         return paper_set(name)
     if name and is_there(name):
         return from_hub(name) if is_dataset_folder(Path(name)) else from_path(name)
+    if PROMPT_SETS.has(name):  # of your own
+        return set_of(PROMPT_SETS.get(name, again=True))
     if is_data_set_name(name):
         return from_hub(name)
     if Path(name).suffix in (".txt", ".jsonl"):
         raise ValueError(f"prompts: {shown(name)} is not there: there is no such file")
     known = unknown_name_error("prompts", name, [*PROMPT_SETS.names(), *PAPER_SETS])
-    raise ValueError(f"{known} (also allowed: a .txt or .jsonl file, a folder, or a hub name owner/data)")
+    others = "a .txt or .jsonl file, a folder, a hub name owner/data, or your own: my_prompts.py:name"
+    raise ValueError(f"{known} (also allowed: {others})")
 
 # %% ../nbs/basics/05_prompts.ipynb #7ec058ce
 def load_prompts(prompts: str | Path | PromptSet | Sequence[str]) -> PromptSet:

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['TEXTS', 'FILES', 'BASES', 'RECIPES', 'ON_DIFFUSION', 'stated_in', 'texts_in', 'read_recipe_table', 'sourced',
-           'file_name', 'from_yaml', 'packaged', 'names', 'get', 'written', 'for_diffusion', 'at_kind',
-           'method_settings', 'different_settings', 'nearest']
+           'file_name', 'from_yaml', 'packaged', 'recipe_contract', 'names', 'get', 'written', 'for_diffusion',
+           'at_kind', 'method_settings', 'different_settings', 'nearest']
 
 # %% ../nbs/basics/04_recipes.ipynb #f26b17a4
 import dataclasses
@@ -19,6 +19,7 @@ from typing import Any
 
 from . import files
 from .methods.recipe import FITS, Recipe, Sourced, neutral
+from .own import whole_name
 from .registry import Registry, check_one_of, shown
 from .settings import MethodSettings, OptimiserSettings, SizeSettings, field_types
 
@@ -62,6 +63,8 @@ def sourced(key: str, value: Any, path: Path) -> tuple[Any, str]:
         may_be_none = type(None) in typing.get_args(field_types(MethodSettings)[key])
     if value is None and not may_be_none:
         raise ValueError(f"{key}: there is no value in {str(path)!r}; leave the line out for that of the base")
+    if isinstance(value, str):
+        value = whole_name(value, path.parent)
     return value, source
 
 # %% ../nbs/basics/04_recipes.ipynb #5cfc0dde
@@ -102,7 +105,15 @@ def packaged() -> dict[str, Recipe]:
     return found
 
 
-RECIPES = Registry("recipe", "recipes", {name: recipe for name, recipe in packaged().items() if name not in BASES})
+def recipe_contract(entry: Any, label: str) -> Recipe:
+    "Return a recipe. Raise `ValueError` if the object is none."
+    if not isinstance(entry, Recipe):
+        raise ValueError(f"{label} is of type {type(entry).__name__}, not a Recipe; a YAML file makes one, too")
+    return entry
+
+
+RECIPES = Registry("recipe", "recipes", contract=recipe_contract)
+RECIPES.entries |= {name: recipe for name, recipe in packaged().items() if name not in BASES}
 
 
 def names() -> list[str]:

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['NUMBER', 'STEPS', 'READERS', 'PLACES', 'NEUTRAL', 'RETIRED', 'Bounds', 'bounded', 'from_recipe', 'not_allowed',
            'whole', 'number', 'distinct', 'steps', 'pairs', 'truth', 'shift', 'plain_text', 'several', 'without_none',
-           'read_value', 'PlanSettings', 'WindowSettings', 'ProcessSettings', 'CreditSettings', 'SelectionSettings',
-           'ObjectiveSettings', 'OptimiserSettings', 'SizeSettings', 'MethodSettings', 'field_types', 'read_settings',
-           'options', 'as_in_training', 'variable', 'without_retired']
+           'read_value', 'SeedSettings', 'PlanSettings', 'WindowSettings', 'ProcessSettings', 'CreditSettings',
+           'SelectionSettings', 'ObjectiveSettings', 'OptimiserSettings', 'SizeSettings', 'MethodSettings',
+           'field_types', 'read_settings', 'options', 'as_in_training', 'variable', 'without_retired']
 
 # %% ../nbs/basics/02_settings.ipynb #1a8bcac4
 import dataclasses
@@ -203,10 +203,16 @@ def read_value(name: str, value: Any, hint: Any, bounds: Bounds | None = None) -
 
 # %% ../nbs/basics/02_settings.ipynb #748db7f0
 @dataclass(frozen=True)
+class SeedSettings:
+    "The run"
+
+    seed: int = bounded(0, 0, 2**63 - 1)  # seed of every random draw: prompts, noise, windows
+
+
+@dataclass(frozen=True)
 class PlanSettings:
     "The tree"
 
-    seed: int = bounded(0, 0, 2**63 - 1)  # seed of every random draw: prompts, noise, windows
     steps: int = from_recipe(1, 999)  # denoising steps
     roots: int = from_recipe(1, 65_536, off=1)  # chains that begin for each prompt
     same_root: bool = from_recipe(off=False)  # all of a prompt's roots have the same initial noise
@@ -215,7 +221,7 @@ class PlanSettings:
     side: tuple[int, ...] | str = from_recipe(off=())  # steps at which branches with noise leave a chain; all; window
     adaptive: bool = from_recipe(off=False)  # place splits by the std of preview rewards (splits: how many, the latest)
     prune_at: dict[int, int] = from_recipe(off={})  # pruning steps and survivors, e.g. 5:24,7:12
-    selection: str = from_recipe(off="ovf")  # how a pruning step chooses: ovf, random, best, diverse
+    selection: str = from_recipe(off="ovf")  # how a pruning step chooses: ovf, random, best, diverse, my_file.py:f
     stochastic: str = from_recipe(off="all")  # steps that draw noise: all, window, splits+window
     noisy_last: bool = from_recipe(off=False)  # the last step draws noise and is trained, though its x̂₀ is the image
     previews: str = from_recipe(off="none")  # scored completions of a latent: none, x0, ode, ode/2, 5; joined by +
@@ -227,7 +233,7 @@ class PlanSettings:
 class WindowSettings:
     "The sliding window"
 
-    window: str = from_recipe(off="none")  # none, progressive, random, geometric
+    window: str = from_recipe(off="none")  # none, progressive, random, geometric, my_file.py:f
     window_size: int = from_recipe(off=4)  # steps inside the window
     window_start: int | None = from_recipe(off=0)  # its first step at iteration 0
     window_stop: int | None = from_recipe(off=None)  # its last place
@@ -240,7 +246,7 @@ class WindowSettings:
 class ProcessSettings:
     "The reverse process"
 
-    transition: str = from_recipe()  # dance, flow, linear, cps or ddim
+    transition: str = from_recipe()  # dance, flow, linear, cps, ddim, or your own: my_file.py:sampler
     eta: float = from_recipe(0)  # noise level η of the transition (a of Flow-GRPO)
     noise_factors: dict[int, float] = from_recipe(off={})  # of η at steps, e.g. 0:1,1:1.5; counted from a window
     merged: dict[int, int] = from_recipe(off={})  # first and number of steps taken as one, 5:2,7:3; then counted anew
@@ -255,7 +261,7 @@ class CreditSettings:
     "Credit"
 
     reward_sum: str = from_recipe(off="together")  # of rewards: together, decoupled (each normalised), decoupled+batch
-    advantage: str = from_recipe(off="depthwise")  # depthwise, joint, siblings, leave-one-out, …; of previews: gains, …
+    advantage: str = from_recipe(off="depthwise")  # depthwise, joint, siblings, …, my_file.py:f; of previews: gains, …
     beta: float = from_recipe(-(10**9), off=0.0)  # β of Eq. 3: weight of a path's log-probability in reward fusion
     beta_scale: str = from_recipe(off="mean")  # densities in Eq. 3 over D elements: mean, sum, or sqrt (mean times √D)
     weights: Literal["path", "edge"] = from_recipe(off="path")  # log-probabilities in Eq. 3: of path or edge
@@ -268,11 +274,11 @@ class CreditSettings:
 class SelectionSettings:
     "What is trained"
 
-    group_selection: str = from_recipe(off="all")  # leaves that count: all, ovf, random, best, diverse
+    group_selection: str = from_recipe(off="all")  # leaves that count: all, ovf, random, best, diverse, my_file.py:f
     group_keep: int = from_recipe(0, off=0)  # how many leaves count
     diversity: float = from_recipe(0, 1, off=0.0)  # of selection diverse: weight of looks against rewards, 0 (ovf) to 1
-    features: str = from_recipe(off="pixels")  # what images are compared by: pixels (8 × 8 means), or your own
-    prune: str = from_recipe(off="none")  # edges that are trained: none, parent-top1, extreme, depth-window
+    features: str = from_recipe(off="pixels")  # what images are compared by: pixels (8 × 8 means), my_file.py:f
+    prune: str = from_recipe(off="none")  # trained edges: none, parent-top1, extreme, depth-window, my_file.py:f
     prune_keep: int = from_recipe(1, off=4)  # b of extreme: best and worst leaves kept
     train_fraction: float = from_recipe(above=0, most=1, off=1.0)  # share of trained steps, drawn per trajectory
 
@@ -281,13 +287,13 @@ class SelectionSettings:
 class ObjectiveSettings:
     "The objective"
 
-    ratio: str = from_recipe(off="ppo")  # ppo, guard, unscaled, unscaled-kl
-    loss: str = from_recipe(off="clip")  # bound of an update: clip (of ratios), or kl-mask (no edges beyond kl_limit)
+    ratio: str = from_recipe(off="ppo")  # ppo, guard, unscaled, unscaled-kl, my_file.py:f
+    loss: str = from_recipe(off="clip")  # clip (of ratios), kl-mask (no edges beyond kl_limit), my_file.py:f
     clip_range: float = from_recipe(above=0)  # ε of Eq. 5
     kl_limit: float = from_recipe(0, inf, off=inf)  # of kl-mask: KL to the rollout's policy, per element; inf: none
     kl: float = from_recipe(0, off=0.0)  # weight of the KL to the model before training; 0: no reference
     kl_share: float = from_recipe(above=0, most=1, off=1.0)  # leaves with the KL: most above rewards of weight 0
-    step_weights: str = from_recipe(off="equal")  # of steps in the loss: equal, std, inverse-gradient, inverse-step
+    step_weights: str = from_recipe(off="equal")  # of steps: equal, std, inverse-gradient, inverse-step, my_file.py:f
     loss_mean: str = from_recipe(off="step")  # over a step's edges: step, or step*tree (by a tree's edges too)
 
 # %% ../nbs/basics/02_settings.ipynb #0be0ca5e
@@ -297,7 +303,7 @@ class OptimiserSettings:
 
     passes: int = from_recipe(1, 100_000, off=1)  # times that a rollout's trained edges are used
     steps_per_pass: int = from_recipe(1, 100_000, off=1)  # optimiser steps in a pass, each on its own part of the edges
-    step_unit: str = from_recipe(off="prompts")  # what a part is made of: prompts, trajectories or edges
+    step_unit: str = from_recipe(off="prompts")  # what a part is made of: prompts, trajectories, edges, my_file.py:f
     learning_rate: float = from_recipe(above=0)  # of AdamW
     weight_decay: float = from_recipe(0)  # of AdamW
     adam_beta1: float = from_recipe(0, below=1, off=0.9)  # of AdamW: memory of the mean
@@ -335,6 +341,7 @@ class MethodSettings(
     ProcessSettings,
     WindowSettings,
     PlanSettings,
+    SeedSettings,
 ):
     "All settings of a method."
 

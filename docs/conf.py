@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 from branchgrpo.reproduction.report import FRONT_PAGE, file_of
-from branchgrpo.site.build import describe, front_page, shown_notebook
+from branchgrpo.site.build import EXPLORER, WHOLE, describe, front_page, shown_notebook
 from branchgrpo.site.explorer import explorer_page
 
 project = html_title = "branchgrpo"
@@ -55,8 +55,10 @@ LIST = re.compile(
 
 
 def page_source(app, docname, source):
-    "Replace the text of a notebook by what its page shows."
+    "Replace the text of a notebook by what its page shows; put the explorer into its page."
     root, file = Path(app.srcdir), Path(app.env.doc2path(docname)).relative_to(app.srcdir).as_posix()
+    if file == EXPLORER:
+        source[0] += WHOLE
     if not file.endswith(".ipynb"):
         return
     notebook = json.loads(source[0])

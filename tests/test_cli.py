@@ -5,6 +5,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -17,7 +18,10 @@ from slow import often
 
 import branchgrpo
 from branchgrpo import cli, recipes
+from branchgrpo.backbones.loading import declared, family
+from branchgrpo.backbones.published import PUBLISHED
 from branchgrpo.files import parse_table
+from branchgrpo.machine.counting import meta_pipeline
 from branchgrpo.options import parse, parser_of
 from branchgrpo.settings import RETIRED
 
@@ -119,7 +123,7 @@ def test_alone_it_says_what_to_do_next(capsys):
         parse(parser_of(name, "", command.classes(), command.config), words)  # raises if a word is none
 
 
-PIPED = ["", "--help", "train --help", "recipes", "recipes branchgrpo", "rewards", "nonsense"]
+PIPED = ["", "--help", "train --help", "recipes", "recipes branchgrpo", "rewards", "models", "prompts", "nonsense"]
 
 
 @pytest.mark.parametrize("buffered", [True, False], ids=["buffered", "line by line"])
@@ -148,7 +152,10 @@ def test_a_broken_connection_is_no_reader_that_has_ended(monkeypatch, tmp_path):
         cli.main(["recipes"])
 
 
-@pytest.mark.parametrize("words", [("recipes",), ("recipes", "pro-grpo"), ("rewards",)], ids=str)
+LISTS = [("recipes",), ("recipes", "pro-grpo"), ("rewards",), ("models",), ("prompts",)]
+
+
+@pytest.mark.parametrize("words", LISTS, ids=str)
 def test_json_says_what_the_text_says(words, capsys):
     code, text, _ = called(capsys, *words)
     assert code == 0
@@ -158,9 +165,89 @@ def test_json_says_what_the_text_says(words, capsys):
     if len(words) == 1:
         assert [row["name"] for row in table] == [line.split()[0] for line in text.splitlines()]
         assert all((row.get("summary") or row["about"]) in text for row in table)
+        assert all((row.get("where") or "") in text for row in table)
     else:
         sources = {one["source"] for one in table["values"].values()} - {"off"}
         assert sources and all(source in text for source in sources)
+
+
+SHOWN = {
+    "rewards hps-v2.1": ("hps-v2.1: HPS-v2.1: cosine", "xswu/HPSv2", "3.95 GB", "branchgrpo train --reward hps-v2.1"),
+    "rewards 0.5*tiny-clip+motion": ("tiny-clip: CLIP score", "motion: exact motion check"),
+    "models tiny-wan": ("tiny-wan: a small Wan: clips", "WanPolicy", "32 × 32 pixels, 9 frames"),
+    "models black-forest-labs/FLUX.1-dev": ("11.9 billion", "huggingface.co", "1024 × 1024 pixels\n", "guidance   3.5"),
+    "prompts digit-pairs": ("captions of two digits", "2000 to train on, 256 to test on", "by an exact checker"),
+}
+
+
+@pytest.mark.parametrize("words", SHOWN)
+def test_a_name_alone_shows_one(words, capsys):
+    "What is known of it, and the command that uses it; the same as JSON."
+    code, text, _ = called(capsys, *words.split())
+    assert code == 0 and all(part in text for part in SHOWN[words]), text
+    assert "branchgrpo train --" in text
+    _, said, _ = called(capsys, *words.split(), "--json")
+    for row in json.loads(said):
+        assert f"{row['name']}: {row['about']}" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("rewards tiny-clop", "reward: 'tiny-clop' is not one of .*did you mean 'tiny-clip'"),
+        ("models tiny-flix", "backbone: 'tiny-flix' is not one of .*did you mean 'tiny-flux'"),
+        ("prompts digit-pair", "prompts: 'digit-pair' is not one of .*did you mean 'digit-pairs'"),
+    ],
+)
+def test_a_name_that_nobody_has_is_one_line(words, line, capsys):
+    code, _, said = called(capsys, *words.split())
+    assert code == 2 and re.match(f"branchgrpo: {line}", said) and said.count("\n") == 1, said
+
+
+@pytest.mark.parametrize("name", often(list(PUBLISHED), ("black-forest-labs/FLUX.1-dev",)))
+def test_the_parameters_in_the_list_of_models_are_counted(name):
+    denoiser = getattr(meta_pipeline(name), declared(family(name), "component"))
+    counted = sum(parameter.numel() for parameter in denoiser.parameters()) / 1e9
+    assert PUBLISHED[name].billions == pytest.approx(counted, rel=5e-3)
+
+
+REFUSED = {
+    "advantage: nobody": "advantage: 'nobody' is not one of",
+    "advantage: nowhere.py:loo": "advantage: '.*/nowhere.py:loo': there is no file",
+    "previews: x0\n  advantage: gains\n  preview_at: []": "preview_at: .. leaves no latent",
+    "group_selection: best\n  group_keep: 99": "group_keep: 99 is not within",
+}
+
+
+@pytest.mark.parametrize("values", REFUSED)
+def test_recipes_refuses_what_train_refuses(values, tmp_path, capsys):
+    "In the same line, on the model that train takes or on another one."
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"values:\n  {values}\n")
+    for model in ((), ("--backbone", "tiny-sd3")):
+        lines = []
+        for words in (("recipes", file), ("train", "--recipe", file, "--output", tmp_path / "run")):
+            code, _, said = called(capsys, *words, *model)
+            assert code == 2
+            lines.append(said)
+        assert lines[0] == lines[1]
+        assert re.match(f"branchgrpo: {REFUSED[values]}", lines[0]), lines[0]
+
+
+def test_recipes_checks_on_the_model_that_is_named(tmp_path, capsys):
+    "A transition of flows alone is refused on a diffusion model, and a recipe of one's own that fits is printed."
+    (tmp_path / "mine.yaml").write_text("values: {preview_levels: even}\n")
+    assert called(capsys, "recipes", tmp_path / "mine.yaml")[0] == 0
+    code, _, said = called(capsys, "recipes", tmp_path / "mine.yaml", "--backbone", "tiny-sd")
+    assert code == 2 and "preview_levels: 'even' is not grid, as a diffusion model needs" in said
+
+
+def test_the_seed_stands_under_the_run(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    said = capsys.readouterr().out
+    section = said.partition("The run:\n")[2].partition("\n\n")[0]
+    assert "--seed" in section and said.count("The run:") == 1
 
 
 def test_the_doctor_speaks_json(capsys):

@@ -1,7 +1,9 @@
 """The explorer's JavaScript counts what the library counts: on random plans, on every recipe, and edge by edge."""
 
+import importlib
 import json
 import random
+import re
 from dataclasses import asdict, replace
 
 import pytest
@@ -181,3 +183,10 @@ def test_the_page_is_one_file():
     page = explorer_page(RolloutPlan(6, roots=4))
     assert page.count("<script>") == page.count("</script>") == 3
     assert "http://" not in page.replace("http://www.w3.org/2000/svg", "") and "https://" not in page
+
+
+def test_the_lines_of_python_that_the_page_shows_can_be_imported():
+    found = re.findall(r"from (branchgrpo[\w.]*) import (\w+)", explorer_part("view.js"))
+    assert len(found) == 3
+    for module, name in found:
+        assert hasattr(importlib.import_module(module), name)

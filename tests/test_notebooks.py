@@ -12,6 +12,7 @@ from pathlib import Path
 import matplotlib
 import matplotlib.pyplot as plt
 import pytest
+from fastcore.nbio import md_frontmatter
 from nbdev import test as nbdev_test
 from nbdev.config import get_config
 
@@ -134,3 +135,12 @@ def test_every_notebook_names_its_kernel():
     "JupyterLab and papermill ask for a kernel where a notebook names none."
     kernels = {path: json.loads(path.read_text())["metadata"].get("kernelspec", {}).get("name") for path in NOTEBOOKS}
     assert {path for path, kernel in kernels.items() if kernel != "python3"} == set()
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=name)
+def test_nbdev_reads_nothing_but_title_and_sentence_from_the_first_text(path):
+    "It takes a bullet with a colon, `- like: this`, for a setting of the page, and warns; `* like: this` is a bullet."
+    first = next(cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "markdown")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert md_frontmatter("".join(first["source"])).keys() <= {"title", "description"}

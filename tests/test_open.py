@@ -66,7 +66,7 @@ def test_an_advantage_that_is_registered_later(tmp_path, monkeypatch):
     @ADVANTAGES.register("flat")
     def flat(tree, leaf_rewards, options):
         widths.append(leaf_rewards.shape[1])
-        return [torch.ones_like(tree.log_probs[depth]) for depth in range(1, len(tree.log_probs))]
+        return [torch.ones_like(log_probs) for log_probs in tree.log_probs]
 
     made, result = trained(tmp_path / "run", advantage="flat")
     assert widths == [4, 4]  # two splits in two, two iterations

@@ -94,6 +94,9 @@ def test_a_small_site_is_built(tmp_path):
     assert "../../figures/exploration.html" in pages["reproduce/a/fig1.html"]
     assert re.search(r"Part.*a\.html.*Results.*figures/exploration\.html", pages["nbs/index.html"], re.DOTALL)
     assert "url=nbs/index.html" in pages["index.html"] and "</script>" in pages["explore.html"]
+    assert re.search(
+        r'<a [^>]*href="../explore.html".*<iframe src="../explore.html"', pages["docs/explorer.html"], re.DOTALL
+    )
     assert (site / "searchindex.js").is_file() and (site / "_images/fig1.png").is_file()
     loads = r"""<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)=["'](?:https?:)?//"""
     assert not [name for name, page in pages.items() if re.search(loads, page)], "the site needs no network"
@@ -102,3 +105,10 @@ def test_a_small_site_is_built(tmp_path):
 @pytest.mark.parametrize("text", ["[nowhere](b.ipynb)", "[no such place](index.ipynb#nothing)", "# One\n\n#### Four"])
 def test_what_is_wrong_ends_the_build(tmp_path, text):
     assert build(small_repository(tmp_path / "r", text), tmp_path / "site") != 0
+
+
+def test_the_explorer_has_no_link_that_only_the_site_can_follow():
+    "On GitHub its page says where `make site` writes it."
+    text = (ROOT / "docs/explorer.md").read_text()
+    assert "explore.html)" not in text and "href" not in text and "`_site/explore.html`" in text
+    assert all((ROOT / "docs" / link).exists() for link in re.findall(r"\]\(([^)]+)\)", text))

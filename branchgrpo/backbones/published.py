@@ -123,35 +123,55 @@ class Published:
     family: str
     vae: tuple[str, dict[str, Any]]  # a class of diffusers and its configuration
     encoders: dict[str, int] = field(default_factory=dict)  # parameters of the encoders, by the pipeline's name
+    makes: str = "images"  # or clips
+    billions: float = 0.0  # of parameters of its denoiser
+
+    @property
+    def about(self) -> str:
+        "What it makes, and its parameters, for the list of models."
+        encoders = sum(self.encoders.values()) / 1e9
+        return f"{self.makes}; {self.billions:g} billion parameters, its encoders {encoders:.2g}"
 
 # %% ../../nbs/backbones/08_published.ipynb #df3306ad
 _SD = Published(
     "StableDiffusionPipeline",
     ("AutoencoderKL", kl_config(4, quant=True)),
     {"text_encoder": CLIP_L},
+    billions=0.86,
 )
 PUBLISHED = {
     "black-forest-labs/FLUX.1-dev": Published(
         "FluxPipeline",
         ("AutoencoderKL", kl_config(16, quant=False)),
         {"text_encoder": CLIP_L, "text_encoder_2": T5_XXL},
+        billions=11.9,
     ),
     "stabilityai/stable-diffusion-3.5-medium": Published(
         "StableDiffusion3Pipeline",
         ("AutoencoderKL", kl_config(16, quant=False)),
         {"text_encoder": CLIP_L_PROJECTED, "text_encoder_2": CLIP_BIG_G, "text_encoder_3": T5_XXL},
+        billions=2.24,
     ),
     "stable-diffusion-v1-5/stable-diffusion-v1-5": _SD,
     "CompVis/stable-diffusion-v1-4": _SD,
-    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": Published("WanPipeline", ("AutoencoderKLWan", {}), {"text_encoder": UMT5_XXL}),
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": Published(
+        "WanPipeline",
+        ("AutoencoderKLWan", {}),
+        {"text_encoder": UMT5_XXL},
+        makes="clips",
+        billions=1.42,
+    ),
     "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": Published(
         "WanImageToVideoPipeline",
         ("AutoencoderKLWan", {}),
         {"text_encoder": UMT5_XXL, "image_encoder": CLIP_VIT_H},
+        makes="clips from a first frame",
+        billions=16.4,
     ),
     "Qwen/Qwen-Image": Published(
         "QwenImagePipeline",
         ("AutoencoderKLQwenImage", {}),
         {"text_encoder": QWEN_VL_7B},
+        billions=20.4,
     ),
 }

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['BENCHMARKS', 'geneval_layout', 'file_names', 'compbench_layout', 'strip_frames', 'numbered_through', 'vbench_layout',
-           'read_geneval', 'read_compbench', 'read_vbench', 'Benchmark', 'run_command', 'run_benchmark']
+           'read_geneval', 'read_compbench', 'read_vbench', 'Benchmark', 'benchmark_contract', 'run_command',
+           'run_benchmark']
 
 # %% ../../nbs/evaluation/03_benchmarks.ipynb #2c2d4801
 import json
@@ -15,6 +16,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
@@ -150,7 +152,14 @@ class Benchmark:
     command: str  # an example; {images} and {results} are filled in
 
 
-BENCHMARKS = Registry("benchmark", "benchmarks")
+def benchmark_contract(entry: Any, label: str) -> Benchmark:
+    "Return a benchmark. Raise `ValueError` if the object is none."
+    if not isinstance(entry, Benchmark):
+        raise ValueError(f"{label} is of type {type(entry).__name__}, not a branchgrpo.evaluation.benchmarks.Benchmark")
+    return entry
+
+
+BENCHMARKS = Registry("benchmark", "benchmarks", contract=benchmark_contract)
 
 # %% ../../nbs/evaluation/03_benchmarks.ipynb #cdc31bae
 BENCHMARKS.entries["geneval"] = Benchmark(
@@ -209,6 +218,7 @@ def run_benchmark(
     rows = read_jsonl(evaluation / "images.jsonl")
     if not rows or "image" not in rows[0]:
         raise ValueError(f"evaluation: {str(evaluation)!r} is not finished, or has no images")
+    name = name.rpartition(":")[2]  # of one of your own, which its file holds
     target = evaluation / name
     known, samples = rows_of(prompts), 1 + max(row["sample"] for row in rows)
     tool.layout(rows, [known[row["number"] // samples] for row in rows], evaluation, target)

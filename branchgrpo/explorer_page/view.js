@@ -665,7 +665,7 @@ function pythonOf(plan) {
     given.push(`previews={${Plan.keys(plan.previews).map((d) => `${d}: (${plan.previews[d].join(", ")},)`).join(", ")}}`);
     if (plan.preview_levels !== "grid") given.push(`preview_levels="${plan.preview_levels}"`);
   }
-  return `from branchgrpo import RolloutPlan\nfrom branchgrpo.plan import plan_cost\nfrom branchgrpo.viewing.explorer import explore\n\nplan = RolloutPlan(${given.join(", ")})\nplan_cost(plan)  # the same counts, before pruning\nexplore(plan)  # this page in a notebook`;
+  return `from branchgrpo import RolloutPlan\nfrom branchgrpo.plan import plan_cost\nfrom branchgrpo.site.explorer import explore\n\nplan = RolloutPlan(${given.join(", ")})\nplan_cost(plan)  # the same counts, before pruning\nexplore(plan)  # this page in a notebook`;
 }
 
 // ---- the page ------------------------------------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ from branchgrpo.machine.estimate import (
 )
 from ..plan import plan_cost
 from ..prompts import PAPER_SETS, load_prompts, remarks
+from ..registry import count_of
 from ..rewards.clip import AestheticReward, WEIGHTS
 from ..rewards.names import Entry, split_name, terms
 from ..own import is_own_name
@@ -285,7 +286,7 @@ def hours_text(e: Estimate, s: Settings, gpus: int, tflops: float) -> str:
         return "not estimated: overhead, not FLOPs, decides so small a run; `branchgrpo bench` measures it"
     of_these = f", {e.evaluation_hours:,.3g} of them for evaluations" if e.evaluation_hours else ""
     speed = f"{speed_of(s, tflops):g} TFLOP/s each in {precision_of(s)}"
-    return f"{e.hours:,.3g} hours on {gpus} GPUs at {speed}{of_these}; {PUBLISHED}"
+    return f"{e.hours:,.3g} hours on {count_of(gpus, 'GPU')} at {speed}{of_these}; {PUBLISHED}"
 
 # %% ../../nbs/machine/02_doctor.ipynb #5a71f002
 def levels_of(s: Settings) -> str:
@@ -297,11 +298,12 @@ def levels_of(s: Settings) -> str:
 
 def plan_lines(s: Settings, leaves: int, calls: int, trained_calls: int) -> list[str]:
     "Return what a run does, whatever its model."
+    counts = count_of(leaves, "leaf", "leaves"), count_of(calls, "call"), count_of(trained_calls, "trained call")
     return [
         f"recipe        {s.recipe} on {s.backbone}, {s.height}×{s.width} pixels",
         f"noise levels  {levels_of(s)}; guidance {s.guidance_scale:g}",
-        f"run           {s.iterations} iterations of {s.prompts_per_iteration} prompts",
-        f"one prompt    {leaves} leaves, {calls} calls, {trained_calls} trained calls",
+        f"run           {count_of(s.iterations, 'iteration')} of {count_of(s.prompts_per_iteration, 'prompt')}",
+        f"one prompt    {', '.join(counts)}",
     ]
 
 

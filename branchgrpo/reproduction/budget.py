@@ -27,6 +27,7 @@ from branchgrpo.machine.estimate import (
     fits,
     flag,
 )
+from ..registry import count_of
 from .pages import Job, planned_runs
 from .runs import cache_key
 from ..training.config import Settings, TrainConfig
@@ -99,7 +100,7 @@ def memory_text(config: TrainConfig, gpus: int, cost: Estimate) -> str:
     "Return the memory of a run on its GPUs or the CPU, and if it does not fit, what makes it fit."
     if not gpus:
         return f"     CPU  {cost.peak_gb:6.1f} GB"
-    text = f"{gpus:3} GPUs  {cost.peak_gb:6.1f} GB each"
+    text = f"{count_of(gpus, 'GPU'):>8}  {cost.peak_gb:6.1f} GB each"
     if fits(cost.peak_gb):
         return f"{text}, fits"
     changes = advice(resolve(config), gpus)
@@ -134,12 +135,15 @@ def run_line(config: TrainConfig, job: Job, runs: dict[str, Asked], gpus: int, t
         text = "cost unknown: the backbone's configuration is not here"
     else:
         text = f"{memory_text(config, gpus, cost)}  {time_text(run.gpu_hours, gpus)}"
-    return f"      {key:60} {changes(config):44} {config.iterations:4} iterations, {steps:5} AdamW steps  {text}"
+    counts = f"{count_of(config.iterations, 'iteration'):>15}, {count_of(steps, 'AdamW step'):>17}"
+    return f"      {key:60} {changes(config):44} {counts}  {text}"
 
 # %% ../../nbs/reproduction/07_budget.ipynb #d16263ac
 def page_line(job: Job, configs: list[TrainConfig]) -> str:
     "Return the line of a page: how many runs it has, and what it takes for verdicts, which compare seeds."
-    line = f"{'done ' if job.done else 'to do'} {job.name:34} " + (f"{len(configs)} runs" if configs else "no training")
+    line = f"{'done ' if job.done else 'to do'} {job.name:34} " + (
+        count_of(len(configs), "run") if configs else "no training"
+    )
     seeds = job.parameters.get("seeds")
     if not configs or not isinstance(seeds, list) or len(seeds) != 1:
         return line
@@ -164,7 +168,8 @@ def limit_lines(runs: dict[str, Asked], limit: int) -> list[str]:
             times = f"{fewest} to {most}" if fewest < most else most
             lines.append(f"      {key:60} {low:.0f} to {high:.0f} hours, queued again {times} times")
     what = "they save a checkpoint, go back into the queue and go on"
-    head = f"time limit: {len(lines)} of {len(runs)} runs may reach {limit} hours (--hours) under Slurm; {what}"
+    some = f"{len(lines)} of {count_of(len(runs), 'run')}"
+    head = f"time limit: {some} may reach {limit} hours (--hours) under Slurm; {what}"
     return [head, *lines] if lines else []
 
 # %% ../../nbs/reproduction/07_budget.ipynb #ea7af73b
@@ -193,7 +198,7 @@ def budget(todo: list[Job], tflops: float = MEASURED_SPEED, gpus: int | None = N
         needs |= of_page
         lines.append(page_line(job, configs))
         lines += [run_line(config, job, runs, of_run, tflops) for config in configs] + file_line(of_page)
-    sums, once = f"{len(runs)} runs", sum(run.gpu_hours for run in runs.values())
+    sums, once = count_of(len(runs), "run"), sum(run.gpu_hours for run in runs.values())
     if once:
         requested = sum(run.times * run.gpu_hours for run in runs.values())
         sums += f", {once:,.1f} GPU-hours at {tflops:g} TFLOP/s ({requested:,.1f} if none were shared)"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import REFUSED, check_output, parse_table
-from ..registry import shown
+from ..registry import count_of, shown
 from ..settings import bounded, options
 
 # %% ../../nbs/reproduction/08_command.ipynb #0783f968
@@ -158,7 +158,8 @@ def ready_folders(jobs: list, recorded: bool) -> None:
         outputs = dict.fromkeys(job.parameters.get("output", "figures/testbed") for job in jobs)
         tables = [path for output in outputs for path in sorted((Path(output) / "runs").glob("*.parquet"))]
         others = {folder: run for folder, run in wanted_runs(waiting).items() if folder not in drawn}
-        print(f"{runs_from_tables(others, tables)} runs come from the tables of figures/", flush=True)
+        found = runs_from_tables(others, tables)
+        print(f"from the tables of figures/: {count_of(found, 'run')}", flush=True)
     remove_runs_without_weights(drawn)
 
 # %% ../../nbs/reproduction/08_command.ipynb #a7d24c3d

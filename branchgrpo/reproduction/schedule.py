@@ -26,6 +26,7 @@ import nbformat
 from filelock import FileLock, Timeout
 
 from ..files import in_words, refusal
+from ..registry import count_of
 from .launch import HERE, PROGRESS, Launch, end_with_parent
 from .pages import Job, check_parameters, missing_runs
 from .records import read_record, record_path, recorded_runs
@@ -167,7 +168,8 @@ def make_runs(
     environments = worker_environments(workers, gpus)
     totals = {path: config.iterations for path, (config, root) in missing.items()}
     count = IterationCount(totals)
-    log(f"training {len(missing)} runs, {sum(totals.values())} iterations in all, {len(environments)} at a time")
+    runs, iterations = count_of(len(missing), "run"), count_of(sum(totals.values()), "iteration")
+    log(f"training {runs}, {iterations} in all, {len(environments)} at a time")
     with worker_pool(environments, len(missing)) as pool:
         futures = {pool.submit(train_run, config, root, launch): path for path, (config, root) in missing.items()}
         for n, future in enumerate(as_they_finish(futures, count, len(environments), log, every), 1):

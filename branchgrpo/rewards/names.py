@@ -19,8 +19,17 @@ import torch
 
 from ..files import from_home, is_there, refusal
 from ..registry import Registry, import_target, reason, shown, unknown_name_error
-from .contract import Checked, Reward, RewardSum, binds, checked, known_signature
-from ..own import import_own, is_own_name, joint_digest, object_digest, object_name
+from .contract import Checked, Reward, RewardSum, checked
+from branchgrpo.own import (
+    binds,
+    import_own,
+    is_ours,
+    is_own_name,
+    joint_digest,
+    known_signature,
+    object_digest,
+    object_name,
+)
 from ..own_calls import as_before
 
 # %% ../../nbs/rewards/02_names.ipynb #5c6e6223

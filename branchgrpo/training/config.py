@@ -29,7 +29,7 @@ class RunSettings:
     )
     reward_retries: int = bounded(2, 0)  # further calls of a reward that fails
     max_unscored: float = bounded(0.5, 0, below=1)  # the run stops if a larger share of prompts has no finite reward
-    prompts: str = "digit-pairs"  # a name, a .txt or .jsonl file, a folder, or a hub data set
+    prompts: str = "digit-pairs"  # a name, a .txt or .jsonl file, a folder, a hub data set, or my_file.py:f
     output: str = "runs/demo"  # the run's folder; an unfinished run there continues
     iterations: int = bounded(50, 1)  # rollouts, each with its update
 

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['STEP_WEIGHTS', 'STEP_UNITS', 'LOSS_MEANS', 'TrainingBatch', 'counted_leaves', 'fusion_beta', 'fused_values',
-           'advantages_of', 'equal', 'std', 'inverse_gradient', 'inverse_step', 'raw_weight', 'mean_weight',
-           'weights_of', 'weighted_advantages', 'check_step_weights', 'trained_edges', 'kl_edges', 'deal', 'of_prompts',
-           'of_edges', 'of_trajectories', 'edge_parts', 'part_mask', 'assign_credit']
+           'advantages_of', 'checked_weight', 'step_weight_contract', 'equal', 'std', 'inverse_gradient',
+           'inverse_step', 'raw_weight', 'mean_weight', 'weights_of', 'weighted_advantages', 'check_step_weights',
+           'trained_edges', 'kl_edges', 'deal', 'checked_parts', 'step_unit_contract', 'of_prompts', 'of_edges',
+           'of_trajectories', 'edge_parts', 'part_mask', 'assign_credit']
 
 # %% ../../nbs/training/07_credit.ipynb #54e7f9cc
 import math
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..contracts import checked_depths, rule_of
 from ..credit import CreditOptions, decoupled_advantages, estimate_advantages
 from ..fusion import density_scale, fuse_rewards
 from ..noise import EDGE_PARTS, GROUP, Noise, STEP_SUBSET
@@ -24,7 +26,7 @@ from ..objective import suspects
 from ..planning import at_places, plan_of, process_of, sibling_s
 from ..policy import GaussianFlow
 from ..pruning import PruningOptions, keep_edges, paths, random_steps
-from ..registry import Registry
+from ..registry import Registry, shown
 from ..selection import Seen, choose
 from ..settings import MethodSettings
 from .collection import Collected
@@ -90,7 +92,20 @@ def advantages_of(
     return decoupled_advantages(tree, parts, s.advantage, options, s.advantage_clip, batch)
 
 # %% ../../nbs/training/07_credit.ipynb #91e24e1c
-STEP_WEIGHTS = Registry("step_weights", "step_weights")
+def checked_weight(found: Any, label: str, process: Transition, step: int) -> float:
+    "Return the number that a rule of yours returned. Raise `ValueError` if it is none."
+    try:
+        return float(found)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{label} returned {shown(found)} at step {step}, not one number") from None
+
+
+def step_weight_contract(entry: Any, label: str) -> Any:
+    "Return a rule as it is used. Raise `ValueError` if it is no function of a process and a step."
+    return rule_of(entry, label, ("process", "step"), checked_weight)
+
+
+STEP_WEIGHTS = Registry("step_weights", "step_weights", contract=step_weight_contract)
 
 # %% ../../nbs/training/07_credit.ipynb #58c1cb34
 @STEP_WEIGHTS.register("equal")
@@ -216,7 +231,21 @@ def deal(
     return torch.zeros_like(order).scatter(1, order, (place + first) % parts)
 
 # %% ../../nbs/training/07_credit.ipynb #797a94fa
-STEP_UNITS = Registry("step_unit", "units")
+def checked_parts(found: Any, label: str, tree: Tree, edge_mask: list[Tensor], parts: int, noise: Any) -> list[Tensor]:
+    "Return the parts that a unit of yours returned. Raise `ValueError` if they are none."
+    depths = checked_depths(found, label, tree, "whole numbers", shared=True)
+    for depth, values in enumerate(depths):
+        if values.min() < 0 or values.max() >= parts:
+            raise ValueError(f"{label} returned parts at depth {depth} that are not all within 0…{parts - 1}")
+    return depths
+
+
+def step_unit_contract(entry: Any, label: str) -> Any:
+    "Return a unit as it is used. Raise `ValueError` if it takes other values."
+    return rule_of(entry, label, ("tree", "edge_mask", "parts", "noise"), checked_parts)
+
+
+STEP_UNITS = Registry("step_unit", "units", contract=step_unit_contract)
 LOSS_MEANS = ("step", "step*tree")  # a step's loss is the mean of its edges; or also divided by a tree's edges
 
 

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['LOCK', 'FREE', 'REQUEUE', 'SIGNALS', 'with_null', 'with_nan', 'Run', 'rewind', 'recorded_run', 'commit_of',
-           'environment', 'lock_holder', 'locked_file', 'RunLock', 'is_empty', 'check_folder', 'check_same_run',
-           'prompt_facts', 'as_recorded', 'check_same_prompts', 'holds_nothing', 'prompts_of_run', 'open_run',
-           'Preempted', 'StopSignal']
+           'environment', 'lock_holder', 'locked_file', 'RunLock', 'is_empty', 'check_folder', 'changed_code',
+           'check_same_run', 'prompt_facts', 'as_recorded', 'check_same_prompts', 'holds_nothing', 'prompts_of_run',
+           'open_run', 'Preempted', 'StopSignal']
 
 # %% ../../nbs/training/09_runs.ipynb #fbb09d85
 import contextlib
@@ -233,15 +233,20 @@ def check_folder(path: str | Path) -> None:
 FREE = ("iterations", "tree_every")  # settings that may differ when a run continues
 
 
+def changed_code(old: dict[str, str], new: dict[str, str]) -> str:
+    "Return the settings whose code of yours has changed, as the end of a message; empty if none has."
+    names = sorted(name for name in old.keys() & new.keys() if not same_as_recorded(old[name], new[name]))
+    return f": the code of {first_of(names)} has changed" if names else ""
+
+
 def check_same_run(path: str | Path, settings: dict) -> None:
     "Raise `ValueError` if the run at `path` has other settings; those in `FREE` may differ."
     old = recorded_run(path, "output")["settings"]
     names = (old.keys() | settings.keys()) - {*FREE, *RETIRED}
     differ = [k for k in names if not same_as_recorded(old.get(k), settings.get(k))]
     if differ:
-        raise ValueError(
-            f"output: {str(path)!r} holds another run (differs in {first_of(sorted(differ))}); give another folder"
-        )
+        what = first_of(sorted(differ)) + changed_code(old.get("sources") or {}, settings.get("sources") or {})
+        raise ValueError(f"output: {str(path)!r} holds another run (differs in {what}); give another folder")
 
 # %% ../../nbs/training/09_runs.ipynb #6d470f8a
 def prompt_facts(prompts: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import plain_line
-from ..registry import reason, shown
+from ..registry import count_of, reason, shown
 from ..training.runs import LOCK, Run, recorded_run
 
 # %% ../../nbs/viewing/01_run.ipynb #755eabc9
@@ -105,7 +105,7 @@ def read_run(folder: str | Path) -> Record:
     path = Path(folder)
     if not (path / "run.json").is_file():
         below = sorted(str(file.parent) for file in path.glob("*/run.json"))
-        hint = f"; it holds {len(below)} runs, such as {shown(below[0])}" if below else ""
+        hint = f"; it holds {count_of(len(below), 'run')}, such as {shown(below[0])}" if below else ""
         raise ValueError(f"runs: {shown(str(folder))} is not a run's folder: there is no run.json{hint}")
     table = recorded_run(path, "runs")
     state = "finished" if table["state"] == "finished" else "training" if is_training(path) else "stopped"
