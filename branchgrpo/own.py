@@ -22,8 +22,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .files import from_home
-
 # %% ../nbs/rewards/01_own.ipynb #b568dfe1
 _OWN = re.compile(r"(?P<place>[^:]+\.py|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):(?P<attribute>[A-Za-z_]\w*)")
 
@@ -47,7 +45,7 @@ def import_own(name: str, setting: str = "reward") -> Any:
     from branchgrpo.own_calls import as_before  # not above: it imports torch
 
     place, _, attribute = name.partition(":")
-    place = from_home(place, setting)
+    place = os.path.expanduser(place)
     is_file = place.endswith(".py")
     if is_file and not Path(place).is_file():
         raise ValueError(f"{setting}: {name!r}: there is no file {place!r}")

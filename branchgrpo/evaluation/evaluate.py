@@ -520,7 +520,7 @@ def evaluate_run(
 def evaluate(
     policy: Any,  # a `Policy`, a backbone's name, or a run's folder
     prompts: Any = None,  # a name, a file, a list of texts or a `PromptSet`; none: the run's, or digits
-    rewards: Any = None,  # a name, a function `(images, prompts) -> scores`, or several; none: the run's, or tiny-geneval
+    rewards: Any = None,  # a name, a function `(images, prompts) -> scores`, several; none: the run's, or tiny-geneval
     output: str | Path | None = None,  # the evaluation's folder; none: only the summary is kept
     device: str | None = None,  # none: a GPU if there is one; a `Policy` stays where it is
     **fields: Any,  # of `Evaluation`: limit, samples, steps, weights, …

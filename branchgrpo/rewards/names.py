@@ -23,7 +23,6 @@ from .contract import Checked, Reward, RewardSum, checked
 from branchgrpo.own import (
     binds,
     import_own,
-    is_ours,
     is_own_name,
     joint_digest,
     known_signature,
