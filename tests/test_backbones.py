@@ -16,6 +16,7 @@ from branchgrpo.backbones.loading import TINY, folder_of
 from branchgrpo.evaluation.sampling import load_policy, sample_block
 from branchgrpo.noise import Noise
 from branchgrpo.training.config import TrainConfig
+from branchgrpo.training.export import how_to_draw
 from branchgrpo.training.resolve import resolve
 from branchgrpo.training.trainer import Trainer
 
@@ -127,3 +128,15 @@ def test_the_doctor_knows_it(backbone):
     text = report(s)
     assert "MISSING" not in text and "leaves" in text
     assert estimate(s).tflop > 0  # the report leaves it out, since a small model's FLOPs decide nothing
+
+
+KNOWN_TO_COMFYUI = {"tiny-flux": True, "tiny-sd3": True, "tiny-sd": False, "tiny-wan": False}
+
+
+@pytest.mark.parametrize("backbone, known", KNOWN_TO_COMFYUI.items())
+def test_an_adapter_says_which_program_does_not_know_its_names(tmp_path, backbone, known):
+    trainer = Trainer(config(tmp_path / "run", backbone, lora_rank=4, iterations=1))
+    for rank in (0, 4):
+        settings = replace(trainer.settings, lora_rank=rank)
+        text = how_to_draw(trainer.policy, settings, trainer.policy.pipeline.scheduler)
+        assert ("ComfyUI does not know them" in text) == (rank > 0 and not known)
