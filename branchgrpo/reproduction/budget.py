@@ -17,9 +17,6 @@ from ..machine.counting import weight_bytes
 from ..machine.doctor import PUBLISHED, findings, without_hub
 from branchgrpo.machine.estimate import (
     GB,
-    GPU_GB,
-    MEASURED_SPEED,
-    SLOWER,
     Estimate,
     advice,
     encoder_sizes,
@@ -27,6 +24,7 @@ from branchgrpo.machine.estimate import (
     fits,
     flag,
 )
+from ..machine.gpus import GPU_GB, MEASURED_SPEED, SLOWER
 from .pages import Job, planned_runs
 from .runs import cache_key
 from ..training.config import Settings, TrainConfig

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import REFUSED, check_output, parse_table
+from ..machine.gpus import MEASURED_SPEED
 from ..registry import shown
 from ..settings import bounded, options
 
@@ -36,7 +37,7 @@ class PageOptions:
     recorded: bool = False  # take the runs that the tables of figures/ hold, and train only the others
     only: tuple[str, ...] = ()  # train only these runs of the notebooks (names of their folders)
     dry_run: bool = False  # list every run with its GPUs, memory and hours, and every file it needs
-    tflops: float = bounded(400.0, 0.001)  # sustained speed of one GPU, for --dry-run
+    tflops: float = bounded(MEASURED_SPEED, 0.001)  # sustained speed of one GPU, for --dry-run
 
 # %% ../../nbs/reproduction/08_command.ipynb #6dec1095
 @dataclass
