@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['PageOptions', 'SlurmOptions', 'reproduce', 'check_options', 'check_gpus', 'check_ways', 'parameter', 'table',
-           'given_parameters', 'drawn_runs', 'ready_folders', 'run_here', 'hand_to_slurm', 'train_only']
+           'given_parameters', 'drawn_runs', 'tables_of', 'ready_folders', 'runs_to_train', 'run_here', 'hand_to_slurm',
+           'train_only']
 
 # %% ../../nbs/reproduction/08_command.ipynb #6d34bf9e
 import json
@@ -36,7 +37,7 @@ class PageOptions:
     redraw: bool = False  # draw again from the recorded runs; nothing is trained
     recorded: bool = False  # take the runs that the tables of figures/ hold, and train only the others
     only: tuple[str, ...] = ()  # train only these runs of the notebooks (names of their folders)
-    dry_run: bool = False  # list every run with its GPUs, memory and hours, and every file it needs
+    dry_run: bool = False  # list every run that would be trained with its GPUs, memory, hours, and every file it needs
     tflops: float = bounded(MEASURED_SPEED, 0.001)  # sustained speed of one GPU, for --dry-run
 
 # %% ../../nbs/reproduction/08_command.ipynb #6dec1095
@@ -71,7 +72,8 @@ def reproduce(given: dict[str, Any]) -> int:
 
         one = 1 if o.gpus else None  # of several GPUs each run has one
         gpus = slurm.nodes * slurm.gpus_per_node if slurm.nodes else one
-        print("\n".join(budget(jobs, o.tflops, gpus, slurm.hours)))
+        train, others = runs_to_train(jobs, o.recorded)
+        print("\n".join([*budget(jobs, o.tflops, gpus, slurm.hours, train), "", others]))
         return 0
     return run_here(jobs, o)
 
@@ -148,6 +150,12 @@ def drawn_runs(jobs: list) -> dict:
     return drawn
 
 
+def tables_of(jobs: list) -> list[Path]:
+    "Return the tables of runs in the folders that notebooks write their results to."
+    outputs = dict.fromkeys(job.parameters.get("output", "figures/testbed") for job in jobs)
+    return [path for output in outputs for path in sorted((Path(output) / "runs").glob("*.parquet"))]
+
+
 def ready_folders(jobs: list, recorded: bool) -> None:
     "Write the folders of the runs that tables hold, if asked to, and remove those that lack weights a notebook needs."
     from branchgrpo.reproduction.pages import wanted_runs
@@ -156,11 +164,29 @@ def ready_folders(jobs: list, recorded: bool) -> None:
     waiting = [job for job in jobs if not job.done]
     drawn = drawn_runs(waiting)
     if recorded:
-        outputs = dict.fromkeys(job.parameters.get("output", "figures/testbed") for job in jobs)
-        tables = [path for output in outputs for path in sorted((Path(output) / "runs").glob("*.parquet"))]
         others = {folder: run for folder, run in wanted_runs(waiting).items() if folder not in drawn}
-        print(f"{runs_from_tables(others, tables)} runs come from the tables of figures/", flush=True)
+        print(f"{runs_from_tables(others, tables_of(jobs))} runs come from the tables of figures/", flush=True)
     remove_runs_without_weights(drawn)
+
+
+def runs_to_train(jobs: list, recorded: bool) -> tuple[dict, str]:
+    "Return the runs that this call would train without --dry-run, and how many others there are, as a line."
+    from branchgrpo.reproduction.pages import missing_runs, wanted_runs
+    from branchgrpo.reproduction.runs import found_in_tables, without_weights
+
+    wanted = wanted_runs(jobs)
+    drawn = drawn_runs([job for job in jobs if not job.done])
+    again = without_weights(drawn)
+    train = missing_runs(jobs) | {folder: drawn[folder] for folder in again}
+    line = f"{len(wanted) - len(train)} of {len(wanted)} runs are there"
+    tables = tables_of(jobs)
+    found = found_in_tables({folder: run for folder, run in train.items() if folder not in drawn}, tables)
+    if found and recorded:
+        line += f", {len(found)} come from the tables of figures/"
+        train = {folder: run for folder, run in train.items() if folder not in found}
+    elif found:
+        line += f"; {len(found)} are in the tables of figures/, and --recorded takes them from there"
+    return train, f"{line}; to train: {len(train)}"
 
 # %% ../../nbs/reproduction/08_command.ipynb #a7d24c3d
 def run_here(jobs: list, o: PageOptions) -> int:
