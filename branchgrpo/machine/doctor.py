@@ -331,7 +331,9 @@ def work_lines(s: Settings, e: Estimate, gpus: int, tflops: float) -> list[str]:
 NOT_COUNTED = "time of rewards, encoders, checkpoints and communication; memory of rewards at work, kernels' workspaces"
 
 
-def cost_lines(s: Settings, gpus: int = GPUS_PER_NODE, tflops: float = MEASURED_SPEED, gpu: float = GPU_GB) -> list[str]:
+def cost_lines(
+    s: Settings, gpus: int = GPUS_PER_NODE, tflops: float = MEASURED_SPEED, gpu: float = GPU_GB
+) -> list[str]:
     "Return time, memory and verdict as lines, or one line if the model's configuration is not on this machine."
     if is_own_name(s.backbone):
         return ["costs         not estimated: the policy is your own"]

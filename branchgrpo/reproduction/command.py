@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PageOptions', 'SlurmOptions', 'reproduce', 'check_options', 'check_gpus', 'check_ways', 'parameter', 'table',
-           'given_parameters', 'drawn_runs', 'tables_of', 'ready_folders', 'runs_to_train', 'run_here', 'hand_to_slurm',
-           'train_only']
+           'given_parameters', 'drawn_runs', 'tables_of', 'ready_folders', 'runs_to_train', 'shown_tables',
+           'redrawn_lines', 'run_here', 'hand_to_slurm', 'train_only']
 
 # %% ../../nbs/reproduction/08_command.ipynb #6d34bf9e
 import json
@@ -178,17 +178,35 @@ def runs_to_train(jobs: list, recorded: bool) -> tuple[dict, str]:
     drawn = drawn_runs([job for job in jobs if not job.done])
     again = without_weights(drawn)
     train = missing_runs(jobs) | {folder: drawn[folder] for folder in again}
-    line = f"{len(wanted) - len(train)} of {len(wanted)} runs are there"
-    tables = tables_of(jobs)
+    line, tables = f"{len(wanted) - len(train)} of {len(wanted)} runs are there", tables_of(jobs)
+    if not recorded:
+        hint = " (--recorded takes those that the tables of figures/ hold)" if train and tables else ""
+        return train, f"{line}; to train: {len(train)}{hint}"
     found = found_in_tables({folder: run for folder, run in train.items() if folder not in drawn}, tables)
-    if found and recorded:
-        line += f", {len(found)} come from the tables of figures/"
-        train = {folder: run for folder, run in train.items() if folder not in found}
-    elif found:
-        line += f"; {len(found)} are in the tables of figures/, and --recorded takes them from there"
-    return train, f"{line}; to train: {len(train)}"
+    train = {folder: run for folder, run in train.items() if folder not in found}
+    return train, f"{line}, {len(found)} come from the tables of figures/; to train: {len(train)}"
 
 # %% ../../nbs/reproduction/08_command.ipynb #a7d24c3d
+def shown_tables(notebook: str) -> list[str]:
+    "Return the tables that an executed notebook shows, as Markdown."
+    import nbformat  # it loads for seconds, and a dry run should not wait
+
+    outputs = [out for cell in nbformat.read(notebook, 4).cells for out in cell.get("outputs", [])]
+    texts = ["".join(out.get("data", {}).get("text/markdown", "")) for out in outputs]
+    return [text for text in texts if text.lstrip().startswith("|")]
+
+
+def redrawn_lines(job: Any, notebook: str, tables: bool) -> list[str]:
+    "Return what a notebook drawn again has to show: its tables, if asked for, then the paths of what it has written."
+    from branchgrpo.reproduction.report import page_files
+
+    lines = shown_tables(notebook) if tables else []
+    folder = job.parameters.get("output", "figures/testbed")
+    lines += [f"figure:   {path}" for path in page_files(job.name, folder, "png")]
+    lines += [f"numbers:  {path}" for path in page_files(job.name, folder, "json")]
+    return [*lines, f"notebook: {notebook}"]
+
+
 def run_here(jobs: list, o: PageOptions) -> int:
     "Make the missing runs, execute the notebooks, and print what failed."
     from branchgrpo.reproduction import schedule
@@ -209,6 +227,9 @@ def run_here(jobs: list, o: PageOptions) -> int:
         results = [schedule.Result(job.name, "failed", error="its runs are not finished") for job in lacking]
         results += schedule.run_all([job for job in jobs if job not in lacking], o.jobs, gpus)
     failed = [result for result in results if result.state == "failed"]
+    drawn = {result.name: result.notebook for result in results if o.redraw and result.state == "done"}
+    for job in (job for job in jobs if job.name in drawn):
+        print(*redrawn_lines(job, drawn[job.name], tables=not o.all), sep="\n")
     print(f"{len(results) - len(failed)} of {len(results)} notebooks done")
     for result in failed:
         print(f"  {result.name}: {result.error}\n    {result.notebook}".rstrip())
