@@ -53,11 +53,13 @@ def iterations_done(path: Path) -> int:
 
 # %% ../../nbs/reproduction/05_schedule.ipynb #dbd7aa9c
 def run_names(runs: Wanted) -> dict[Path, str]:
-    "Return a name that a person can read for each run, such as `dancegrpo seed 2`; with the model or key if two share it."
+    "Return a name for a person: `dancegrpo seed 2`, with the model, and the end of its key, if two runs share it."
     names = {path: f"{name_part(config.recipe)} seed {config.seed}" for path, (config, _) in runs.items()}
-    for more in (lambda path: runs[path][0].backbone, lambda path: path.name.rpartition("-")[2]):
+    models = {path: config.backbone for path, (config, _) in runs.items()}
+    digests = {path: path.name.rpartition("-")[2] for path in runs}
+    for more in (models, digests):
         counts = Counter(names.values())
-        names = {path: f"{name}, {more(path)}" if counts[name] > 1 else name for path, name in names.items()}
+        names = {path: f"{name}, {more[path]}" if counts[name] > 1 else name for path, name in names.items()}
     return names
 
 
