@@ -17,13 +17,13 @@ env: .venv/.stamp  ## make .venv with everything in it
 	@touch $@
 
 .venv/.stamp: .venv/.base
-	@echo "Installing what tests and pages need: about a minute."
+	@echo "Installing what tests and pages need: 2 to 3 minutes."
 	$(BIN)/pip install --quiet --quiet --no-compile -c constraints.txt -e '.[dev]'
 	@$(BIN)/python -m compileall -q -q -j 0 .venv/lib || true  # on all cores, and pip would use one
 	@touch $@
 
-quickstart: .venv/.base  ## train BranchGRPO and DanceGRPO on tiny-sd3 (2 minutes on two cores, after installing)
-	@echo "Training BranchGRPO and DanceGRPO on tiny-sd3, 20 iterations each: about 2 minutes on two cores."
+quickstart: .venv/.base  ## train BranchGRPO and DanceGRPO on tiny-sd3 (3 minutes on two quiet cores, with installing)
+	@echo "Training BranchGRPO and DanceGRPO on tiny-sd3, 20 iterations each: about 2 minutes on two quiet cores, 4 on busy ones."
 	@$(BIN)/branchgrpo reproduce quickstart --scale quickstart --jobs 2
 	@echo "figures: runs/quickstart/figures/   executed notebook: runs/reproduce/quickstart/quickstart.ipynb"
 
@@ -31,6 +31,7 @@ lab: env  ## JupyterLab, at the first page
 	$(BIN)/jupyter lab --ServerApp.root_dir="$(CURDIR)" nbs/index.ipynb
 
 site: env  ## all notebooks, results, reference and explorer as pages: _site/index.html (about a minute)
+	@echo "Writing all pages: about a minute."
 	@rm -rf _site build/site docs/reference
 	$(BIN)/sphinx-build -W --keep-going -q -j auto -c docs -d build/site/doctrees . build/site/html
 	@mv build/site/html _site
@@ -41,17 +42,21 @@ check: env  ## formatting, lint and types
 	$(BIN)/ruff check
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
-test: env  ## every notebook's tests and tests/
+test: env  ## every notebook's tests and tests/ (10 minutes on two quiet cores, after 4 of installing)
+	@echo "All tests: about 10 minutes on two quiet cores, 15 or more on busy ones."
 	$(BIN)/python -m pytest
 
 slow: env  ## what `make test` tries once, with every parameter: processes, kills, pages, recipes (nightly)
+	@echo "Every parameter of every test: much longer than make test."
 	$(BIN)/python -m pytest --slow -m slow
 
 faults: env  ## kill, starve and mislead it: the whole of tests/faults, and its tables (29 minutes on two cores)
+	@echo "Faults: about 29 minutes on two cores."
 	@rm -rf .pytest_cache/faults
 	$(BIN)/python -m pytest tests/faults --faults -n 3
 
 figures: env  ## draw figures and verdicts again from their recorded runs (3 minutes on two cores); pages that need a model keep theirs
+	@echo "Drawing all figures again: about 3 minutes on two cores."
 	$(BIN)/branchgrpo reproduce --all --redraw --jobs 2
 
 browser: env site  ## what only Chromium shows: explorer against costs and in JupyterLab, search, screenshots in build/browser/

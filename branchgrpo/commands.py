@@ -26,6 +26,7 @@ from typing import Any
 
 from .evaluation.evaluate import Drawing
 from .files import bare, check_file, free_name, from_here, read_jsonl, read_table, write_atomic, write_text
+from .machine.gpus import MEASURED_SPEED, gpus_for
 from .own import is_ours
 from .registry import count_of, shown, with_setting
 from .settings import as_in_training, bounded, options, variable
@@ -84,9 +85,9 @@ class EvaluateOptions:
 class MachineOptions:
     "The machine"
 
-    gpus: int = bounded(8, 1, 1_000_000)  # GPUs of the run
-    tflops: float = bounded(400.0, 0.001)  # sustained speed of one GPU
-    gpu_memory: float = bounded(85.5, 0.001)  # GB of one GPU; 85.5 is an H100 with 80 GB
+    gpus: int | None = bounded(None, 1, 1_000_000)  # GPUs of the run; none: those of this machine, or 8 if it has none
+    tflops: float = bounded(MEASURED_SPEED, 0.001)  # sustained speed of one GPU
+    gpu_memory: float | None = bounded(None, 0.001)  # GB of one; none: of this machine's, or 85.5, an H100's with 80 GB
     verify: bool = False  # print the commands that compare downloaded weights with the hub's checksums
     json: bool = False  # print JSON, for scripts and for reports of errors
 
@@ -320,26 +321,28 @@ def check_sample(o: SampleOptions) -> None:
 
 # %% ../nbs/cli/01_commands.ipynb #910a3b37
 def doctor(given: dict[str, Any]) -> int:
-    "Check machine, weights and prompts, and estimate a run's costs; loads no weights (code 1: a damaged file)."
-    from branchgrpo.machine.doctor import facts, report, verify_commands, while_hub_answers
+    "Check machine, weights and prompts, and estimate a run's costs; loads no weights (code 1: something is missing)."
+    from branchgrpo.machine.doctor import all_findings, facts, report, verify_commands, while_hub_answers
     from branchgrpo.training.config import TrainConfig
     from branchgrpo.training.resolve import resolve
 
     warnings.filterwarnings("ignore")
     machine = options(MachineOptions, given)
     config = TrainConfig.from_dict({k: v for k, v in given.items() if not hasattr(machine, k)})
+    gpus = gpus_for(machine.gpus, machine.gpu_memory)
     with while_hub_answers(config.backbone, config.prompts):
         settings = resolve(config)
-        asked = (settings, machine.gpus, machine.tflops, machine.gpu_memory)
+        found = all_findings(settings, gpus)
+        asked = (settings, gpus.number, machine.tflops, gpus.gb, found)
         if not machine.json:
             print(report(*asked))
         commands = verify_commands(settings) if machine.verify else []
-        found = facts(*asked) if machine.json else {}
+        table = facts(*asked) if machine.json else {}
     if machine.json:
-        print_json(found | {"verify": commands})
+        print_json(table | {"verify": commands})
     elif machine.verify:
         print("verify: " + ("run\n" + "\n".join(commands) if commands else "nothing was downloaded for this run"))
-    return 0
+    return int(any(finding.state == "missing" for finding in found))
 
 # %% ../nbs/cli/01_commands.ipynb #39f68379
 def check_recipe(name: str, backbone: str | None = None) -> None:

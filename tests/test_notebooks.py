@@ -48,6 +48,8 @@ def as_before():
         warnings.resetwarnings()  # the suite's filters hide what a lesson shows
         for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
             warnings.simplefilter("ignore", kind)
+        # the package's own filter, which is undone here: torch takes a slower rms_norm in bf16 on a CPU
+        warnings.filterwarnings("ignore", "Mismatch dtype between input and weight", UserWarning)
         yield
     plt.close("all")
     plt.switch_backend("agg")
@@ -70,6 +72,16 @@ def test_lesson(path, as_before, monkeypatch):
     monkeypatch.setenv("PATH", f"{BIN}:{os.environ['PATH']}")
     passed, _ = nbdev_test.test_nb(path, skip_flags=FLAGS, basepath=ROOT, cell_timeout=900)
     assert passed
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=name)
+def test_a_title_has_no_settings_below_it(path):
+    "nbdev reads `- key: value` beside a title as YAML, or warns of it; a list of sentences begins with `*`."
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    with warnings.catch_warnings(action="error"):
+        for cell in cells:
+            if cell["cell_type"] == "markdown":
+                assert md_frontmatter("".join(cell["source"])).keys() <= {"title", "description"}
 
 
 def exported(folder):

@@ -8,7 +8,7 @@ __all__ = ['REQUIRED', 'OPTIONAL', 'WITHOUT_WEIGHTS', 'WEIGHT_FILES', 'CLIP_H', 
            'is_downloaded', 'without_hub', 'while_hub_answers', 'has_weights', 'lacking', 'backbone_finding',
            'lora_finding', 'server_finding', 'missing_companion', 'video_finding', 'reward_finding', 'prompts_finding',
            'findings', 'verify_commands', 'hours_text', 'levels_of', 'plan_lines', 'small_lines', 'work_lines',
-           'cost_lines', 'report', 'cost_facts', 'facts']
+           'cost_lines', 'is_small', 'all_findings', 'report', 'cost_facts', 'facts']
 
 # %% ../../nbs/machine/02_doctor.ipynb #fb12e300
 import json
@@ -30,9 +30,6 @@ from ..backbones.loading import declared, family, local_file, folder_of, is_hub_
 from ..backbones.published import instead
 from branchgrpo.machine.estimate import (
     Estimate,
-    GPU_GB,
-    MEASURED_SPEED,
-    SLOWER,
     GpuShare,
     advice,
     calls_after_pruning,
@@ -43,6 +40,7 @@ from branchgrpo.machine.estimate import (
     precision_of,
     speed_of,
 )
+from .gpus import GPU_GB, GPUS_PER_NODE, MEASURED_SPEED, SLOWER, Gpus
 from ..plan import plan_cost
 from ..prompts import PAPER_SETS, load_prompts, remarks
 from ..registry import count_of
@@ -80,17 +78,19 @@ def package_finding(name: str) -> Finding:
         return Finding(state, name, OPTIONAL.get(name, f"pip install {name}"))
 
 # %% ../../nbs/machine/02_doctor.ipynb #dfa02b69
-def gpu_finding() -> Finding:
-    "Report the GPUs of this machine."
+def gpu_finding(asked: Gpus | None = None) -> Finding:
+    "Report the GPUs of this machine, and those that an estimate is for."
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     state = "ok" if torch.cuda.is_available() else "absent"
-    return Finding(state, "GPU", ", ".join(names) or f"none; the CPU has {torch.get_num_threads()} threads")
+    threads = torch.get_num_threads()
+    here = ", ".join(names) or f"none; the CPU has {threads} thread{'s' * (threads > 1)}"
+    return Finding(state, "GPU", here if asked is None else f"{here}; the estimate is for {asked}")
 
 # %% ../../nbs/machine/02_doctor.ipynb #d6ddd219
-def package_findings() -> list[Finding]:
+def package_findings(asked: Gpus | None = None) -> list[Finding]:
     "Report Python, the packages that a run needs or may need, and the GPUs."
     python = Finding("ok", "python", platform.python_version())
-    return [python, *(package_finding(name) for name in (*REQUIRED, *OPTIONAL)), gpu_finding()]
+    return [python, *(package_finding(name) for name in (*REQUIRED, *OPTIONAL)), gpu_finding(asked)]
 
 # %% ../../nbs/machine/02_doctor.ipynb #e213b91e
 def is_packaged(place: str) -> bool:
@@ -334,11 +334,13 @@ def work_lines(s: Settings, e: Estimate, gpus: int, tflops: float) -> list[str]:
 NOT_COUNTED = "time of rewards, encoders, checkpoints and communication; memory of rewards at work, kernels' workspaces"
 
 
-def cost_lines(s: Settings, gpus: int = 8, tflops: float = MEASURED_SPEED, gpu: float = GPU_GB) -> list[str]:
+def cost_lines(
+    s: Settings, gpus: int = GPUS_PER_NODE, tflops: float = MEASURED_SPEED, gpu: float = GPU_GB
+) -> list[str]:
     "Return time, memory and verdict as lines, or one line if the model's configuration is not on this machine."
     if is_own_name(s.backbone):
         return ["costs         not estimated: the policy is your own"]
-    if is_packaged(folder_of(s.backbone)):
+    if is_small(s.backbone):
         return small_lines(s)
     try:
         e = estimate(s, gpus, tflops)
@@ -349,18 +351,32 @@ def cost_lines(s: Settings, gpus: int = 8, tflops: float = MEASURED_SPEED, gpu: 
     return [*lines, f"not counted: {NOT_COUNTED}"]
 
 # %% ../../nbs/machine/02_doctor.ipynb #397df384
+def is_small(backbone: str) -> bool:
+    "Return whether a backbone is a model of the package, whose costs are not estimated."
+    return not is_own_name(backbone) and is_packaged(folder_of(backbone))
+
+
+def all_findings(s: Settings, asked: Gpus | None = None) -> list[Finding]:
+    "Report on the packages, the GPUs, and everything that a run reads; what is `missing` it cannot do without."
+    asked = None if is_small(s.backbone) else asked  # nothing is estimated
+    return [*package_findings(asked), *findings(s.backbone, s.reward, s.prompts, s.held_out, s.lora)]
+
+
 def report(
     s: Settings,  # as `resolve(TrainConfig(...))` returns
-    gpus: int = 8,
+    gpus: int = GPUS_PER_NODE,
     tflops: float = MEASURED_SPEED,  # sustained speed of one GPU
     gpu: float = GPU_GB,  # memory of one GPU in GB
+    found: list[Finding] | None = None,  # as `all_findings` returns; none: it looks now
 ) -> str:
     "Return what is here, what is missing, what the run takes and whether it fits, as text, one fact per line."
-    lines = [*package_findings(), *findings(s.backbone, s.reward, s.prompts, s.held_out, s.lora)]
+    lines = all_findings(s) if found is None else found
     return "\n".join([*map(str, lines), "", *cost_lines(s, gpus, tflops, gpu)])
 
 # %% ../../nbs/machine/02_doctor.ipynb #a02a9190
-def cost_facts(s: Settings, gpus: int = 8, tflops: float = MEASURED_SPEED, gpu: float = GPU_GB) -> dict[str, Any]:
+def cost_facts(
+    s: Settings, gpus: int = GPUS_PER_NODE, tflops: float = MEASURED_SPEED, gpu: float = GPU_GB
+) -> dict[str, Any]:
     "Return the numbers of an estimate, or `{'error': why there are none}`."
     try:
         e = estimate(s, gpus, tflops)
@@ -374,9 +390,15 @@ def cost_facts(s: Settings, gpus: int = 8, tflops: float = MEASURED_SPEED, gpu: 
     return work | time | memory | {"fits": changes == {}, "fits_with": changes}
 
 # %% ../../nbs/machine/02_doctor.ipynb #908a3d28
-def facts(s: Settings, gpus: int = 8, tflops: float = MEASURED_SPEED, gpu: float = GPU_GB) -> dict[str, Any]:
+def facts(
+    s: Settings,
+    gpus: int = GPUS_PER_NODE,
+    tflops: float = MEASURED_SPEED,
+    gpu: float = GPU_GB,
+    found: list[Finding] | None = None,  # as `all_findings` returns; none: it looks now
+) -> dict[str, Any]:
     "Return the report as a table: the machine, what was found, the settings, and what the run costs."
-    lines = [*package_findings(), *findings(s.backbone, s.reward, s.prompts, s.held_out, s.lora)]
+    lines = all_findings(s) if found is None else found
     return {
         "branchgrpo": branchgrpo.__version__,
         "commit": commit_of(Path(branchgrpo.__file__).parent),

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['PageOptions', 'SlurmOptions', 'reproduce', 'check_options', 'check_gpus', 'check_ways', 'parameter', 'table',
-           'given_parameters', 'drawn_runs', 'ready_folders', 'run_here', 'hand_to_slurm', 'train_only']
+           'given_parameters', 'drawn_runs', 'tables_of', 'ready_folders', 'runs_to_train', 'shown_tables',
+           'redrawn_lines', 'run_here', 'hand_to_slurm', 'train_only']
 
 # %% ../../nbs/reproduction/08_command.ipynb #6d34bf9e
 import json
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import REFUSED, check_output, parse_table
+from ..machine.gpus import MEASURED_SPEED
 from ..registry import count_of, shown
 from ..settings import bounded, options
 
@@ -35,8 +37,8 @@ class PageOptions:
     redraw: bool = False  # draw again from the recorded runs; nothing is trained
     recorded: bool = False  # take the runs that the tables of figures/ hold, and train only the others
     only: tuple[str, ...] = ()  # train only these runs of the notebooks (names of their folders)
-    dry_run: bool = False  # list every run with its GPUs, memory and hours, and every file it needs
-    tflops: float = bounded(400.0, 0.001)  # sustained speed of one GPU, for --dry-run
+    dry_run: bool = False  # list every run that would be trained with its GPUs, memory, hours, and every file it needs
+    tflops: float = bounded(MEASURED_SPEED, 0.001)  # sustained speed of one GPU, for --dry-run
 
 # %% ../../nbs/reproduction/08_command.ipynb #6dec1095
 @dataclass
@@ -70,7 +72,8 @@ def reproduce(given: dict[str, Any]) -> int:
 
         one = 1 if o.gpus else None  # of several GPUs each run has one
         gpus = slurm.nodes * slurm.gpus_per_node if slurm.nodes else one
-        print("\n".join(budget(jobs, o.tflops, gpus, slurm.hours)))
+        train, others = runs_to_train(jobs, o.recorded)
+        print("\n".join([*budget(jobs, o.tflops, gpus, slurm.hours, train), "", others]))
         return 0
     return run_here(jobs, o)
 
@@ -147,6 +150,12 @@ def drawn_runs(jobs: list) -> dict:
     return drawn
 
 
+def tables_of(jobs: list) -> list[Path]:
+    "Return the tables of runs in the folders that notebooks write their results to."
+    outputs = dict.fromkeys(job.parameters.get("output", "figures/testbed") for job in jobs)
+    return [path for output in outputs for path in sorted((Path(output) / "runs").glob("*.parquet"))]
+
+
 def ready_folders(jobs: list, recorded: bool) -> None:
     "Write the folders of the runs that tables hold, if asked to, and remove those that lack weights a notebook needs."
     from branchgrpo.reproduction.pages import wanted_runs
@@ -155,14 +164,50 @@ def ready_folders(jobs: list, recorded: bool) -> None:
     waiting = [job for job in jobs if not job.done]
     drawn = drawn_runs(waiting)
     if recorded:
-        outputs = dict.fromkeys(job.parameters.get("output", "figures/testbed") for job in jobs)
-        tables = [path for output in outputs for path in sorted((Path(output) / "runs").glob("*.parquet"))]
         others = {folder: run for folder, run in wanted_runs(waiting).items() if folder not in drawn}
-        found = runs_from_tables(others, tables)
+        found = runs_from_tables(others, tables_of(jobs))
         print(f"from the tables of figures/: {count_of(found, 'run')}", flush=True)
     remove_runs_without_weights(drawn)
 
+
+def runs_to_train(jobs: list, recorded: bool) -> tuple[dict, str]:
+    "Return the runs that this call would train without --dry-run, and how many others there are, as a line."
+    from branchgrpo.reproduction.pages import missing_runs, wanted_runs
+    from branchgrpo.reproduction.runs import found_in_tables, without_weights
+
+    wanted = wanted_runs(jobs)
+    drawn = drawn_runs([job for job in jobs if not job.done])
+    again = without_weights(drawn)
+    train = missing_runs(jobs) | {folder: drawn[folder] for folder in again}
+    line, tables = f"{len(wanted) - len(train)} of {len(wanted)} runs are there", tables_of(jobs)
+    if not recorded:
+        hint = " (--recorded takes those that the tables of figures/ hold)" if train and tables else ""
+        return train, f"{line}; to train: {len(train)}{hint}"
+    found = found_in_tables({folder: run for folder, run in train.items() if folder not in drawn}, tables)
+    train = {folder: run for folder, run in train.items() if folder not in found}
+    return train, f"{line}, {len(found)} come from the tables of figures/; to train: {len(train)}"
+
 # %% ../../nbs/reproduction/08_command.ipynb #a7d24c3d
+def shown_tables(notebook: str) -> list[str]:
+    "Return the tables that an executed notebook shows, as Markdown."
+    import nbformat  # it loads for seconds, and a dry run should not wait
+
+    outputs = [out for cell in nbformat.read(notebook, 4).cells for out in cell.get("outputs", [])]
+    texts = ["".join(out.get("data", {}).get("text/markdown", "")) for out in outputs]
+    return [text for text in texts if text.lstrip().startswith("|")]
+
+
+def redrawn_lines(job: Any, notebook: str, tables: bool) -> list[str]:
+    "Return what a notebook drawn again has to show: its tables, if asked for, then the paths of what it has written."
+    from branchgrpo.reproduction.report import page_files
+
+    lines = shown_tables(notebook) if tables else []
+    folder = job.parameters.get("output", "figures/testbed")
+    lines += [f"figure:   {path}" for path in page_files(job.name, folder, "png")]
+    lines += [f"numbers:  {path}" for path in page_files(job.name, folder, "json")]
+    return [*lines, f"notebook: {notebook}"]
+
+
 def run_here(jobs: list, o: PageOptions) -> int:
     "Make the missing runs, execute the notebooks, and print what failed."
     from branchgrpo.reproduction import schedule
@@ -183,6 +228,9 @@ def run_here(jobs: list, o: PageOptions) -> int:
         results = [schedule.Result(job.name, "failed", error="its runs are not finished") for job in lacking]
         results += schedule.run_all([job for job in jobs if job not in lacking], o.jobs, gpus)
     failed = [result for result in results if result.state == "failed"]
+    drawn = {result.name: result.notebook for result in results if o.redraw and result.state == "done"}
+    for job in (job for job in jobs if job.name in drawn):
+        print(*redrawn_lines(job, drawn[job.name], tables=not o.all), sep="\n")
     print(f"{len(results) - len(failed)} of {len(results)} notebooks done")
     for result in failed:
         print(f"  {result.name}: {result.error}\n    {result.notebook}".rstrip())

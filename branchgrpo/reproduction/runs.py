@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['NOT_HASHED', 'NUMBER_FIELDS', 'LATER', 'Recorded', 'Wanted', 'key_value', 'hashed_settings', 'cache_key',
            'run_folder', 'is_readable', 'has_checkpoint', 'is_finished', 'holds_run', 'set_run_aside', 'lock_files',
-           'check_prompts', 'get_or_train', 'by_folder', 'write_run', 'runs_from_tables', 'remove_runs_without_weights',
-           'time_iterations', 'TimedRun']
+           'check_prompts', 'get_or_train', 'by_folder', 'write_run', 'found_in_tables', 'runs_from_tables',
+           'without_weights', 'remove_runs_without_weights', 'time_iterations', 'TimedRun']
 
 # %% ../../nbs/reproduction/03_runs.ipynb #c7094cd7
 import contextlib
@@ -265,26 +265,37 @@ def write_run(folder: Path, table: Path, record: dict[str, Any]) -> None:
 Wanted = dict[Path, tuple[TrainConfig, str]]  # of each run's folder, its config and the folder of all runs
 
 
-def runs_from_tables(wanted: Wanted, tables: list[Path]) -> int:
-    """Write the runs that are wanted and that tables hold, where there is no folder yet; return how many.
+def found_in_tables(wanted: Wanted, tables: list[Path]) -> dict[Path, tuple[Path, dict[str, Any]]]:
+    """Return the runs that are wanted, that tables hold whole, and that have no folder yet, with table and record.
 
     Raises `ValueError` if a file is no table of runs."""
-    found, count = by_folder(tables), 0
+    recorded, found = by_folder(tables), {}
     for folder, (config, _) in wanted.items():
-        if folder.name not in found or folder.exists():
+        if folder.name not in recorded or folder.exists():
             continue
-        table, record = found[folder.name]
-        if len(record["metrics"]) < config.iterations:
-            continue
-        if cache_key(record["settings"]) == folder.name:  # else a table of another version
-            write_run(folder, table, record)
-            count += 1
-    return count
+        table, record = recorded[folder.name]
+        whole = len(record["metrics"]) >= config.iterations
+        if whole and cache_key(record["settings"]) == folder.name:  # else a table of another version
+            found[folder] = table, record
+    return found
+
+
+def runs_from_tables(wanted: Wanted, tables: list[Path]) -> int:
+    "Write the runs that `found_in_tables` finds; return how many."
+    found = found_in_tables(wanted, tables)
+    for folder, (table, record) in found.items():
+        write_run(folder, table, record)
+    return len(found)
 
 # %% ../../nbs/reproduction/03_runs.ipynb #da07c083
+def without_weights(wanted: Wanted) -> list[Path]:
+    "Return the folders of runs that came from a table."
+    return [folder for folder in wanted if (folder / "run.json").is_file() and "recorded_in" in Run(folder).info]
+
+
 def remove_runs_without_weights(wanted: Wanted) -> int:
     "Remove the folders that came from a table; return how many."
-    restored = [folder for folder in wanted if (folder / "run.json").is_file() and "recorded_in" in Run(folder).info]
+    restored = without_weights(wanted)
     for folder in restored:
         shutil.rmtree(folder)
     return len(restored)

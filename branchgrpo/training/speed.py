@@ -11,20 +11,21 @@ __all__ = ['TORCH', 'GRAPHS', 'SMALL_MODEL', 'check_speed', 'blocks_of', 'compil
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from ..settings import variable
 from ..backbones.loading import avoid_cudnn_attention
 from ..registry import check_one_of
 from .config import Settings
+
+if TYPE_CHECKING:  # FSDP loads for two seconds; below, it is loaded by what uses it, so a check of settings is quick
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
 
 # %% ../../nbs/training/16_speed.ipynb #f50beee1
 TORCH = tuple(int(number) for number in torch.__version__.split("+")[0].split(".")[:2])
@@ -140,8 +141,10 @@ def speed_up(policy: Any, s: Settings) -> None:
         compile_blocks(denoiser)
 
 # %% ../../nbs/training/16_speed.ipynb #0c1fcbdb
-def mesh_of(device_type: str, hybrid: bool = False) -> DeviceMesh:
+def mesh_of(device_type: str, hybrid: bool = False) -> "DeviceMesh":
     "Return the processes as a row (all share the weights), or as nodes × GPUs of a node (`hybrid`)."
+    from torch.distributed.device_mesh import init_device_mesh
+
     if not dist.is_initialized():  # torchrun has made no group, and a sharded model needs one: of this process
         backend = "nccl" if device_type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -152,8 +155,10 @@ def mesh_of(device_type: str, hybrid: bool = False) -> DeviceMesh:
     return init_device_mesh(device_type, (processes // per_node, per_node), mesh_dim_names=("replicate", "shard"))
 
 # %% ../../nbs/training/16_speed.ipynb #d05a4c59
-def shard(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> nn.Module:
+def shard(module: nn.Module, mesh: "DeviceMesh", dtype: torch.dtype = torch.float32) -> nn.Module:
     "Shard a module in place over `mesh`: computed in `dtype`, kept and reduced in float32. Source: PyTorch FSDP2."
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     compute = None if dtype == torch.float32 else dtype
     of_blocks = MixedPrecisionPolicy(compute, torch.float32, cast_forward_inputs=False)
     for block in blocks_of(module):
@@ -175,8 +180,10 @@ def fill_sharded(module: nn.Module, state: dict[str, Tensor], device: torch.devi
     set_model_state_dict(module, dict(state), options=options)  # it empties the table that it is given
 
 # %% ../../nbs/training/16_speed.ipynb #faa85d1e
-def sharded_parts(module: nn.Module) -> list[FSDPModule]:
+def sharded_parts(module: nn.Module) -> "list[FSDPModule]":
     "Return the sharded units of a module, itself included; none of a module that is not sharded."
+    from torch.distributed.fsdp import FSDPModule
+
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 # %% ../../nbs/training/16_speed.ipynb #f95f439e
@@ -196,11 +203,15 @@ def gathered(module: nn.Module) -> Iterator[None]:
 # %% ../../nbs/training/16_speed.ipynb #35a3c0a2
 def local(tensor: Tensor) -> Tensor:
     "Return this process's slice of a sharded tensor; another tensor as it is."
+    from torch.distributed.tensor import DTensor
+
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
     "Return all of a sharded tensor, gathered from all processes; another tensor as it is."
+    from torch.distributed.tensor import DTensor
+
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 # %% ../../nbs/training/16_speed.ipynb #980f7f25
@@ -216,4 +227,6 @@ def full_state(module: nn.Module) -> dict[str, Tensor]:
 # %% ../../nbs/training/16_speed.ipynb #8fe62a99
 def plain_class(module: nn.Module) -> type[nn.Module]:
     "Return a module's class as it was before it was sharded."
+    from torch.distributed.fsdp import FSDPModule
+
     return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
