@@ -10,7 +10,7 @@ help:  ## this text
 
 env: .venv/.stamp  ## make .venv with everything in it
 
-.venv/.base: constraints.txt pyproject.toml
+.venv/.base: constraints.txt settings.ini setup.py pyproject.toml
 	@echo "Installing the package into .venv: about a minute."
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --quiet --no-compile -c constraints.txt -e .

@@ -3,10 +3,10 @@
 import json
 import re
 import subprocess
-import tomllib
 from pathlib import Path
 
 import pytest
+from small import package_settings, requirements
 
 from branchgrpo.files import parse_table
 from branchgrpo.reproduction.command import given_parameters
@@ -47,9 +47,8 @@ def test_the_settings_given_by_set_are_merged():
 def test_conda_and_pip_install_the_same():
     table = parse_table((ROOT / "environment.yml").read_text(encoding="utf-8"))
     (pip,) = [entry["pip"] for entry in table["dependencies"] if isinstance(entry, dict)]
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = re.fullmatch(r"-e \.\[(.*)\]", pip[1])[1].split(",")
-    assert pip[0] == "-c constraints.txt" and set(extras) <= project["optional-dependencies"].keys()
+    assert pip[0] == "-c constraints.txt" and set(extras) <= requirements().keys()
     assert f"'.[{','.join(extras)}]'" in TEXT
     python = next(entry for entry in table["dependencies"] if str(entry).startswith("python="))
-    assert f"Programming Language :: Python :: {python.removeprefix('python=')}" in project["classifiers"]
+    assert python.removeprefix("python=") in package_settings()["pythons"].split()
