@@ -26,7 +26,7 @@ def test_nbdev_keeps_tags_and_metadata():
 def test_dependencies():
     texts, pins = requirements(), constraints()
     wanted = [Requirement(text) for text in texts[""] + texts["dev"]]
-    assert not {r.name for r in wanted} & {"torchvision", "torch-fidelity", "hpsv2"}
+    assert not {r.name for r in wanted} & {"torchvision", "torch-fidelity"}
     for requirement in wanted:
         if requirement.name in pins:
             assert requirement.specifier.contains(pins[requirement.name]), requirement

@@ -53,10 +53,13 @@ def write_state(folder: str | Path, state: dict[str, Any]) -> None:
     write_text(Path(folder) / "tracker.json", json.dumps(state))
 
 # %% ../../nbs/training/15_tracking.ipynb #7ac1000c
-def new_id(name: str) -> str | None:
-    "Return an identity for a new run, or None for a tracker that makes one itself."
-    letters = {"wandb": 16, "trackio": 16, "comet_ml": 32, "swanlab": 21}  # comet: 32 to 50; swanlab: exactly 21
-    return secrets.token_hex(16)[: letters[name]] if name in letters else None
+def new_id(name: str, title: str) -> str | None:
+    "Return an identity for a new run called `title`, or None for a tracker that makes one itself."
+    drawn = secrets.token_hex(16)
+    if name == "trackio":  # it knows a run by its name
+        return f"{title}-{drawn[:8]}"
+    letters = {"wandb": 16, "comet_ml": 32, "swanlab": 21}  # comet: 32 to 50; swanlab: exactly 21
+    return drawn[: letters[name]] if name in letters else None
 
 
 OWN_ID: dict[str, Callable[[Any], str]] = {
@@ -120,7 +123,7 @@ class TrackedRun:
     def start(self, iteration: int) -> None:
         "Start the tracker's run, or go on with it after `iteration`."
         self.state = read_state(self.folder, self.name)
-        self.state["id"] = self.state["id"] or new_id(self.name)
+        self.state["id"] = self.state["id"] or new_id(self.name, Path(self.folder).name)
         arguments = start_arguments(self.name, self.folder, self.state, iteration)
         self.accelerator.init_trackers(PROJECT, init_kwargs={self.name: arguments})
         if self.keeps_state:
