@@ -121,11 +121,19 @@ class TrackedRun:
         self.keeps_state = accelerator.is_main_process and name != "tensorboard"
 
     def start(self, iteration: int) -> None:
-        "Start the tracker's run, or go on with it after `iteration`."
+        """Start the tracker's run, or go on with it after `iteration`.
+
+        Raises `ValueError` if it cannot start: no login, no network."""
         self.state = read_state(self.folder, self.name)
         self.state["id"] = self.state["id"] or new_id(self.name, Path(self.folder).name)
         arguments = start_arguments(self.name, self.folder, self.state, iteration)
-        self.accelerator.init_trackers(PROJECT, init_kwargs={self.name: arguments})
+        try:
+            self.accelerator.init_trackers(PROJECT, init_kwargs={self.name: arguments})
+        except Exception as error:
+            if self.name == "tensorboard":  # a full disk: the trainer says it
+                raise
+            words = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ValueError(f"tracker: {self.name!r} did not start: {words}") from error
         if self.keeps_state:
             if self.name in OWN_ID:
                 self.state["id"] = OWN_ID[self.name](self.accelerator.trackers[0].tracker)
