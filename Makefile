@@ -3,14 +3,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help env quickstart lab site check test slow faults figures browser report export
+.PHONY: help env quickstart lab site check test slow faults figures browser hps report export
 
 help:  ## this text
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 env: .venv/.stamp  ## make .venv with everything in it
 
-.venv/.base: constraints.txt pyproject.toml
+.venv/.base: constraints.txt settings.ini setup.py pyproject.toml
 	@echo "Installing the package into .venv: about a minute."
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --quiet --no-compile -c constraints.txt -e .
@@ -62,6 +62,19 @@ figures: env  ## draw figures and verdicts again from their recorded runs (3 min
 browser: env site  ## what only Chromium shows: explorer against costs and in JupyterLab, search, screenshots in build/browser/
 	$(BIN)/pip install --quiet --quiet -c constraints.txt -e '.[browser]'
 	$(BIN)/python tests/browser.py
+
+.venv-hps/.stamp:
+	@echo "Installing hpsv2x into .venv-hps: some minutes. It needs an older protobuf than this package."
+	$(PYTHON) -m venv .venv-hps
+	.venv-hps/bin/pip install --quiet --quiet --no-compile hpsv2x==1.2.0
+	@touch $@
+
+IMAGES ?= build/hps/images.jsonl
+build/hps/images.jsonl: .venv/.stamp
+	$(BIN)/branchgrpo evaluate --backbone tiny-flux --prompts digits --limit 20 --output build/hps
+
+hps: env .venv-hps/.stamp $(IMAGES)  ## HPS-v2.1 here beside its original package, on IMAGES, or on 20 of tiny-flux; needs the published weights on disk
+	$(BIN)/branchgrpo check-hps --images $(IMAGES) --python .venv-hps/bin/python
 
 report: env  ## REPORT.md and the answers of the first page, from the study's record; README.md from the first page
 	$(BIN)/python -c "from branchgrpo.reproduction.report import write_report; write_report()"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from slow import often
-from test_gpu_nodes import TEXT, blocks
+from test_gpu_nodes import SETTINGS, TEXT, file_name
 from test_prose import FOUND, OURS, given_by
 
 from branchgrpo.files import parse_table
@@ -38,8 +38,15 @@ def test_every_training_of_the_readme_fits():
 
 def large() -> tuple[TrainConfig, int]:
     "Return the config and the number of GPUs of the training of FLUX on one node, of the page for GPU nodes."
-    gpus = re.search(r"^accelerate launch .*--num_processes (\d+) .*--config flux.yaml$", TEXT, re.MULTILINE)[1]
-    return TrainConfig.from_dict(parse_table(blocks("yaml")[0])), int(gpus)
+    line = r"^accelerate launch .*--num_processes (\d+) .*--config examples/flux_lora.yaml$"
+    gpus = re.search(line, TEXT, re.MULTILINE)[1]
+    return TrainConfig.from_yaml(ROOT / "examples/flux_lora.yaml"), int(gpus)
+
+
+@pytest.mark.parametrize("path", SETTINGS, ids=file_name)
+def test_a_file_of_examples_fits_on_the_gpu_that_it_names(path):
+    gb = float(re.search(r"(\d+) GB", path.read_text(encoding="utf-8"))[1]) * 1.0737  # a card has GiB
+    assert fits(peak_gb(resolve(TrainConfig.from_yaml(path)), 1), gb)
 
 
 def pages() -> list[str]:

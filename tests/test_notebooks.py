@@ -84,6 +84,9 @@ def test_a_title_has_no_settings_below_it(path):
                 assert md_frontmatter("".join(cell["source"])).keys() <= {"title", "description"}
 
 
+SETTINGS = ("pyproject.toml", "settings.ini", "setup.py")  # nbdev writes none of them
+
+
 def exported(folder):
     "The exported modules below `folder`, by path."
     paths = [path for path in (folder / "branchgrpo").rglob("*.py") if path.name not in ("__init__.py", "_modidx.py")]
@@ -94,7 +97,7 @@ def exported(folder):
 def copy(tmp_path):
     for part in ("nbs", "branchgrpo"):
         shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("weights", "__pycache__"))
-    for file in ("pyproject.toml", "README.md"):
+    for file in (*SETTINGS, "README.md"):
         shutil.copy(ROOT / file, tmp_path / file)
     return tmp_path
 
@@ -122,6 +125,7 @@ def test_notebooks_are_clean(copy):
         subprocess.run([BIN / "nbdev-clean", "--fname", folder], cwd=copy, check=True, capture_output=True)
     changed = [name(path) for path in NOTEBOOKS if path.read_text() != (copy / name(path)).read_text()]
     assert changed == [], "run make export"
+    assert [file for file in SETTINGS if (ROOT / file).read_text() != (copy / file).read_text()] == []
 
 
 def cells(path):

@@ -5,11 +5,15 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
+from configparser import ConfigParser
 from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from small import entries, package_settings, requirements
 
 import branchgrpo
 from branchgrpo.files import parse_table
@@ -56,20 +60,64 @@ def test_the_sdist_holds_what_a_build_needs(built):
         names = {name.partition("/")[2] for name in sdist.getnames()}
         links = [member.name for member in sdist.getmembers() if member.issym()]
     assert package_files().keys() <= names
-    assert {"pyproject.toml", "README.md", "LICENSE", "CITATION.cff"} <= names
+    assert {"settings.ini", "setup.py", "pyproject.toml", "README.md", "LICENSE", "CITATION.cff"} <= names
     assert links == []  # else a folder of sources without its neighbours has no weights
 
 
-def test_the_wheel_says_what_it_is(built):
-    with zipfile.ZipFile(built[1]) as wheel:
-        name = next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
-        said = Parser().parsestr(wheel.read(name).decode())
-    assert said["Version"] == branchgrpo.__version__
-    assert said["License-Expression"] == "Apache-2.0"
-    assert said["Requires-Python"] == ">=3.11"
-    assert len(said.get_all("Project-URL")) >= 2
+def test_settings_ini_is_the_one_record():
+    assert (ROOT / "setup.py").is_file()
+    assert package_settings()["version"] == branchgrpo.__version__
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project.keys() == {"name", "dynamic"}
+    assert project["name"] == package_settings()["lib_name"]
+
+
+def inside(wheel, name):
+    "Return the text of a file of a wheel's metadata."
+    with zipfile.ZipFile(wheel) as opened:
+        path = next(path for path in opened.namelist() if path.endswith(f".dist-info/{name}"))
+        return opened.read(path).decode()
+
+
+def test_the_wheel_says_what_settings_ini_says(built):
+    settings, said = package_settings(), Parser().parsestr(inside(built[1], "METADATA"))
+    assert (said["Name"], said["Version"]) == (settings["lib_name"], settings["version"])
+    assert (said["Summary"], said["Author"]) == (settings["description"], settings["author"])
+    assert said["License-Expression"] == settings["license"]
+    assert said["Keywords"].split(",") == settings["keywords"].split()
+    assert said["Requires-Python"] == f">={settings['min_python']}"
+    urls = [line.replace(" =", ",", 1) for line in entries(settings["urls"])]
+    assert said.get_all("Project-URL") == urls
     python = "Programming Language :: Python :: 3."
-    versions = [text.rpartition(" ")[2] for text in said.get_all("Classifier") if text.startswith(python)]
+    classifiers = said.get_all("Classifier")
+    others = [text for text in classifiers if not text.startswith(python)]
+    assert others == entries(settings["classifiers"])
+
+
+def test_the_wheel_requires_what_settings_ini_requires(built):
+    said = Parser().parsestr(inside(built[1], "METADATA"))
+    required = {str(Requirement(text)) for text in said.get_all("Requires-Dist")}
+    wanted = requirements()
+    core = {str(Requirement(text)) for text in wanted.pop("")}
+    extra = {str(Requirement(f'{text}; extra == "{name}"')) for name in wanted for text in wanted[name]}
+    assert required == core | extra
+    assert set(said.get_all("Provides-Extra")) == wanted.keys()
+
+
+def test_the_wheel_has_the_commands_of_settings_ini(built):
+    settings, points = package_settings(), ConfigParser(delimiters=["="])
+    points.read_string(inside(built[1], "entry_points.txt"))
+    found = {group: [f"{name} = {value}" for name, value in points[group].items()] for group in points.sections()}
+    wanted = {"console_scripts": "console_scripts", "nbdev": "nbdev_entry_points"}
+    assert found == {group: entries(settings[field]) for group, field in wanted.items()}
+
+
+def test_the_versions_of_python_are_those_that_are_tested(built):
+    versions = package_settings()["pythons"].split()
+    assert versions[0] == package_settings()["min_python"]
+    python = "Programming Language :: Python :: 3."
+    classifiers = Parser().parsestr(inside(built[1], "METADATA")).get_all("Classifier")
+    assert [text.rpartition(" ")[2] for text in classifiers if text.startswith(python)] == versions
     workflow = parse_table((ROOT / ".github/workflows/tests.yml").read_text())
     assert all(job["strategy"]["matrix"]["python"] == versions for job in workflow["jobs"].values())
 

@@ -103,18 +103,16 @@ def given_by(line):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    "A folder with what the commands speak of: runs, the method of README.md, the settings of the page for GPU nodes."
+    "A folder with what the commands speak of: runs, the method of README.md, the files of examples/."
     folder = tmp_path_factory.mktemp("prose")
     (folder / "figures").symlink_to(ROOT / "figures")
-    cells = json.loads((ROOT / "nbs/gpu_nodes.ipynb").read_text(encoding="utf-8"))["cells"]
-    page = "".join(line for cell in cells for line in cell["source"])
-    (folder / "flux.yaml").write_text(re.search(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[1])
+    (folder / "examples").symlink_to(ROOT / "examples")
     block = re.search(r"^```yaml\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)[1]
     (folder / re.search(r"(\S+\.yaml), for", block)[1]).write_text(block)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         assert cli.main(["train", *SMALL.split(), "--output", "runs/demo"]) == 0
-    for name in ("a", "b", "flux", "flux-hybrid"):
+    for name in ("a", "b", "flux", "flux-16"):
         shutil.copytree(folder / "runs/demo", folder / "runs" / name)
     return folder
 
@@ -157,7 +155,7 @@ def runs(line):
     name = line.split(" ")[0]
     if line in ("view", "train", "sample", "reproduce"):  # a name alone, of a command that wants more
         return False
-    large = "--slurm" in line or (name == "train" and re.search(r"--backbone [\w-]+/|flux\.yaml", line))
+    large = "--slurm" in line or (name == "train" and re.search(r"--backbone [\w-]+/|--config examples/", line))
     return name in {*SHOWS, *RUN} and not large and "FOLDER" not in line
 
 

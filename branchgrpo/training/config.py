@@ -46,7 +46,7 @@ class RecordSettings:
     keep_every: int = bounded(0, 0)  # checkpoints of every n-th iteration are kept too; 0: none
     tree_every: int | None = bounded(None, 0)  # iterations between kept trees; none: evaluate_every; 0: never
     max_skipped: int = bounded(10, 1)  # the run stops after so many iterations in a row whose gradient is not finite
-    tracker: Literal["tensorboard", "wandb", "none"] = "tensorboard"  # where a run's rows are drawn
+    tracker: str = "tensorboard"  # none, or any that accelerate knows: wandb, trackio, mlflow, comet_ml
 
 # %% ../../nbs/training/00_config.ipynb #d701018d
 @dataclass(frozen=True)

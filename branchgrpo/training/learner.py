@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -36,6 +35,7 @@ from ..rewards.scorer import do_nothing
 from .config import Settings
 from .processes import check_launch, check_processes, check_ranks
 from .speed import compile_blocks, fill_sharded, local, mesh_of, plain_class, shard, speed_up
+from .tracking import check_tracker
 
 # %% ../../nbs/training/03_learner.ipynb #a7fc33ac
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # how latents are stored
@@ -50,8 +50,7 @@ def make_accelerator(s: Settings) -> Accelerator:
         DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
     ]
     log_with = None if s.tracker == "none" else s.tracker
-    if s.tracker == "wandb" and not find_spec("wandb"):
-        raise ValueError("tracker: 'wandb' is not installed here; pip install wandb, or use tensorboard or none")
+    check_tracker(s.tracker)
     accelerator = Accelerator(
         mixed_precision=s.mixed_precision, log_with=log_with, project_dir=s.output, kwargs_handlers=handlers
     )

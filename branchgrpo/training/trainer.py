@@ -47,6 +47,7 @@ from .resolve import check_model, fit_of, given_policy, resolve
 from .runs import Preempted, Run, RunLock, StopSignal, check_folder, open_run, prompts_of_run, rewind
 from .scoring import make_scorers
 from .speed import gathered, use_one_thread
+from .tracking import TrackedRun
 from .update import TooManySkipped, check_mismatch, update
 
 # %% ../../nbs/training/14_trainer.ipynb #5933b47a
@@ -189,17 +190,24 @@ class ProgressBar(Callback):
 
 # %% ../../nbs/training/14_trainer.ipynb #e35aff8a
 class Tracking(Callback):
-    "Sends every iteration's numbers to the tracker of the settings."
+    "Sends the numbers of every iteration, and the images of every evaluation, to the tracker of the settings."
 
     def on_start(self, trainer):
-        trainer.accelerator.init_trackers("branchgrpo")
+        s = trainer.settings
+        self.run = TrackedRun(trainer.accelerator, s.tracker, s.output)
+        self.run.start(trainer.progress.iteration)
+
+    def on_evaluation(self, trainer, scores, images):
+        iteration = trainer.progress.iteration
+        self.run.images(images, iteration)
+        if iteration == 0:  # later, the scores are part of the iteration's row
+            self.run.numbers(scores, 0)
 
     def on_iteration(self, trainer, row):
-        numbers = {key: value for key, value in row.items() if key != "splits"}
-        trainer.accelerator.log(numbers, step=row["iteration"])
+        self.run.numbers(row, row["iteration"])
 
     def on_end(self, trainer):
-        trainer.accelerator.end_training()
+        self.run.end()
 
 # %% ../../nbs/training/14_trainer.ipynb #918c09e9
 def open_models(s: Settings, accelerator: Any, policy: Any, reward: Any) -> tuple[Any, Scorer, dict[str, Scorer]]:

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import sys
-import tomllib
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from PIL import Image
+from small import requirements
 
 from branchgrpo import TrainConfig
 from branchgrpo.cli import main
@@ -267,9 +267,9 @@ def test_tables_and_figures_show_a_prompt_as_it_is(noted):
 
 
 def declared():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    fields = {"requirements": project["dependencies"], **project["optional-dependencies"]}
-    return {key: {canonicalize_name(Requirement(text).name) for text in texts} for key, texts in fields.items()}
+    "Return the names of the required packages by extra; those of the package itself are under ''."
+    wanted = requirements()
+    return {key: {canonicalize_name(Requirement(text).name) for text in texts} for key, texts in wanted.items()}
 
 
 @pytest.mark.fast
@@ -281,7 +281,7 @@ def test_dependencies_are_those_that_are_imported(noted):
     known = packages_distributions()
     libraries = [known[name] for name in imported - set(sys.stdlib_module_names) - {"branchgrpo"} if name in known]
     tables = declared()
-    core, every = tables["requirements"], set().union(*tables.values())
+    core, every = tables[""], set().union(*tables.values())
     for names in libraries:
         assert {canonicalize_name(name) for name in names} & every, names
     text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
