@@ -56,9 +56,12 @@ def with_nan(row: dict) -> dict:
 # %% ../../nbs/training/09_runs.ipynb #d21a0f83
 @dataclass
 class Run:
-    "A run's folder."
+    "A run's folder, `Run('runs/demo')`."
 
     path: Path
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
 
     @property
     def info(self) -> dict:
