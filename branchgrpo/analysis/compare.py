@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['COST', 'PLACES', 'metrics_of', 'metric_of', 'metric_title', 'paired_seeds', 'measure', 'one_seed', 'spread_of',
            'decimals', 'interval_text', 'seeds_text', 'answer', 'notes_on', 'seed_notes', 'Compared', 'picture_kind',
-           'aligned', 'group_lines', 'difference_lines', 'table_text', 'compare']
+           'aligned', 'group_lines', 'difference_lines', 'table_text', 'without_controls', 'compare']
 
 # %% ../../nbs/analysis/01_compare.ipynb #38708035
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import floor, isfinite, log10
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -235,7 +235,8 @@ class Compared:
         cost = {x: float(np.mean([c.at(x, "iteration", at) for c in group.curves])) for x in PLACES if x != "iteration"}
         found = {"group": label, "recipe": group.recipe, "seeds": group.seeds, "iterations": at}
         found |= {"runs": [str(curve.path) for curve in group.curves]}
-        return found | {"before": float(np.mean(before)) if before else None, "mean": mean, "low": low, "high": high} | cost
+        found |= {"before": float(np.mean(before)) if before else None}
+        return found | {"mean": mean, "low": low, "high": high} | cost
 
     def differences(self, label: str) -> list[dict[str, Any]]:
         "Return how far a group is above the base, where iterations, rollout calls, cost and seconds are equal."
@@ -327,12 +328,14 @@ def group_lines(c: Compared) -> list[str]:
 
 def difference_lines(c: Compared, label: str) -> list[str]:
     "Return the lines of a table of the differences of one group from the base."
+    digits = c.digits
     rows = [[f"{label} − {c.base}", "difference [95 %]", ""]]
     for row in c.differences(label):
         name = f"at equal {PLACES[row['at equal']][0]} ({row['budget']:,.0f})"
-        rows.append([name, interval_text(row, c.digits), row["verdict"]])
+        rows += [[name, interval_text(row, digits), row["verdict"]]]
     for row in c.further(label):
-        rows.append([f"{metric_title(row['metric'], c.groups)}, at equal cost", interval_text(row, 4), row["verdict"]])
+        name = f"{metric_title(row['metric'], c.groups)}, at equal cost"
+        rows += [[name, interval_text(row, 4), row["verdict"]]]
     return aligned(rows, left=3)
 
 
@@ -342,8 +345,15 @@ def table_text(c: Compared) -> str:
     lines = [title, "", *group_lines(c)]
     for group in c.others:
         lines += ["", *difference_lines(c, group.label)]
-    lines += ["", *(f"note: {note}" for note in c.notes)] if c.notes else []
-    return "\n".join([*lines, "", *(c.answer(group.label) for group in c.others)])
+    notes = [f"note: {note}" for note in c.notes]
+    lines += ["", *notes] if notes else []
+    lines += ["", *(c.answer(group.label) for group in c.others)]
+    return "\n".join(without_controls(line) for line in lines)
+
+
+def without_controls(line: str) -> str:
+    "Return a line in which nothing moves the cursor or changes a colour: a folder's name may hold anything."
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 # %% ../../nbs/analysis/01_compare.ipynb #e3eb2f5c
 def compare(groups: Mapping[str, Runs], metric: str = "eval_reward", base: str | None = None) -> Compared:

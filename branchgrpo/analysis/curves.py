@@ -100,7 +100,7 @@ def read_curve(run: Run | str | Path) -> Curve:
 # %% ../../nbs/analysis/00_curves.ipynb #bb674f4e
 def matching_runs(pattern: str | Path) -> list[Path]:
     "Return the folders of a pattern that are runs, in the order of their numbers; a name without * ? [ is itself."
-    text = str(pattern)
+    text = str(Path(pattern).expanduser())
     if not glob.has_magic(text) or Path(text).exists():
         return [Path(text)]
     found = [Path(path) for path in glob.glob(text) if Path(path, "run.json").is_file()]

@@ -19,7 +19,7 @@ from ..planning import plan_of
 from ..registry import unknown_name_error
 from .launch import report_progress
 from .pages import Arms
-from .records import RecordedRun, read_record, recorded_runs
+from .records import read_record, recorded_runs
 from .runs import TimedRun, get_or_train, time_iterations
 from .statistics import difference, mean_interval, unmeasured
 from ..training.config import TrainConfig

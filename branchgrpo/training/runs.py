@@ -303,10 +303,11 @@ class Preempted(RuntimeError):
 
 # %% ../../nbs/training/09_runs.ipynb #f78a7648
 class StopSignal:
-    "Records a signal to stop: `with StopSignal() as stop: … stop.received`."
+    "Records a signal to stop: `with StopSignal() as stop: … stop.received`; one may be inside itself."
 
     def __init__(self):
         self.received: str | None = None  # the signal's name
+        self.depth = 0  # how many `with` it is in
         self.before: dict[signal.Signals, Any] = {}
 
     def remember(self, number: int, frame: Any) -> None:
@@ -318,11 +319,16 @@ class StopSignal:
         return self.received is not None
 
     def __enter__(self) -> "StopSignal":
-        if threading.current_thread() is threading.main_thread():  # Python allows handlers there only
+        self.depth += 1
+        is_main = threading.current_thread() is threading.main_thread()  # Python allows handlers there only
+        if self.depth == 1 and is_main:
             self.before = {number: signal.signal(number, self.remember) for number in SIGNALS}
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self.depth -= 1
+        if self.depth:
+            return
         for number, handler in self.before.items():
             signal.signal(number, handler)
         self.before = {}

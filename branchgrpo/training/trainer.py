@@ -44,6 +44,7 @@ from .resolve import check_model, given_policy, resolve
 from .runs import Preempted, Run, RunLock, StopSignal, check_folder, open_run, rewind
 from .scoring import make_scorers
 from .speed import gathered, use_one_thread
+from .summary import tell_script
 from .update import TooManySkipped, check_mismatch, update
 
 # %% ../../nbs/training/14_trainer.ipynb #5933b47a
@@ -176,6 +177,8 @@ class ProgressBar(Callback):
 class Tracking(Callback):
     "Sends every iteration's numbers to the tracker of the settings."
 
+    ends_processes = True  # at the end, also the connection of the processes; False: other trainings follow
+
     def on_start(self, trainer):
         trainer.accelerator.init_trackers("branchgrpo")
 
@@ -184,7 +187,11 @@ class Tracking(Callback):
         trainer.accelerator.log(numbers, step=row["iteration"])
 
     def on_end(self, trainer):
-        trainer.accelerator.end_training()
+        if self.ends_processes:
+            trainer.accelerator.end_training()
+        else:
+            for tracker in trainer.accelerator.trackers:
+                tracker.finish()
 
 # %% ../../nbs/training/14_trainer.ipynb #918c09e9
 def open_models(s: Settings, accelerator: Any, policy: Any, reward: Any) -> tuple[Any, Scorer, dict[str, Scorer]]:
@@ -228,10 +235,13 @@ class Trainer:
         "Train one iteration and return its metrics."
         return train_iteration(self)
 
-    def fit(self) -> Run:
-        "Train to the end, from a checkpoint if there is one, and return the run."
+    def fit(self, quiet: bool = False) -> Run:
+        "Train to the end, from a checkpoint if there is one; say how it ended, unless `quiet`; return the run."
         with one_training(self):
-            return fit(self)
+            run = fit(self)
+        if not quiet:
+            tell_script(self, run)
+        return run
 
 # %% ../../nbs/training/14_trainer.ipynb #454d03ef
 def is_done(t: Any, run: Run) -> bool:
