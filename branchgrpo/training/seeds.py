@@ -8,6 +8,7 @@ __all__ = ['SEED', 'SeedOptions', 'read_seeds', 'seed_folder', 'configs_of', 'ch
 
 # %% ../../nbs/training/17_seeds.ipynb #7fb37efe
 import gc
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from ..settings import MethodSettings, read_value
 from .config import TrainConfig
 from .runs import Run, StopSignal, check_folder, check_same_run, holds_nothing, recorded_run
 from .summary import change_line
+from ..viewing.run import MOST_RUNS
 
 # %% ../../nbs/training/17_seeds.ipynb #665b1f10
 @dataclass
@@ -71,7 +73,7 @@ def check_seeds(configs: list[TrainConfig]) -> None:
         return
     from branchgrpo.training.resolve import resolve
 
-    settings = resolve(begun[0]).to_dict()
+    settings = json.loads(json.dumps(resolve(begun[0]).to_dict()))  # as run.json holds them
     settings.pop("output")
     for config in begun:
         check_same_run(config.output, settings | {"seed": config.seed})
@@ -105,7 +107,7 @@ def seeds_words(output: str, runs: list[Run]) -> list[str]:
         lines.append(f"held-out reward after training: {mean:.4f} [{low:.4f}, {high:.4f}] (95 %, {len(ends)} seeds)")
     pattern = seed_folder(output, "*")
     name = Path(output.replace(SEED, "")).name.strip("-_.") or "mine"
-    lines += ["next:", f"  branchgrpo view {' '.join(str(run.path) for run in runs)}"]
+    lines += ["next:", f"  branchgrpo view {' '.join(str(run.path) for run in runs[:MOST_RUNS])}"]
     return [*lines, f"  branchgrpo compare '{name}={pattern}' 'base=OTHER-RUNS-*'"]
 
 # %% ../../nbs/training/17_seeds.ipynb #f554b5cc
