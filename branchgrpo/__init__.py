@@ -56,6 +56,7 @@ _PUBLIC = {
     "Callback": "training.trainer",
     "Run": "training.runs",
     "view_run": "viewing.page",
+    "compare": "analysis.compare",
     "sample": "evaluation.sampling",
     "evaluate": "evaluation.evaluate",
 }

@@ -325,9 +325,11 @@ def doctor(given: dict[str, Any]) -> int:
     from branchgrpo.machine.doctor import all_findings, facts, report, verify_commands, while_hub_answers
     from branchgrpo.training.config import TrainConfig
     from branchgrpo.training.resolve import resolve
+    from branchgrpo.training.seeds import read_seeds
 
     warnings.filterwarnings("ignore")
     machine = options(MachineOptions, given)
+    seeds = read_seeds(given.pop("seeds")) if given.get("seeds") is not None else []
     config = TrainConfig.from_dict({k: v for k, v in given.items() if not hasattr(machine, k)})
     gpus = gpus_for(machine.gpus, machine.gpu_memory)
     with while_hub_answers(config.backbone, config.prompts):
@@ -336,6 +338,8 @@ def doctor(given: dict[str, Any]) -> int:
         asked = (settings, gpus.number, machine.tflops, gpus.gb, found)
         if not machine.json:
             print(report(*asked))
+            if seeds:
+                print(f"seeds: {len(seeds)} runs; the lines above are of one")
         commands = verify_commands(settings) if machine.verify else []
         table = facts(*asked) if machine.json else {}
     if machine.json:

@@ -108,10 +108,9 @@ def printed_by(page: str) -> str:
     return "".join(line for output in outputs for line in output.get("text", []))
 
 
-def test_the_pages_and_the_doctor_name_the_same_hours_and_memory(tmp_path, capsys, monkeypatch):
+def test_the_pages_and_the_doctor_name_the_same_hours_and_memory(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
-    (tmp_path / "flux.yaml").write_text(blocks("yaml")[0], encoding="utf-8")
-    code = main(["doctor", "--config", str(tmp_path / "flux.yaml"), "--gpus", "8", "--gpu-memory", "85.5"])
+    code = main(["doctor", "--config", str(ROOT / "examples/flux_lora.yaml"), "--gpus", "8", "--gpu-memory", "85.5"])
     said = capsys.readouterr().out
     assert code == int("MISSING" in said)
     line = re.search(

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from io import BytesIO
 from itertools import count
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -31,7 +31,8 @@ from matplotlib.image import AxesImage, BboxImage
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from matplotlib.transforms import ScaledTranslation
 
-from .comparison import Comparison
+if TYPE_CHECKING:  # it imports torch, and a look at curves needs none
+    from branchgrpo.reproduction.comparison import Comparison
 
 # %% ../../nbs/reproduction/11_figures.ipynb #96d0d651
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#332288", "#999933")
@@ -292,12 +293,12 @@ def side_by_side(columns: dict, captions: list[str], size: float = 1.0, right: d
     return fig
 
 # %% ../../nbs/reproduction/11_figures.ipynb #c6fce355
-def own_recipes(c: Comparison) -> dict[str, str]:
+def own_recipes(c: "Comparison") -> dict[str, str]:
     "Return the recipe of each label, which decides its colour."
     return {label: runs[0].info["settings"]["recipe"] for label, runs in c.runs.items()}
 
 
-def reward_label(c: Comparison) -> str:
+def reward_label(c: "Comparison") -> str:
     "Return the name of the axis of the trained reward, on held-out prompts."
     names = {runs[0].info["settings"].get("reward") for runs in c.runs.values()}
     return f"trained reward ({names.pop()})" if len(names) == 1 and None not in names else "trained reward"
@@ -309,7 +310,7 @@ THREE_AXES = (("iteration", "iteration"), ("denoiser_calls", "denoiser calls"), 
 # %% ../../nbs/reproduction/11_figures.ipynb #c0ffee01
 def draw_curves(
     ax: Axes,
-    c: Comparison,
+    c: "Comparison",
     x: str,  # cost, denoiser_calls, seconds or iteration
     key: str = "eval_reward",
     names: dict[str, str] | None = None,  # {label: its name in the legend}; only these labels are drawn
@@ -323,12 +324,12 @@ def draw_curves(
         plot_curve(ax, c.evaluations(label), x, key, name, recipe=recipes[label], band=band)
 
 # %% ../../nbs/reproduction/11_figures.ipynb #ed5a84be
-def methods_below_base(c: Comparison, key: str = "eval_reward") -> list[str]:
+def methods_below_base(c: "Comparison", key: str = "eval_reward") -> list[str]:
     "Return the labels of which some seed does not end above the model that it began with."
     return [label for label in c.runs if any(rows[-1][key] <= rows[0][key] for rows in c.evaluations(label))]
 
 
-def name_methods_below_base(axes: Iterable[Axes], c: Comparison, key: str = "eval_reward") -> None:
+def name_methods_below_base(axes: Iterable[Axes], c: "Comparison", key: str = "eval_reward") -> None:
     "Draw the base model's score, and say above the first panel which labels do not end above it in every seed, if any."
     labels, (first, *others) = methods_below_base(c, key), axes
     if labels:
@@ -338,7 +339,7 @@ def name_methods_below_base(axes: Iterable[Axes], c: Comparison, key: str = "eva
         first.set_title(textwrap.fill(text, 75), loc="left", parse_math=False)
 
 # %% ../../nbs/reproduction/11_figures.ipynb #3034dfc9
-def comparison_panels(c: Comparison, xs=THREE_AXES) -> Figure:
+def comparison_panels(c: "Comparison", xs=THREE_AXES) -> Figure:
     "Draw the trained reward of every label against each of `xs` (key, axis label), at most two in a row."
     rows, columns = math.ceil(len(xs) / 2), min(len(xs), 2)
     size = (4.4 if columns == 1 else 6.4, 2.7 * rows)

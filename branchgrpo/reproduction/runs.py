@@ -193,7 +193,7 @@ def _find_or_train(run: Run, config: TrainConfig, lock: FileLock, launch: Launch
     finally:
         launch.tell(Path(lock.lock_file), word)
     if not launch.command:
-        return Trainer(config).fit()
+        return Trainer(config).fit(quiet=True)
     with lock_files(lock) as files:
         train_in_subprocess(config, launch, files)
     return run

@@ -4,16 +4,18 @@
 
 # %% auto #0
 __all__ = ['HOLDS', 'FAILS', 'SAME', 'OPEN', 'MARGIN', 'HIGHER', 'LOWER', 'UNCLEAR', 'mean_p', 't_interval', 'mean_interval',
-           'Pair', 'equivalence_p', 'possible', 'decide', 'verdict', 'difference', 'unmeasured', 'with_false_discovery',
-           'spent', 'sequence', 'bootstrap_ends']
+           'Pair', 'equivalence_p', 'possible', 'decide', 'verdict', 'difference', 'unmeasured', 'unpaired_difference',
+           'power', 'seeds_needed', 'with_false_discovery', 'spent', 'sequence', 'bootstrap_ends']
 
 # %% ../../nbs/reproduction/00_statistics.ipynb #88fff99f
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import sqrt
 
 import numpy as np
-from scipy.stats import false_discovery_control, ttest_1samp
+from scipy.stats import false_discovery_control, nct, ttest_1samp, ttest_ind
+from scipy.stats import t as student
 
 # %% ../../nbs/reproduction/00_statistics.ipynb #3c2ead9a
 def mean_p(values: Sequence[float] | np.ndarray, alternative: str = "two-sided") -> float:
@@ -127,6 +129,48 @@ def unmeasured(seeds: int) -> dict:
     "Return what is known of a difference where one of the settings has no measurement."
     nothing = dict.fromkeys(("difference", "low", "high"))
     return nothing | {"p": 1.0, "seeds": seeds, "verdict": f"{UNCLEAR}: no evaluation so early"}
+
+# %% ../../nbs/reproduction/00_statistics.ipynb #2ba2de92
+def unpaired_difference(ours: list[float], theirs: list[float], level: float = 0.95) -> dict:
+    """Return the difference of two means, Welch's interval, p value, the seeds of both and the verdict.
+
+    Raises `ValueError` if a list has under two seeds."""
+    if min(len(ours), len(theirs)) < 2:
+        raise ValueError("seeds: an interval needs two or more of each group")
+    distance = float(np.mean(ours) - np.mean(theirs))
+    if np.ptp(ours) == 0 and np.ptp(theirs) == 0:
+        low, high, p = distance, distance, float(distance == 0)
+    else:
+        tested = ttest_ind(ours, theirs, equal_var=False)
+        interval = tested.confidence_interval(level)
+        low, high, p = float(interval.low), float(interval.high), float(tested.pvalue)
+    seeds = len(ours) + len(theirs)
+    found = "equal" if low == high == 0 else verdict(low, high)
+    return {"difference": distance, "low": low, "high": high, "p": p, "seeds": seeds, "verdict": found}
+
+# %% ../../nbs/reproduction/00_statistics.ipynb #70bcd590
+def power(seeds: int, size: float, spread: float, paired: bool = True, alpha: float = 0.05) -> float:
+    "Return the chance that a t test with so many seeds (of each group, if not `paired`) sees a difference of `size`."
+    freedom, of_mean = (seeds - 1, seeds) if paired else (2 * seeds - 2, seeds / 2)
+    centre = sqrt(of_mean) * abs(size) / spread
+    bound = float(student.ppf(1 - alpha / 2, freedom))
+    return float(nct.sf(bound, freedom, centre) + nct.cdf(-bound, freedom, centre))
+
+
+def seeds_needed(
+    size: float,  # of the difference that shall be seen
+    spread: float,  # standard deviation between seeds: of the differences, or of one group if not paired
+    paired: bool = True,
+    chance: float = 0.8,  # with which it is seen
+    most: int = 1000,
+) -> int | None:
+    "Return how many seeds, of each group, see a difference of `size`; None: more than `most`."
+    if spread == 0 and size != 0:
+        return 2
+    for seeds in range(2, most + 1):
+        if spread and power(seeds, size, spread, paired) >= chance:
+            return seeds
+    return None
 
 # %% ../../nbs/reproduction/00_statistics.ipynb #172d5475
 def with_false_discovery(tested: list[dict]) -> list[dict]:

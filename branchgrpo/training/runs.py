@@ -59,12 +59,12 @@ def with_nan(row: dict) -> dict:
 # %% ../../nbs/training/09_runs.ipynb #d21a0f83
 @dataclass
 class Run:
-    """A run's folder, by its name: `Run("runs/demo")`."""
+    "A run's folder, `Run('runs/demo')`."
 
     path: Path
 
-    def __post_init__(self):
-        self.path = Path(from_home(self.path, "run"))
+    def __init__(self, path: str | Path):
+        self.path = Path(from_home(path, "run"))
 
     @property
     def info(self) -> dict:
@@ -337,10 +337,11 @@ class Preempted(RuntimeError):
 
 # %% ../../nbs/training/09_runs.ipynb #f78a7648
 class StopSignal:
-    "Records a signal to stop: `with StopSignal() as stop: … stop.received`."
+    "Records a signal to stop: `with StopSignal() as stop: … stop.received`; one may be inside itself."
 
     def __init__(self):
         self.received: str | None = None  # the signal's name
+        self.depth = 0  # how many `with` it is in
         self.before: dict[signal.Signals, Any] = {}
 
     def remember(self, number: int, frame: Any) -> None:
@@ -352,11 +353,16 @@ class StopSignal:
         return self.received is not None
 
     def __enter__(self) -> "StopSignal":
-        if threading.current_thread() is threading.main_thread():  # Python allows handlers there only
+        self.depth += 1
+        is_main = threading.current_thread() is threading.main_thread()  # Python allows handlers there only
+        if self.depth == 1 and is_main:
             self.before = {number: signal.signal(number, self.remember) for number in SIGNALS}
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self.depth -= 1
+        if self.depth:
+            return
         for number, handler in self.before.items():
             signal.signal(number, handler)
         self.before = {}

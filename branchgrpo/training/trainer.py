@@ -47,6 +47,7 @@ from .resolve import check_model, fit_of, given_policy, resolve
 from .runs import Preempted, Run, RunLock, StopSignal, check_folder, open_run, prompts_of_run, rewind
 from .scoring import make_scorers
 from .speed import gathered, use_one_thread
+from .summary import tell_script
 from .tracking import TrackedRun
 from .update import TooManySkipped, check_mismatch, update
 
@@ -192,6 +193,8 @@ class ProgressBar(Callback):
 class Tracking(Callback):
     "Sends the numbers of every iteration, and the images of every evaluation, to the tracker of the settings."
 
+    ends_processes = True  # at the end, also the connection of the processes; False: other trainings follow
+
     def on_start(self, trainer):
         s = trainer.settings
         self.run = TrackedRun(trainer.accelerator, s.tracker, s.output)
@@ -207,7 +210,11 @@ class Tracking(Callback):
         self.run.numbers(row, row["iteration"])
 
     def on_end(self, trainer):
-        self.run.end()
+        if self.ends_processes:
+            self.run.end()
+        else:
+            for tracker in trainer.accelerator.trackers:
+                tracker.finish()
 
 # %% ../../nbs/training/14_trainer.ipynb #918c09e9
 def open_models(s: Settings, accelerator: Any, policy: Any, reward: Any) -> tuple[Any, Scorer, dict[str, Scorer]]:
@@ -254,10 +261,13 @@ class Trainer:
         "Train one iteration and return its metrics."
         return train_iteration(self)
 
-    def fit(self) -> Run:
-        "Train to the end, from a checkpoint if there is one, and return the run."
+    def fit(self, quiet: bool = False) -> Run:
+        "Train to the end, from a checkpoint if there is one; say how it ended, unless `quiet`; return the run."
         with one_training(self):
-            return fit(self)
+            run = fit(self)
+        if not quiet:
+            tell_script(self, run)
+        return run
 
 # %% ../../nbs/training/14_trainer.ipynb #454d03ef
 def is_done(t: Any, run: Run) -> bool:
