@@ -34,7 +34,7 @@ from branchgrpo.commands import (
 )
 from .files import REFUSED, Refused, plain_line, refusals_in_words, yaml_of
 from .options import AGAIN, CONTINUING, CompletionOptions, parse, parser_of, show_first, whole_parser
-from .registry import check_one_of, count_of, import_target
+from .registry import check_one_of, import_target
 from .reproduction.command import reproduce
 from .settings import options, variable
 from .training.config import TrainConfig
