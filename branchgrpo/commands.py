@@ -191,7 +191,7 @@ def score(given: dict[str, Any]) -> int:
         from branchgrpo.prompts import load_prompts
 
         whole = complete(drawn)
-        prompts = prompts_as_begun(load_prompts(whole.prompts), whole, Path(where.output)).few(whole.limit)
+        prompts = prompts_as_begun(load_prompts(whole.prompts or ""), whole, Path(where.output)).few(whole.limit)
         results = run_benchmark(where.benchmark, Path(where.output), prompts, where.run)
         print(f"{where.benchmark}: {results or 'laid out'}")
     return 0

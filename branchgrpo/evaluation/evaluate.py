@@ -240,7 +240,7 @@ class Evaluator:
     given: dict[str, Any] = field(default_factory=dict)  # objects: policy, prompts, rewards and scorers by name
 
     def __post_init__(self):
-        from branchgrpo.evaluation.sampling import drawing_process, drawn_with
+        from branchgrpo.evaluation.sampling import drawing_process, drawing_seed, drawing_steps, drawn_with
         from branchgrpo.prompts import load_prompts
 
         asked, rewards = self.evaluation, self.given.get("rewards", {})
@@ -248,6 +248,7 @@ class Evaluator:
         self.folder = Path(self.folder).absolute()  # code of yours may go to another folder
         self.block = block_of(asked, self.folder)
         self.evaluation = e = replace(complete(asked, self.given.get("policy")), block=self.block)
+        self.steps, self.seed = drawing_steps(e.backbone, e.steps), drawing_seed(e.seed)
         self.prompt_set = prompts_as_begun(load_prompts(self.given.get("prompts", e.prompts)), e, self.folder)
         if asked.prompts is None:
             check_prompts_of_run(e, self.prompt_set)
@@ -256,7 +257,7 @@ class Evaluator:
             raise ValueError(f"output: {str(self.folder)!r} is not empty, and a policy that is an object begins anew")
         self.prompts = self.prompt_set.few(e.limit)
         self.policy, self.scorers = load_models(e, self.device, self.given)
-        drawing_process(self.policy, e.steps)  # raises before anything is written
+        drawing_process(self.policy, self.steps)  # raises before anything is written
         self.policy.first_frames = self.prompt_set.first_frames
         self.record["drawn_with"] = drawn_with(self.policy)
 
@@ -271,7 +272,7 @@ class Evaluator:
         said = [line.partition(": ")[2] for line in remarks(replace(self.prompt_set, train=[]), e.limit)]
         count += f" ({'; '.join(said)})" if said else ""
         each = f", {e.samples} images each" if e.samples > 1 else ""
-        return f"{model}: {drawing_line(self.policy, e.steps, e.seed)}; {count}{each}"
+        return f"{model}: {drawing_line(self.policy, self.steps, self.seed)}; {count}{each}"
 
     def run(self) -> dict[str, Any] | None:
         "Draw the blocks of this process; return the summary, or None while other processes still draw."
@@ -362,8 +363,7 @@ def sample_full(evaluator: Evaluator, prompts: list[str], numbers: list[int]) ->
 
     spare = min(evaluator.block, len(evaluator.prompts) * evaluator.evaluation.samples) - len(numbers)
     filled = prompts + prompts[-1:] * spare, numbers + numbers[-1:] * spare
-    e = evaluator.evaluation
-    return sample_block(evaluator.policy, *filled, e.steps, e.seed)[: len(numbers)]
+    return sample_block(evaluator.policy, *filled, evaluator.steps, evaluator.seed)[: len(numbers)]
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #1dfc43a3
 def first_places(prompts: list[str]) -> list[int]:

@@ -375,7 +375,12 @@ REMEDIES: tuple[dict[str, Any], ...] = (
     {"offload": True},
 )
 FEWER_PROMPTS = (8, 1)  # per GPU
-ADAPTER = {"lora_rank": 32, "lora_alpha": 64, "base_dtype": "bfloat16", "learning_rate": 3e-4}  # as Flow-GRPO
+ADAPTER: dict[str, Any] = {
+    "lora_rank": 32,
+    "lora_alpha": 64,
+    "base_dtype": "bfloat16",
+    "learning_rate": 3e-4,
+}  # as Flow-GRPO
 
 
 def helps(s: Settings, remedy: dict[str, Any]) -> bool:
