@@ -209,7 +209,7 @@ def test_a_training_with_careless_code_equals_one_with_careful_code(tmp_path, mo
     monkeypatch.setitem(ADVANTAGES.entries, "rude", rude_depthwise)
     monkeypatch.setitem(SELECTIONS.entries, "rude", rude_best)
     rows = {}
-    common = SMALL | {"iterations": 2, "evaluate_every": 1, "evaluation_prompts": 2, "checkpoint_every": 1}
+    common = SMALL | {"iterations": 1, "evaluate_every": 1, "evaluation_prompts": 2, "lora_rank": 2}
     common |= {"group_keep": 2, "splits": (0, 2)}
     for name, reward, advantage, selection, callbacks in (
         ("good", lambda images, prompts: images.clamp(0, 1).mean((1, 2, 3)), "depthwise", "best", ()),
