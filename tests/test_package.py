@@ -133,7 +133,7 @@ def test_the_wheel_trains_in_an_empty_folder(built, tmp_path):
     done = subprocess.run(words, cwd=tmp_path / "empty", env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.startswith(str(tmp_path / "installed"))
-    assert "1 iterations in" in done.stdout
+    assert "1 iteration in" in done.stdout
     assert [path.name for path in (tmp_path / "empty").iterdir()] == ["run"]
 
 
