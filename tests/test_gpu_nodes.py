@@ -81,7 +81,7 @@ def test_the_pages_and_the_doctor_name_the_same_hours_and_memory(tmp_path, capsy
 
 def test_the_pages_and_the_dry_run_name_the_same_hours_and_memory(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert main("reproduce branchgrpo/table1 --scale paper --dry-run".split()) == 0
+    assert main(["reproduce", "branchgrpo/table1", "--scale", "paper", "--dry-run"]) == 0
     said = capsys.readouterr().out
     ours = re.search(r"branchgrpo-FLUX\S+ .* 16 GPUs +([\d.]+) GB each.* ([\d.]+) hours", said)
     of_node = re.search(
