@@ -551,7 +551,7 @@ def load_lora(policy: Any, where: str, encoders: bool = True) -> None:
         if odd := [key for key in keys if not FACTOR.search(key) and not key.endswith(".alpha")]:
             raise ValueError(f"{odd[0]} is no factor of a LoRA")
         with without_remarks("diffusers", logging.CRITICAL), warnings.catch_warnings(action="ignore"):
-            state = add_lora(policy, file)
+            state = {} if broken else add_lora(policy, file)
     except (SafetensorError, RuntimeError, KeyError, TypeError, AttributeError, *PIPELINE_ERRORS) as error:
         reason = " ".join(str(error).split())[:160]
         raise ValueError(f"lora: {name} does not fit {type(policy.denoiser).__name__} ({reason})") from None

@@ -447,7 +447,8 @@ def nearest_fit(s: Settings, gpus: int, gpu: float) -> str:
 
     for name in smaller_models(s):
         with suppress(ValueError, OSError):  # a recipe that this model refuses, or a model that is not known here
-            run = resolve(TrainConfig(backbone=name, **{key: getattr(s, key) for key in KEPT}, **ADAPTER))
+            given: dict[str, Any] = {key: getattr(s, key) for key in KEPT} | ADAPTER
+            run = resolve(TrainConfig(backbone=name, **given))
             changes = advice(run, gpus, gpu)
             if changes is not None:
                 flags = " ".join(flag(*item) for item in (ADAPTER | changes).items())
