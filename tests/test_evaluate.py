@@ -49,7 +49,15 @@ PROMPTS = ["a red 3", "two blue 5s"]
 
 def trained_run(folder, lora_rank):
     "Train two iterations and return the run's folder."
-    small = dict(steps=4, splits=(0,), prompts_per_iteration=1, iterations=2, evaluate_every=0, tracker="none")
+    small = dict(
+        backbone="tiny-flux",
+        steps=4,
+        splits=(0,),
+        prompts_per_iteration=1,
+        iterations=2,
+        evaluate_every=0,
+        tracker="none",
+    )
     Trainer(TrainConfig(**small, learning_rate=1e-2, ema_decay=0.5, lora_rank=lora_rank, output=str(folder))).fit()
     return str(folder)
 

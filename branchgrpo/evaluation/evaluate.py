@@ -63,9 +63,7 @@ class Evaluation(Drawing):
     prompts: str | None = None  # a name, a .txt or .jsonl file, a folder, a hub data set; none: the run's, or digits
     limit: int | None = bounded(None, 1)  # only so many prompts, a fixed sample; none: as the run's evaluations, or all
     samples: int = bounded(1, 1, 10**6)  # images per prompt
-    rewards: tuple[
-        str, ...
-    ] = ()  # names, sums of names, or your own: my_scores:redness; none: the run's, or tiny-geneval
+    rewards: tuple[str, ...] = ()  # names, sums, or your own: my_scores:redness; none: the run's, or tiny-geneval
     steps: int | None = as_in_training("steps")  # denoising steps; none: of a run its evaluations', or the pipeline's
     block: int | None = bounded(None, 1, 10**6)  # images drawn and written together; none: 8, as in a training
     save_images: bool = True  # keep PNG files, clips as strips of frames
