@@ -43,6 +43,7 @@ class RolloutPlan:
     noisy_last: bool = False  # the last step may draw noise, although its x̂₀ is the image
     same_root: bool = False  # all roots of a prompt have the same initial noise
     side: dict[int, int] = field(default_factory=dict)  # {step: branches that leave a chain without noise there}
+    fans: dict[int, tuple[int, ...]] = field(default_factory=dict)  # {step: children of each node, not all alike}
     previews: dict[int, tuple[int, ...]] = field(default_factory=dict)  # {depth: steps of each completion of a node}
     preview_levels: str = "grid"  # levels of the completions: of the rollout's grid, or even parts of what is left
 
@@ -50,9 +51,11 @@ class RolloutPlan:
         _complete_fields(self)
         _check_side(self)
         _check_fields(self)
+        _check_fans(self)
 
     def __hash__(self):
-        tables = tuple(tuple(table.items()) for table in (self.splits, self.prune_at, self.side, self.previews))
+        fields = (self.splits, self.prune_at, self.side, self.fans, self.previews)
+        tables = tuple(tuple(table.items()) for table in fields)
         flags = (self.noisy_last, self.same_root, self.preview_levels)
         return hash((self.steps, self.roots, tables, self.stochastic, self.trained, *flags))
 
@@ -175,7 +178,8 @@ def step_edges(plan: RolloutPlan, step: int, width: int) -> StepEdges:
         return _side_edges(plan, step, width)
     parents = []
     for node in range(plan.prune_at.get(step, width)):
-        parents += [node] * plan.splits.get(step, 1)
+        children = plan.fans[step][node] if step in plan.fans else plan.splits.get(step, 1)
+        parents += [node] * children
     return StepEdges(tuple(parents), (step in plan.drawn,) * len(parents))
 
 
@@ -242,6 +246,8 @@ def _complete_fields(plan: RolloutPlan) -> None:
     put("splits", _step_table("splits", plan.splits, n, "factor"))
     put("prune_at", _step_table("prune_at", plan.prune_at, n, "number of survivors"))
     put("side", _step_table("side", plan.side, n, "number of branches"))
+    put("fans", {int(step): tuple(map(int, children)) for step, children in sorted(dict(plan.fans).items())})
+    _step_set("fans", plan.fans, n)
     put("previews", _preview_table(plan.previews, n, plan.preview_levels))
     every = plan.side or range(n)
     put("stochastic", _step_set("stochastic", every if plan.stochastic is None else plan.stochastic, n))
@@ -277,6 +283,17 @@ def _check_fields(plan: RolloutPlan) -> None:
     for i, k in plan.prune_at.items():
         if k > plan.populations[i]:
             raise ValueError(f"prune_at: {k} survivors at step {i} are more than the {plan.populations[i]} nodes there")
+
+
+def _check_fans(plan: RolloutPlan) -> None:
+    "Raise `ValueError` where nodes cannot have their own numbers of children."
+    for i, children in plan.fans.items():
+        if i in plan.splits or i in plan.prune_at or plan.side:
+            raise ValueError(f"fans: step {i} cannot split, prune or have side branches, too")
+        if i not in plan.stochastic or i == plan.steps - 1:
+            raise ValueError(f"fans: step {i} draws no noise, or is the last, so siblings would be equal")
+        if len(children) != plan.populations[i] or min(children) < 1:
+            raise ValueError(f"fans: {children} at step {i} are not {plan.populations[i]} numbers of at least 1")
 
 
 def _check_rising(name: str, steps: Iterable[int]) -> None:

@@ -7,6 +7,7 @@ __all__ = ['Collector', 'RewardJudge', 'seen_by', 'make_judge', 'TooManyUnscored
 
 # %% ../../nbs/training/06_collection.ipynb #8d555cda
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -19,7 +20,7 @@ from ..plan import RolloutPlan
 from ..planning import plan_of, process_of, sibling_s
 from ..policy import Policy
 from ..prompts import PromptSet
-from ..rewards.scorer import Scorer, part_weights
+from ..rewards.scorer import Scorer, do_nothing, part_weights
 from ..rollouts import Judge, rollout
 from ..selection import AdaptiveSplits, FEATURES, Seen, choose, looks_at_images
 from .conditioning import Conditioner, draw_prompts
@@ -43,6 +44,8 @@ class Collector:
     prompts: PromptSet
     conditioner: Conditioner
     accelerator: Accelerator
+    watch: Callable[[], None] = do_nothing  # called while scores are awaited; what it raises is raised on all processes
+    plan: Callable[[int], RolloutPlan] | None = None  # of an iteration; None: that of the settings
     group: RankGroup = field(init=False)
 
     def __post_init__(self):
@@ -123,7 +126,7 @@ def seen_by(s: Settings, rule: str, rewards_of: RolloutRewards, prompts: int) ->
 def make_judge(c: Collector, prompts: list[str], noise: Noise, keeps: bool = False) -> RewardJudge:
     "Return the judge of an iteration's trees; `keeps`: with a sketch of the first one."
     s, size = c.settings, images_per_call(c.settings, [c.scorer])
-    rewards_of = RolloutRewards(c.policy, c.scorer, prompts, c.accelerator, size, c.group)
+    rewards_of = RolloutRewards(c.policy, c.scorer, prompts, c.accelerator, size, c.group, c.watch)
     judge = RewardJudge(s, rewards_of, noise, Sketch(MOST_INNER if keeps else 0))
     if s.adaptive and not isinstance(s.splits, str):
         reduce = partial(c.accelerator.reduce, reduction="sum")
@@ -158,7 +161,8 @@ def roll(c: Collector, iteration: int, conditioning: dict[str, Tensor], judge: R
     s = c.settings
     process = process_of(s, c.policy, iteration)
     predict = SharedPredictor(c.policy, conditioning, s.max_batch, s.pad_batches, c.group)
-    tree = rollout(plan_of(s, iteration), predict, process, judge.noise, sibling_s(s), DTYPES[s.mixed_precision], judge)
+    plan = c.plan(iteration) if c.plan else plan_of(s, iteration)
+    tree = rollout(plan, predict, process, judge.noise, sibling_s(s), DTYPES[s.mixed_precision], judge)
     return tree, process
 
 

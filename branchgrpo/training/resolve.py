@@ -6,9 +6,9 @@
 __all__ = ['OPEN_CHOICES', 'CLOSED_CHOICES', 'MOST_NODES', 'MOST_COMPARED', 'UP_TO_ONE', 'LOST', 'LARGEST_LATENT', 'CODED',
            'type_of', 'fitted', 'object_names', 'given_policy', 'fill_in', 'check_filled', 'check_choices',
            'check_previews', 'check_trained', 'check_size', 'latest_split', 'check_adaptive', 'check_depth_window',
-           'leaves_of', 'check_plans', 'check_compared', 'check_together', 'check_rewards', 'drawn_steps',
-           'noise_setting', 'too_little_noise_error', 'check_noise_settings', 'check_steps', 'check_noise',
-           'check_model', 'own_code', 'digests', 'resolve']
+           'leaves_of', 'check_plans', 'check_compared', 'check_repeats', 'check_together', 'check_rewards',
+           'drawn_steps', 'noise_setting', 'too_little_noise_error', 'check_noise_settings', 'check_steps',
+           'check_noise', 'check_model', 'own_code', 'digests', 'resolve']
 
 # %% ../../nbs/training/01_resolve.ipynb #fe1253f8
 import dataclasses
@@ -43,7 +43,7 @@ from ..registry import check_one_of, with_setting
 from ..rewards.names import check_name, reward_name, source_digest, terms
 from ..own import import_own, is_ours, is_own_name, joint_digest, object_digest, short_digest
 from ..rewards.scorer import part_weights
-from ..selection import FEATURES, SELECTIONS, looks_at_images
+from ..selection import FEATURES, SELECTIONS, looks_at_images, repeats_nodes
 from ..settings import MethodSettings, field_types, read_settings
 from .config import Settings, TrainConfig, listed
 from .credit import LOSS_MEANS, STEP_UNITS, STEP_WEIGHTS, check_step_weights
@@ -122,7 +122,8 @@ CLOSED_CHOICES = {
 def check_choices(s: Settings) -> None:
     "Raise `ValueError` naming the first setting that names nothing."
     allowed = CLOSED_CHOICES | {setting: table.names() for setting, table in OPEN_CHOICES.items()}
-    allowed["group_selection"] = ("all", *SELECTIONS.names())
+    once = [name for name in SELECTIONS.names() if not repeats_nodes(name)]
+    allowed["group_selection"] = ("all", *once)
     for setting, known in allowed.items():
         check_one_of(setting, getattr(s, setting), known)
 
@@ -234,6 +235,17 @@ def check_compared(s: Settings) -> None:
             raise ValueError(f"{name}: {rule!r} compares all pairs of at most {MOST_COMPARED} images, not of {group}")
 
 # %% ../../nbs/training/01_resolve.ipynb #49c874df
+def check_repeats(s: Settings) -> None:
+    "Raise `ValueError` if copies of a node would stay equal, since the step behind them draws no noise."
+    if not s.prune_at or not repeats_nodes(s.selection):
+        return
+    for at in at_places(s):
+        quiet = set(s.prune_at) - plan_of(at).drawn
+        if quiet:
+            step = f"step {min(quiet)} of prune_at draws no noise"
+            raise ValueError(f"selection: {s.selection!r} keeps nodes several times, and {step}")
+
+
 def check_together(s: Settings) -> None:
     "Raise `ValueError` if settings contradict each other."
     if s.base_dtype != "float32" and not s.lora_rank:
@@ -247,6 +259,7 @@ def check_together(s: Settings) -> None:
     check_previews(s)
     check_speed(s)
     check_compared(s)
+    check_repeats(s)
     leaves = check_plans(s)
     if leaves < 2:
         raise ValueError(f"splits: {s.splits!r} with roots {s.roots} leave one image of a prompt, none to compare")

@@ -314,6 +314,11 @@ class StopSignal:
         "Return whether a signal has come."
         return self.received is not None
 
+    def raise_if_received(self) -> None:
+        "Raise `Preempted` if a signal has come: where this process only waits."
+        if self.received:
+            raise Preempted(f"stopped by {self.received} while rewards were awaited", self.received)
+
     def __enter__(self) -> "StopSignal":
         if threading.current_thread() is threading.main_thread():  # Python allows handlers there only
             self.before = {number: signal.signal(number, self.remember) for number in SIGNALS}

@@ -173,7 +173,10 @@ class Iterations:
         use_one_thread(self.policy.denoiser, self.accelerator.device)
         self.policy.first_frames = self.prompts.first_frames
         self.conditioner = make_conditioner(s, self.policy, self.accelerator.device)
-        self.collector = Collector(s, self.policy, self.scorer, self.prompts, self.conditioner, self.accelerator)
+        self.stop = StopSignal()
+        self.collector = Collector(
+            s, self.policy, self.scorer, self.prompts, self.conditioner, self.accelerator, self.stop.raise_if_received
+        )
         self.evaluator = HeldOutEvaluator(
             s, self.prompts, self.conditioner, self.scorer, self.held_out, self.accelerator
         )
@@ -238,7 +241,6 @@ class ResumableRun(Iterations):
 
     def __init__(self, config: TrainConfig, **objects):
         super().__init__(config, **objects)
-        self.stop = StopSignal()
         self.lock = RunLock(self.settings.output)
 
     @contextlib.contextmanager
@@ -287,32 +289,27 @@ class ResumableRun(Iterations):
         from_main(self.accelerator, lambda: delete_old(saver))  # a kill may have come before it
         return saver
 
-    def save_now(self, saver: Saver) -> None:
-        "Write a checkpoint, unless there is one of this iteration."
-        if saver.saved != self.progress.iteration:
-            saver.save(self.learner, self.progress)
-
     def save(self, saver: Saver) -> None:
         "Write a checkpoint where one is due."
         done = self.progress.iteration
         if done == self.settings.iterations or done % self.settings.checkpoint_every == 0:
             saver.save(self.learner, self.progress)
 
-    def stop_if_asked(self, saver: Saver) -> None:
-        "Write a checkpoint and raise `Preempted` on all processes, if one of them was asked to stop. Collective."
+    def stop_if_asked(self) -> None:
+        "Raise `Preempted` on all processes, if one of them was asked to stop. Collective."
         if any_process(self.accelerator, self.stop.stop_requested()):
-            self.save_now(saver)
             by = self.stop.received or "another process"
             raise Preempted(f"stopped by {by} at iteration {self.progress.iteration}", self.stop.received)
 
     @contextlib.contextmanager
-    def saved_if_refused(self, saver: Saver) -> Iterator[None]:
-        "Write a checkpoint where an iteration is refused: started again, the run goes on from there."
+    def saved_if_broken_off(self, saver: Saver) -> Iterator[None]:
+        "Write a checkpoint where an iteration is refused or a stop is asked for: the run can go on from there."
         try:
             yield
-        except (TooManyUnscored, TooManySkipped):
+        except (TooManyUnscored, TooManySkipped, Preempted):
             self.learner.optimizer.zero_grad()
-            self.save_now(saver)
+            if saver.saved != self.progress.iteration:
+                saver.save(self.learner, self.progress)
             raise
 
     def close(self, run: Run) -> None:
@@ -337,12 +334,12 @@ class Trainer(ResumableRun):
                 return run
             saver = self.resume(run)
             self.notify("on_start")
-            with self.stop, self.saved_if_refused(saver):
+            with self.stop, self.saved_if_broken_off(saver):
                 self.evaluate_reached(run)
                 while self.progress.iteration < self.settings.iterations:
-                    self.stop_if_asked(saver)
+                    self.stop_if_asked()
                     experience = self.collect(self.progress.iteration)
-                    self.stop_if_asked(saver)
+                    self.stop_if_asked()
                     self.credit(experience)
                     means = self.update(experience)
                     row = self.count(experience, means)
