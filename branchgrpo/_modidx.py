@@ -2506,6 +2506,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                     'branchgrpo/training/checkpoints.py')},
             'branchgrpo.training.collection': { 'branchgrpo.training.collection.Collector': ( 'training/collection.html#collector',
                                                                                               'branchgrpo/training/collection.py'),
+                                                'branchgrpo.training.collection.Collector.__call__': ( 'training/collection.html#collector.__call__',
+                                                                                                       'branchgrpo/training/collection.py'),
                                                 'branchgrpo.training.collection.Collector.__post_init__': ( 'training/collection.html#collector.__post_init__',
                                                                                                             'branchgrpo/training/collection.py'),
                                                 'branchgrpo.training.collection.Collector.draw': ( 'training/collection.html#collector.draw',

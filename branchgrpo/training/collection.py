@@ -59,6 +59,10 @@ class Collector:
         "Return this process's prompts of an iteration."
         return draw_prompts(self.settings, self.prompts, group_positions(self.settings, self.accelerator), iteration)
 
+    def __call__(self, iteration: int) -> Experience:
+        "Return the experience of an iteration, without credit."
+        return collect(self, iteration)
+
 # %% ../../nbs/training/06_collection.ipynb #b4c05ef2
 @dataclass
 class RewardJudge(Judge):
