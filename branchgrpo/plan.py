@@ -176,9 +176,9 @@ def step_edges(plan: RolloutPlan, step: int, width: int) -> StepEdges:
     "Return the edges that `plan` has at `step`, where `width` nodes were reached."
     if step in plan.side:
         return _side_edges(plan, step, width)
+    alike = (plan.splits.get(step, 1),) * plan.prune_at.get(step, width)
     parents = []
-    for node in range(plan.prune_at.get(step, width)):
-        children = plan.fans[step][node] if step in plan.fans else plan.splits.get(step, 1)
+    for node, children in enumerate(plan.fans.get(step, alike)):
         parents += [node] * children
     return StepEdges(tuple(parents), (step in plan.drawn,) * len(parents))
 

@@ -147,9 +147,9 @@ def test_a_group_that_shrinks_at_a_solvers_first_step_ends_in_the_same_images():
 SMALL = dict(steps=5, splits=(0, 2), prompts_per_iteration=2, iterations=4, evaluate_every=2, evaluation_prompts=2)
 
 
-def trainer(folder, reward=None, **changes):
+def trainer(folder, **changes):
     config = TrainConfig.from_dict(SMALL | {"tracker": "none", "output": str(folder)} | changes)
-    return Trainer(config, policy=GaussianFlow(shape=(4,)), reward=reward or mean_of, prompts=["a", "b", "c"])
+    return Trainer(config, policy=GaussianFlow(shape=(4,)), reward=mean_of, prompts=["a", "b", "c"])
 
 
 def mean_of(images, prompts):
@@ -172,19 +172,20 @@ def test_all_micro_batches_are_made_before_the_first_forward(tmp_path, monkeypat
 def test_a_signal_between_collection_and_credit_loses_no_update(tmp_path):
     whole = trainer(tmp_path / "whole")
     rows = whole.fit().metrics
-    calls = []
+    t = trainer(tmp_path / "run", evaluate_every=0)
+    collect = t.collect
 
-    def told(images, prompts):
-        calls.append(1)
-        if len(calls) == 2:
+    def told(iteration):
+        experience = collect(iteration)
+        if iteration == 1:
             t.stop.remember(signal.SIGUSR2, None)
-        return mean_of(images, prompts)
+        return experience
 
-    t = trainer(tmp_path / "run", reward=told, evaluate_every=0)
+    t.collect = told
     with pytest.raises(Preempted, match="stopped by SIGUSR2 at iteration 1"):
         t.fit()
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["000001"]
-    again = trainer(tmp_path / "run", reward=told, evaluate_every=0)
+    again = trainer(tmp_path / "run", evaluate_every=0)
     assert [row["reward"] for row in again.fit().metrics] == [row["reward"] for row in rows]
     for one, other in zip(whole.learner.parameters.values(), again.learner.parameters.values()):
         assert torch.equal(one, other)
