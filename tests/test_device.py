@@ -12,7 +12,7 @@ from branchgrpo.policy import GaussianFlow
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.processes import RankGroup
 from branchgrpo.training.resolve import resolve
-from branchgrpo.training.trainer import Trainer, resume
+from branchgrpo.training.trainer import Trainer
 from branchgrpo.training.update import accumulate, shared_micro_batches
 
 SMALL = dict(prompts_per_iteration=2, iterations=1, evaluation_prompts=2, evaluation_steps=3, tracker="none")
@@ -72,7 +72,7 @@ def trainer(tmp_path, **changes):
 def whole_run(t) -> dict:
     "Evaluate, train one iteration, save and export; read the checkpoint again; return the iteration's metrics."
     run = t.fit()
-    resume(t, run)
+    t.resume(run)
     assert t.progress.iteration == 1
     return run.metrics[0]
 
