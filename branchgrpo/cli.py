@@ -96,12 +96,10 @@ def train(given: dict[str, Any]) -> int:
 
 def train_run(trainer: Any, last: bool = True) -> tuple[int, Run | None]:
     "Train one run; return the exit code and the run (None: a signal has stopped it). The `last` ends the connection."
-    from branchgrpo.training.processes import check_stop
-
     try:
         run = trainer.fit(quiet=True)
         if not last:
-            check_stop(trainer)  # a signal of the last iteration: the next run shall not begin
+            trainer.stop_if_asked()  # a signal of the last iteration: the next run shall not begin
             return 0, run
     except Preempted as stopped:
         trainer.accelerator.end_training()

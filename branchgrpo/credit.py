@@ -6,7 +6,7 @@
 __all__ = ['ROUNDING', 'STDS', 'ADVANTAGES', 'REWARD_SUMS', 'flat_groups', 'centre', 'own_process', 'own_std', 'pooled_std',
            'global_std', 'no_std', 'depthwise_advantages', 'checked_advantages', 'advantage_contract', 'CreditOptions',
            'clips_itself', 'needs_previews', 'estimate_advantages', 'depthwise', 'over_depths', 'joint',
-           'within_families', 'siblings', 'others_mean', 'leave_one_out', 'normalised_leaves', 'leaf_backup',
+           'among_siblings', 'siblings', 'others_mean', 'leave_one_out', 'normalised_leaves', 'leaf_backup',
            'broadcast', 'over_all', 'decoupled_advantages']
 
 # %% ../nbs/09_credit.ipynb #f77eb19b
@@ -22,7 +22,7 @@ from .contracts import check_finite, checked_depths, rule_of
 from .fusion import fuse_rewards
 from .own_calls import call_own
 from .registry import Registry, check_one_of
-from .tree import Tree
+from .tree import Siblings, Tree
 
 # %% ../nbs/09_credit.ipynb #49f3280b
 ROUNDING = 8 * torch.finfo(torch.float32).eps  # of fused values, as a part of the largest one
@@ -193,28 +193,27 @@ def joint(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> list[Tens
     return over_depths(values, range(1, len(values)), options)
 
 # %% ../nbs/09_credit.ipynb #9a3d99b1
-def within_families(value: Tensor, parents: Tensor, children: int, options: CreditOptions) -> Tensor:
-    "Return the values `(P, W)` normalised within the `children` of each parent; `parents (P, W)` in any order."
-    order = parents.argsort(dim=1, stable=True)  # siblings next to each other
-    families = value.gather(1, order).reshape(-1, children)
-    settings = {"std": options.std, "min_nodes": options.min_nodes, "reduce": options.reduce}
-    normalised = depthwise_advantages([families], clip=None, **settings)[0]
-    return torch.zeros_like(value).scatter(1, order, normalised.view(order.shape))
+def among_siblings(value: Tensor, siblings: Siblings, options: CreditOptions) -> Tensor:
+    "Return the values `(P, W)` of a depth normalised among the children of each parent; 0 where no noise is drawn."
+    table = siblings.table(value, empty=torch.nan)
+    normalised = depthwise_advantages(
+        [table], clip=None, std=options.std, min_nodes=options.min_nodes, reduce=options.reduce
+    )
+    return siblings.nodes(normalised[0])
 
 # %% ../nbs/09_credit.ipynb #c2d839a1
 @ADVANTAGES.register("siblings")
 def siblings(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> list[Tensor]:
-    "Return fused rewards normalised within families, whose noise alone differs; an only child takes its parent's."
+    "Return fused rewards normalised among siblings, whose noise alone differs; an only child takes its parent's."
     values = fuse_rewards(tree, leaf_rewards, options.beta, options.weights, options.leaf_mask)
-    roots = torch.zeros_like(values[0], dtype=torch.int64)
-    advantages = [within_families(values[0], roots, roots.shape[1], options)]
-    for d in range(1, tree.steps + 1):
-        first, _, children = tree.plan.families(d - 1)
-        value, parents = values[d], tree.parents[d].to(values[d].device)
-        found = advantages[-1].gather(1, parents)
-        if children > 1:
-            found[:, first:] = within_families(value[:, first:], parents[:, first:], children, options)
-        advantages.append(found.where(value.isfinite(), 0.0))
+    advantages = depthwise_advantages(
+        values[:1], clip=None, std=options.std, min_nodes=options.min_nodes, reduce=options.reduce
+    )
+    for d, value in enumerate(values[1:], 1):
+        family = Siblings.of(tree, d, value.device)
+        inherited = advantages[-1].gather(1, tree.parents[d].to(value.device))
+        compared = among_siblings(value, family, options).where(family.several, inherited)
+        advantages.append(compared.where(value.isfinite(), 0.0))
     return advantages
 
 # %% ../nbs/09_credit.ipynb #8452a74a

@@ -4,24 +4,23 @@
 
 # %% auto #0
 __all__ = ['node_values', 'gains_of', 'within_depths', 'gains', 'joint_gains', 'turn_masks', 'balanced', 'turned_gains',
-           'turning_points', 'consistent_turns', 'among_siblings', 'granularities']
+           'turning_points', 'consistent_turns', 'granularities']
 
 # %% ../nbs/10_gains.ipynb #8be9d87e
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from branchgrpo.credit import (
     CreditOptions,
     ROUNDING,
+    among_siblings,
     depthwise_advantages,
     needs_previews,
     over_depths,
     siblings,
-    within_families,
 )
 from .fusion import fuse_rewards
-from .tree import Tree
+from .tree import Siblings, Tree
 
 # %% ../nbs/10_gains.ipynb #9bbc91c8
 def node_values(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> list[Tensor]:
@@ -121,22 +120,16 @@ def consistent_turns(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -
     return within_depths(tree, turned_gains(tree, leaf_rewards, options, consistent=True), options)
 
 # %% ../nbs/10_gains.ipynb #a133bf20
-def among_siblings(tree: Tree, depth: int, scores: Tensor, options: CreditOptions) -> Tensor:
-    "Return `scores (P, W)` of a depth normalised among siblings whose noise differs, 0 elsewhere: `(P, W)`."
-    first, _, children = tree.plan.families(depth - 1)
-    if children < 2:
-        return torch.zeros_like(scores)
-    parents = tree.parents[depth].to(scores.device)
-    return pad(within_families(scores[:, first:], parents[:, first:], children, options), (first, 0))
-
-
 @needs_previews
 def granularities(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> list[Tensor]:
     "Return the sum, over a node's own leaves and its completions, of the advantages among siblings."
     advantages = siblings(tree, leaf_rewards, options)
     values = fuse_rewards(tree, leaf_rewards, options.beta, options.weights, options.leaf_mask)
     for depth, scores in (options.previews or {}).items():
-        for score in scores.to(leaf_rewards.device).unbind(2) if depth else ():
+        if not depth:  # roots have no parent
+            continue
+        family = Siblings.of(tree, depth, leaf_rewards.device)
+        for score in scores.to(leaf_rewards.device).unbind(2):
             known = score.masked_fill(values[depth].isnan(), torch.nan)
-            advantages[depth] = advantages[depth] + among_siblings(tree, depth, known, options)
+            advantages[depth] = advantages[depth] + among_siblings(known, family, options)
     return advantages

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ROOTS', 'PREVIEWS', 'GROUP', 'STEP_SUBSET', 'EDGE_PARTS', 'EVALUATION_SEED', 'EVALUATION_BLOCK', 'sibling_factors',
-           'correlate', 'sibling_noise', 'preview_stream', 'draw_rows', 'child_lines', 'Noise']
+           'correlate', 'sibling_noise', 'preview_stream', 'draw_rows', 'child_lines', 'check_lines', 'Noise']
 
 # %% ../nbs/03_noise.ipynb #a2299bcb
 import hashlib
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Generator, Tensor
+
+from .tree import Siblings
 
 # %% ../nbs/03_noise.ipynb #601e5f6a
 def sibling_factors(branch_factor: int, s: float) -> list[tuple[float, float]]:
@@ -82,18 +84,29 @@ def draw_rows(count: int, shape: Sequence[int], generator: Generator) -> Tensor:
     return blocks[:numbers].view(count, *shape)
 
 # %% ../nbs/03_noise.ipynb #e14202bb
-def child_lines(lines: Tensor, factor: int) -> Tensor:
-    "Return the lines `(P, W, K)` of the K = `factor` children of parents on `lines (P, W)`, all on the CPU."
-    if factor == 1:
-        return lines[..., None]
-    width = lines.shape[1]
-    size = max(int(lines.max()) + 1, width * factor)
-    taken = torch.zeros(len(lines), size, dtype=torch.int8).scatter_(1, lines, 1)
-    # the first (K − 1)·W free lines: W for all second children, then W for all third ones, …
-    free = taken.argsort(dim=1, stable=True)[:, : width * (factor - 1)].unflatten(1, (factor - 1, width))
-    place = lines.argsort(1).argsort(1)  # of each parent, in the order of lines
-    others = free.gather(2, place[:, None].expand_as(free)).transpose(1, 2)
-    return torch.cat([lines[..., None], others], 2)
+def child_lines(lines: Tensor, parents: Tensor, siblings: Siblings) -> Tensor:
+    "Return the lines `(P, C)` of the children, from `parents (P, C)`, of nodes on `lines (P, W)`; all on the CPU."
+    inherited = lines.gather(1, parents)
+    if siblings.columns == 1:
+        return inherited
+    count = max(int(lines.max()) + 1, parents.shape[1])
+    # a line is free if no edge that draws noise inherits it; the last column takes what does not count
+    used = inherited.masked_fill(~siblings.drawn, count)
+    taken = torch.zeros(len(lines), count + 1, dtype=torch.int8).scatter_(1, used, 1)
+    free = taken[:, :count].argsort(dim=1, stable=True)
+    # all second children take their turn in the order of their parents' lines, then all third ones, …
+    is_first = siblings.column == 0
+    order = (siblings.column * count + inherited).masked_fill(is_first, -1)
+    turn = order.argsort(dim=1, stable=True).argsort(1) - is_first.sum(1, keepdim=True)
+    return torch.where(is_first, inherited, free.gather(1, turn.clamp(min=0)))
+
+# %% ../nbs/03_noise.ipynb #cd088ccb
+def check_lines(lines: Tensor, siblings: Siblings) -> None:
+    "Raise `ValueError` if two edges of a tree would draw the same noise; `lines (P, C)`."
+    nobody = -1 - torch.arange(lines.shape[1])  # each edge without noise is on a line of its own
+    of_drawn = lines.where(siblings.drawn, nobody).sort(1).values
+    if (of_drawn.diff(dim=1) == 0).any():
+        raise ValueError("lines: two edges of a tree draw the same noise")
 
 # %% ../nbs/03_noise.ipynb #7b447927
 @dataclass(frozen=True)
@@ -116,8 +129,13 @@ class Noise:
         draws = torch.stack([draw_rows(rows, shape, self.generator(p, ROOTS)) for p in self.prompts])
         return draws.expand(-1, count, *shape)
 
-    def children(self, step: int, lines: Tensor, s: float, shape: Sequence[int]) -> Tensor:
-        "Draw the noise `(P, W, K, *shape)` of children on `lines (P, W, K)` at `step`."
+    def children(self, step: int, lines: Tensor, siblings: Siblings, s: float, shape: Sequence[int]) -> Tensor:
+        "Draw the noise `(P, C, *shape)` of children on `lines (P, C)` at `step`."
         count = int(lines.max()) + 1
-        draws = [draw_rows(count, shape, self.generator(p, step))[rows] for p, rows in zip(self.prompts, lines)]
-        return correlate(torch.stack(draws).flatten(0, 1), s).unflatten(0, lines.shape[:2])
+        of_prompts = []
+        for prompt, rows in zip(self.prompts, lines):
+            of_prompts.append(draw_rows(count, shape, self.generator(prompt, step))[rows])
+        draws = torch.stack(of_prompts)
+        if siblings.columns == 1 or math.isinf(s):
+            return draws
+        return siblings.nodes(correlate(siblings.table(draws, empty=0.0), s))

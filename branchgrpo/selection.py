@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['SELECTIONS', 'FEATURES', 'count_from_below', 'ends_of_rows', 'check_selection', 'select_max_variance',
-           'checked_selection', 'selection_contract', 'Seen', 'sees_images', 'looks_at_images', 'choose', 'pilot',
-           'checked_features', 'features_contract', 'pixels', 'over_mean', 'pair_table', 'after_swaps', 'diverse',
-           'mean_known', 'AdaptiveSplits', 'settled']
+           'checked_selection', 'selection_contract', 'may_repeat', 'repeats_nodes', 're_root', 'resample', 'Seen',
+           'sees_images', 'looks_at_images', 'choose', 'pilot', 'checked_features', 'features_contract', 'pixels',
+           'over_mean', 'pair_table', 'after_swaps', 'diverse', 'mean_known', 'AdaptiveSplits', 'settled']
 
 # %% ../nbs/11_selection.ipynb #3e157209
 from collections.abc import Callable, Sequence
@@ -114,6 +114,35 @@ def _random(rewards, k, generators):
 def _best(rewards, k, generators):
     return rewards.sort(dim=-1, descending=True, stable=True).indices[:, :k].sort(-1).values
 
+# %% ../nbs/11_selection.ipynb #5e1ec702
+def may_repeat(rule: Callable) -> Callable:
+    "Mark a rule that may keep a node several times."
+    rule.may_repeat = True  # pyrefly: ignore[missing-attribute]: a mark of our own
+    return rule
+
+
+def repeats_nodes(rule: str) -> bool:
+    "Return whether the selection `rule` may keep a node several times."
+    return rule in SELECTIONS.names() and getattr(SELECTIONS.get(rule), "may_repeat", False)
+
+
+@SELECTIONS.register("re-root")
+@may_repeat
+def re_root(rewards: Tensor, k: int, generators) -> Tensor:
+    "Return the index of each row's best reward, `k` times: `(P, k)`."
+    return rewards.argmax(-1, keepdim=True).expand(-1, k)
+
+
+@SELECTIONS.register("resample")
+@may_repeat
+def resample(rewards: Tensor, k: int, generators) -> Tensor:
+    "Return `k` indices of each row, drawn with odds that rise with the rewards: `(P, k)`, ascending."
+    deviation = rewards - rewards.mean(-1, keepdim=True)
+    std = rewards.std(-1, keepdim=True).clamp(min=1e-8)
+    odds = torch.softmax(deviation / std, -1)
+    drawn = [row.multinomial(k, replacement=True, generator=g) for row, g in zip(odds, generators)]
+    return torch.stack(drawn).sort(-1).values
+
 # %% ../nbs/11_selection.ipynb #97b8975d
 @dataclass(frozen=True, eq=False)
 class Seen:
@@ -135,7 +164,7 @@ def looks_at_images(rule: str) -> bool:
 
 # %% ../nbs/11_selection.ipynb #606c67ab
 def choose(
-    rule: str,  # a name in SELECTIONS: ovf, random, best, diverse
+    rule: str,  # a name in SELECTIONS: ovf, random, best, …
     rewards: Tensor,  # (P, G)
     k: int,  # how many to keep
     generators: Sequence[torch.Generator] | None = None,  # one per row, for rules that draw

@@ -221,7 +221,7 @@ class PlanSettings:
     side: tuple[int, ...] | str = from_recipe(off=())  # steps at which branches with noise leave a chain; all; window
     adaptive: bool = from_recipe(off=False)  # place splits by the std of preview rewards (splits: how many, the latest)
     prune_at: dict[int, int] = from_recipe(off={})  # pruning steps and survivors, e.g. 5:24,7:12
-    selection: str = from_recipe(off="ovf")  # how a pruning step chooses: ovf, random, best, diverse, my_file.py:f
+    selection: str = from_recipe(off="ovf")  # how a pruning step chooses: ovf, random, best, …, my_file.py:f
     stochastic: str = from_recipe(off="all")  # steps that draw noise: all, window, splits+window
     noisy_last: bool = from_recipe(off=False)  # the last step draws noise and is trained, though its x̂₀ is the image
     previews: str = from_recipe(off="none")  # scored completions of a latent: none, x0, ode, ode/2, 5; joined by +

@@ -48,11 +48,10 @@ from torch._dynamo.utils import counters
 from branchgrpo import cli
 from branchgrpo.machine.bench import interleaved, seconds_of
 from branchgrpo.machine.estimate import calls_after_pruning
-from branchgrpo.planning import plan_of, process_of
+from branchgrpo.planning import plan_of
 from branchgrpo.prompts import PromptSet
 from branchgrpo.testbed.making import quiet
 from branchgrpo.training.config import TrainConfig
-from branchgrpo.training.credit import assign_credit
 from branchgrpo.training.learner import autocast
 from branchgrpo.training.runs import Run, environment
 from branchgrpo.training.speed import checkpoint_blocks, compile_blocks, set_attention, use_tf32
@@ -162,21 +161,20 @@ def per_latent(policy, batch: int, backward: bool = False, rounds: int = 3) -> f
 def iteration(trainer: Trainer, lines: Lines, table: str, name: str, floors: dict[str, float] | None = None) -> None:
     "Add the line of one iteration: seconds of its parts, peaks, mismatch; and its ratios to the floors."
     start = time.perf_counter()
-    collected, rollout_peak = peak_memory(lambda: trainer.collector(0))
+    x, rollout_peak = peak_memory(lambda: trainer.collect(0))
     middle = time.perf_counter()
-    process = process_of(trainer.settings, trainer.policy, 0)
-    rolled, _ = assign_credit(trainer.learner, collected, process, trainer.collector.noise(0))
-    stats, update_peak = peak_memory(lambda: update(trainer.learner, rolled))
+    trainer.credit(x)
+    stats, update_peak = peak_memory(lambda: update(trainer.learner, x))
     end = time.perf_counter()
-    plan, images = collected.tree.plan, collected.images
-    decode = seconds_of(lambda: trainer.policy.decode(collected.tree.latents[-1].flatten(0, 1)), DEVICE)
+    plan, images = x.tree.plan, x.images
+    decode = seconds_of(lambda: trainer.policy.decode(x.tree.latents[-1].flatten(0, 1)), DEVICE)
     reward = seconds_of(lambda: trainer.scorer(images, ["x"] * len(images), [{}] * len(images)), DEVICE)
     line = {"calls": plan.denoiser_calls, "trained_calls": stats["calls"], "rollout": middle - start}
     line |= {"update": end - middle, "decode": decode, "reward": reward}
     line |= {"rollout_peak_gb": rollout_peak, "update_peak_gb": update_peak}
     line |= {key: float(stats[key]) for key in ("rollout_mismatch", "clip_fraction", "grad_norm")}
     if floors:
-        scoring = (decode + reward) * (1 + collected.previews / len(images))
+        scoring = (decode + reward) * (1 + x.previews / len(images))
         line["rollout_over_floor"] = (middle - start - scoring) / (line["calls"] * floors["forward"])
         line["update_over_floor"] = (end - middle) / (line["trained_calls"] * floors["backward"])
     lines.add(table, name=name, **line)
@@ -427,13 +425,12 @@ def variants(lines: Lines) -> None:
 def by_step(lines: Lines, trainer: Trainer, name: str) -> None:
     "Add the largest |ρ − 1| of every step before an update, and what to do where it is too large."
     learner, s = trainer.learner, trainer.settings
-    rolled, _ = assign_credit(
-        learner, trainer.collector(0), process_of(s, trainer.policy, 0), trainer.collector.noise(0)
-    )
+    x = trainer.collect(0)
+    trainer.credit(x)
     found: dict[int, float] = {}
-    for batch in shared_micro_batches(learner, rolled.tree, rolled.edge_mask):
+    for batch in shared_micro_batches(learner, x.tree, x.edge_mask):
         with torch.no_grad(), autocast(learner):
-            worst = edge_sums(batch, edge_terms(learner, rolled, batch))[1].item()
+            worst = edge_sums(edge_terms(learner, x, batch))[1].item()
         found[batch.step] = max(found.get(batch.step, 0.0), worst)
     worst = max(found.values())
     cures = (

@@ -66,17 +66,17 @@ def test_a_run_uses_the_scale_of_beta_everywhere(tmp_path):
     found = {}
     for scale in ("mean", "sum"):
         trainer = trained(tmp_path / scale, beta_scale=scale, advantage_clip=1e9)
-        collected = trainer.collector(0)
-        beta = density_scale(collected.tree, scale)
+        tree = trainer.collect(0).tree
+        beta = density_scale(tree, scale)
         found[scale] = trainer.step()
-        expected = effective_sample_size(collected.tree, beta).mean().item()
+        expected = effective_sample_size(tree, beta).mean().item()
         assert found[scale]["ess"] == pytest.approx(expected, rel=1e-4)
     assert found["sum"]["ess"] < 0.7 * found["mean"]["ess"]
 
 
 def test_credit_and_pruning_see_the_scaled_beta(tmp_path):
     trainer = trained(tmp_path / "run", beta_scale="sum", prune="parent-top1")
-    collected, s = trainer.collector(0), trainer.settings
+    collected, s = trainer.collect(0), trainer.settings
     tree, rewards = collected.tree, collected.rewards
     values = fuse_rewards(tree, rewards, 64.0)
     everyone = torch.ones_like(rewards, dtype=torch.bool)

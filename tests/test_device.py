@@ -8,13 +8,11 @@ from torch import Tensor
 from virtual_device import GPU, VirtualDevice, WrongDevice
 
 from branchgrpo import recipes
-from branchgrpo.planning import process_of
 from branchgrpo.policy import GaussianFlow
 from branchgrpo.training.config import TrainConfig
-from branchgrpo.training.credit import assign_credit
 from branchgrpo.training.processes import RankGroup
 from branchgrpo.training.resolve import resolve
-from branchgrpo.training.trainer import Trainer, resume
+from branchgrpo.training.trainer import Trainer
 from branchgrpo.training.update import accumulate, shared_micro_batches
 
 SMALL = dict(prompts_per_iteration=2, iterations=1, evaluation_prompts=2, evaluation_steps=3, tracker="none")
@@ -74,7 +72,7 @@ def trainer(tmp_path, **changes):
 def whole_run(t) -> dict:
     "Evaluate, train one iteration, save and export; read the checkpoint again; return the iteration's metrics."
     run = t.fit()
-    resume(t, run)
+    t.resume(run)
     assert t.progress.iteration == 1
     return run.metrics[0]
 
@@ -148,19 +146,18 @@ TRIED = ("flux", "flux, previews", "sd, guidance with gradient", "wan-i2v")
 @pytest.mark.parametrize("name", often(LOOPS, TRIED))
 def test_a_rollout_uploads_noise_and_nothing_else(gpu, tmp_path, name):
     t = trainer(tmp_path, **LOOPS[name])
-    rolled = t.collector(0)
+    x = t.collect(0)
     in_steps = [transfer for transfer in gpu.transfers if transfer.within("take_step")]
     in_steps = [transfer for transfer in in_steps if not transfer.within("preview")]  # where images are scored
-    assert [transfer.kind for transfer in in_steps] == ["upload"] * len(
-        rolled.tree.plan.stochastic - {rolled.tree.steps - 1}
-    )
+    assert [transfer.kind for transfer in in_steps] == ["upload"] * len(x.tree.plan.stochastic - {x.tree.steps - 1})
     assert all(transfer.within("draw_children") for transfer in in_steps)
 
 
 def test_a_pruning_step_waits_for_its_rewards_once(gpu, tmp_path):
     t = trainer(tmp_path, recipe="pro-grpo", **FUNNEL)
-    plan = t.collector(0).tree.plan
-    in_steps = [transfer for transfer in gpu.transfers if transfer.within("prune_or_split")]
+    plan = t.collect(0).tree.plan
+    names = ("prune_or_split", "join_edges")
+    in_steps = [transfer for transfer in gpu.transfers if any(map(transfer.within, names))]
     of_engine = [transfer.kind for transfer in in_steps if not transfer.within("own_scores")]
     assert of_engine == ["download", "upload"] * len(plan.prune_at)
 
@@ -168,13 +165,13 @@ def test_a_pruning_step_waits_for_its_rewards_once(gpu, tmp_path):
 @pytest.mark.parametrize("name", often(LOOPS, TRIED))
 def test_a_micro_batch_copies_nothing_and_waits_for_nothing(gpu, tmp_path, name):
     t = trainer(tmp_path, **LOOPS[name])
-    noise = t.collector.noise(0)
-    rolled, _ = assign_credit(t.learner, t.collector(0), process_of(t.settings, t.policy, 0), noise)
-    batches = shared_micro_batches(t.learner, rolled.tree, rolled.edge_mask)
+    x = t.collect(0)
+    t.credit(x)
+    batches = shared_micro_batches(t.learner, x.tree, x.edge_mask)
     counts = []
     for some in (batches[:1], batches):
         gpu.transfers.clear()
-        accumulate(t.learner, rolled, some)
+        accumulate(t.learner, x, some)
         counts.append(len(gpu.transfers))
     assert len(batches) > 1
     assert counts[0] == counts[1], gpu.transfers

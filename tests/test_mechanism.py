@@ -19,9 +19,7 @@ from branchgrpo.mechanism.exact import (
     score_function_side,
 )
 from branchgrpo.mechanism.measure import GradientSamples, alignment_rows
-from branchgrpo.planning import process_of
 from branchgrpo.policy import GaussianFlow
-from branchgrpo.training.credit import assign_credit
 
 
 def mean_of_image(images, prompts, metadata=None):
@@ -58,8 +56,8 @@ RECIPES = ["branchgrpo", "branchgrpo-widpru", "branchgrpo-released", "grpo-guard
 def test_a_projection_is_that_of_the_whole_gradient(tmp_path, recipe):
     "Of every prompt, for splits, side branches, windows, prunings, ratio rules and step weights."
     t = trainer(tmp_path, recipe=recipe, prompts_per_iteration=2)
-    collected, process = t.collector(0), process_of(t.settings, t.policy, 0)
-    rolled, _ = assign_credit(t.learner, collected, process, t.collector.noise(0))
+    rolled = t.collect(0)
+    t.credit(rolled)
     along = torch.tensor([0.6, 0.8, 0.0])
     edges = edge_derivatives(t.learner, rolled, moved_policy(t.learner, along, 0.1), 0.1)
     whole = torch.stack([prompt_gradient(t.learner, rolled, p) for p in range(2)])

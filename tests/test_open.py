@@ -9,7 +9,6 @@ import torch
 from commands import run
 
 from branchgrpo import ADVANTAGES, STEP_WEIGHTS, Callback, GaussianFlow, TrainConfig, Trainer
-from branchgrpo.planning import process_of
 from branchgrpo.training.credit import assign_credit
 
 SMALL = {"steps": 4, "splits": (0, 1), "iterations": 2, "prompts_per_iteration": 2, "evaluate_every": 0}
@@ -84,11 +83,10 @@ def test_weights_of_steps_that_are_registered_later(tmp_path, monkeypatch):
     made, result = trained(tmp_path / "run", step_weights="first only", steps_per_pass=1, learning_rate=0.1)
     assert result.info["settings"]["step_weights"] == "first only"
     assert "step_weights" in made.settings.sources  # another source is another run
-    collected, noise = made.collector(0), made.collector.noise(0)
-    rolled, _ = assign_credit(made.learner, collected, process_of(made.settings, made.policy), noise)
-    plain, _ = assign_credit(
-        replace(made.learner, settings=replace(made.settings, step_weights="equal")), collected, rolled.process, noise
-    )
+    rolled = made.collect(0)
+    made.credit(rolled)
+    plain = replace(rolled)
+    assign_credit(replace(made.learner, settings=replace(made.settings, step_weights="equal")), plain)
     for depth in range(1, 4):  # three trained steps, so the first one weighs 3
         torch.testing.assert_close(rolled.advantages[depth], plain.advantages[depth] * (3.0 if depth == 1 else 0.0))
 

@@ -54,17 +54,16 @@ def test_an_evaluation_shared_by_processes_gives_the_scores_of_one(tmp_path, cas
 
 
 SHARED = """
-from branchgrpo.training.collection import Collector
 out = {"rows": [], "prompts": t.collector.noise(0).prompts}
-predict, collect = t.policy.predict, Collector.__call__
+predict, collect = t.policy.predict, t.collect
 def counted(latents, time, conditioning):
     out["rows"] += [] if "collected" in out else [len(latents)]  # calls of the rollout
     return predict(latents, time, conditioning)
-def kept(collector, iteration):
-    out["collected"] = collect(collector, iteration)
+def kept(iteration):
+    out["collected"] = collect(iteration)
     return out["collected"]
 def no_step(): out["grads"] = {n: p.grad.clone() for n, p in t.learner.parameters.items()}
-t.policy.predict, Collector.__call__, t.learner.optimizer.step = counted, kept, no_step
+t.policy.predict, t.collect, t.learner.optimizer.step = counted, kept, no_step
 out["row"] = {k: v for k, v in t.step().items() if not k.startswith("seconds")}
 tree, rewards = out["collected"].tree, out.pop("collected").rewards
 out |= {"parents": tree.parents, "rewards": rewards, "log_probs": tree.log_probs}

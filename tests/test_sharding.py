@@ -15,10 +15,9 @@ import json, os, sys, warnings
 import torch
 warnings.filterwarnings("ignore")
 torch.set_num_threads(1)
-from branchgrpo import TrainConfig, Trainer, process_of
+from branchgrpo import TrainConfig, Trainer
 from branchgrpo.training.checkpoints import Progress, Saver, load_checkpoint
-from branchgrpo.training.credit import assign_credit
-from branchgrpo.training.speed import gathered, sharded_parts, whole_tensor
+from branchgrpo.training.speed import sharded_parts, whole_tensor
 from branchgrpo.training.update import accumulate, optimiser_step, update
 t = Trainer(TrainConfig.from_dict(json.loads(sys.argv[1])))
 rank, out = t.accelerator.process_index, sys.argv[2]
@@ -46,19 +45,17 @@ def settings(folder, **changes):
 
 
 STEP = """
-with gathered(t.policy.denoiser):
-    collected = t.collector(3)
-process = process_of(t.settings, t.policy, 3)
+x = t.collect(3)
 if "lose" in sys.argv[2] and rank == 0:
-    collected.unscored[:2] = True
-rolled, _ = assign_credit(t.learner, collected, process, t.collector.noise(3))
-stats = accumulate(t.learner, rolled)
+    x.unscored[:2] = True
+t.credit(x)
+stats = accumulate(t.learner, x)
 grads = everything({name: p.grad for name, p in t.learner.parameters.items() if p.grad is not None})
 optimiser_step(t.learner)
 t.learner.ema.step(t.learner.parameters)
-update(t.learner, rolled)
-result = {"leaves": t.accelerator.gather(collected.tree.latents[-1].contiguous()),
-          "rewards": t.accelerator.gather(collected.rewards.contiguous()), "grads": grads,
+update(t.learner, x)
+result = {"leaves": t.accelerator.gather(x.tree.latents[-1].contiguous()),
+          "rewards": t.accelerator.gather(x.rewards.contiguous()), "grads": grads,
           "weights": everything(t.learner.parameters), "averages": everything(t.learner.ema.weights),
           "calls": t.accelerator.gather(torch.tensor([stats["calls"]])), "mismatch": stats["rollout_mismatch"],
           "sharded": torch.tensor(len(sharded_parts(t.policy.denoiser)))}
@@ -116,8 +113,9 @@ if source:
 else:
     progress = Progress(3)
     for iteration in range(2):
-        rolled, _ = assign_credit(t.learner, t.collector(3), process_of(t.settings, t.policy, 3), t.collector.noise(3))
-        update(t.learner, rolled)
+        x = t.collect(3)
+        t.credit(x)
+        update(t.learner, x)
 saver = Saver(Path(target), t.settings, t.accelerator)
 saver.save(t.learner, progress)
 moments = {name: t.learner.optimizer.state[p] for name, p in t.learner.parameters.items()}

@@ -16,8 +16,8 @@ import torch
 from branchgrpo import TrainConfig, Trainer, load_backbone, load_reward
 from branchgrpo.noise import Noise, child_lines, sibling_factors
 from branchgrpo.planning import process_of
-from branchgrpo.training.credit import assign_credit
 from branchgrpo.training.update import accumulate
+from branchgrpo.tree import Siblings
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "examples/branchgrpo_single_file.py"
@@ -65,9 +65,11 @@ class EngineNoise:
         return self.noise.roots(1, shape)
 
     def children(self, step, parents, branches, shape):
-        lines = child_lines(self.lines, branches)
-        self.lines = lines.flatten(1)
-        return self.noise.children(step, lines, self.s, shape).flatten(0, 1)
+        nodes = torch.arange(self.lines.shape[1]).repeat_interleave(branches).expand(len(self.lines), -1)
+        siblings = Siblings.among(nodes, torch.ones_like(nodes, dtype=torch.bool))
+        self.lines = child_lines(self.lines, nodes, siblings)
+        drawn = self.noise.children(step, self.lines, siblings, self.s, shape)
+        return drawn.unflatten(1, (-1, branches)).flatten(0, 1)
 
 
 def same(mine, theirs):
@@ -79,8 +81,8 @@ def test_one_rollout_and_its_gradient(single, sizes, tmp_path):
     t = trainer(tmp_path / "run", steps_per_pass=1, **sizes)
     s, o = t.settings, options(single, t)
     model = single.Flux(t.policy.pipeline, s.height, s.width, s.guidance_scale)
-    noise, collected = t.collector.noise(0), t.collector(0)
-    rolled = assign_credit(t.learner, collected, process_of(s, t.policy, 0), noise)[0]
+    rolled = t.collect(0)
+    t.credit(rolled)
     parameters = dict(t.learner.parameters)
     stats = accumulate(t.learner, rolled)
     theirs = {name: p.grad.clone() for name, p in parameters.items()}
@@ -89,14 +91,14 @@ def test_one_rollout_and_its_gradient(single, sizes, tmp_path):
     prompts = t.collector.draw(0)
     encoded = [model.encode(prompt) for prompt in prompts]
     text = {name: torch.cat([one[name] for one in encoded]) for name in encoded[0]}
-    tree = single.rollout(model, text, o, EngineNoise(noise, s.s))
+    tree = single.rollout(model, text, o, EngineNoise(rolled.noise, s.s))
     assert same(tree.latents, rolled.tree.latents)
     assert same(tree.log_probs, rolled.tree.log_probs)
     for d in range(1, s.steps + 1):
         families = torch.arange(tree.log_probs[d].shape[1]) // o.branch_factor ** (d - 1 in s.splits)
         assert torch.equal(rolled.tree.parents[d], families.expand(len(prompts), -1))
 
-    values = single.fuse_rewards(tree, collected.rewards, o.beta)
+    values = single.fuse_rewards(tree, rolled.rewards, o.beta)
     advantages = single.depthwise_advantages(values, o.advantage_clip)
     assert same(advantages, rolled.advantages)
     assert sum(float(a.abs().sum()) for a in advantages) > 0

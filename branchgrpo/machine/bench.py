@@ -24,15 +24,13 @@ import torch
 from torch import Tensor
 
 from ..objective import edge_loss
-from ..planning import process_of
-from ..rollouts import chunks
-from ..samplers import edge_log_probs
+from ..rollouts import chunks, edges_in, revisit
 from ..training.collection import make_judge, roll
+from ..training.experience import Experience
 from ..training.config import TrainConfig
-from ..training.credit import assign_credit
 from ..training.runs import environment
 from ..training.trainer import Trainer
-from ..training.update import TrainingBatch, accumulate, micro_batches
+from ..training.update import accumulate, micro_batches
 
 # %% ../../nbs/machine/03_bench.ipynb #a539be80
 CLOCKS = {"cpu": "processor seconds", "cuda": "seconds of a synchronised clock"}  # by kind of device
@@ -96,7 +94,7 @@ class Work:
     "A trainer, and one rollout with its credit."
 
     trainer: Trainer
-    rolled: TrainingBatch
+    rolled: Experience
 
     @property
     def device(self) -> torch.device:
@@ -110,14 +108,15 @@ class Work:
 def prepare_work(config: TrainConfig, **objects: Any) -> Work:
     "Return a trainer's first rollout with its credit; `objects` as in `Trainer`: policy, reward, prompts."
     t = Trainer(config, **objects)
-    rolled, _ = assign_credit(t.learner, t.collector(0), process_of(t.settings, t.policy, 0), t.collector.noise(0))
-    return Work(t, rolled)
+    experience = t.collect(0)
+    t.credit(experience)
+    return Work(t, experience)
 
 # %% ../../nbs/machine/03_bench.ipynb #4459d0ab
 def roll_again(work: Work) -> None:
     "Roll out the first iteration once more, up to the leaves' latents."
-    c = work.trainer.collector
-    roll(c, 0, make_judge(c, 0))
+    c, x = work.trainer.collector, work.rolled
+    roll(c, 0, x.conditioning, make_judge(c, x.prompts, x.noise))
 
 # %% ../../nbs/machine/03_bench.ipynb #11800823
 def update_again(work: Work) -> None:
@@ -132,7 +131,7 @@ def rollout_floor(work: Work) -> None:
     policy, size, tree = work.trainer.policy, work.trainer.settings.max_batch, work.rolled.tree
     for i, time_now in enumerate(work.rolled.process.times):
         again = sum(n - 1 for n in tree.plan.previews.get(i, ()))
-        completed = tree.latents[i][:, tree.plan.preview_nodes(i).start :]
+        completed = tree.latents[i][:, tree.plan.preview_nodes(i)]
         for latents in (tree.latents[i], *[completed] * again):
             flat = latents.flatten(0, 1)
             for start, end in chunks(len(flat), size):
@@ -143,7 +142,7 @@ def update_floor(work: Work) -> None:
     "Make the forward and backward calls of the update, in its batches, with the plainest loss."
     s, rolled = work.trainer.settings, work.rolled
     for batch in micro_batches(rolled.tree, rolled.edge_mask, s.train_batch or s.max_batch):
-        n = len(batch.rows)
+        n = len(batch.parents)
         latents = rolled.tree.latents[batch.step].flatten(0, 1)[:n]
         output = work.trainer.policy.predict(latents, rolled.process.times[batch.step], work.rows(n))
         output.float().square().mean().backward()
@@ -157,26 +156,24 @@ def node_by_node(work: Work) -> None:
     for p in range(work.rolled.tree.prompts):
         row = {name: values[p : p + 1] for name, values in work.rolled.conditioning.items()}
         nodes = [work.rolled.tree.latents[0][p, root : root + 1] for root in range(plan.roots)]
-        for i in range(plan.steps):
-            first, parents, children = plan.families(i)
+        for i, (parents, drawn) in enumerate(plan.shape):
             outputs = [policy.predict(x, process.times[i], row) for x in nodes]
             dist = process.step(i, torch.cat(nodes), torch.cat(outputs))  # once: a solver counts its steps
-            means = list(dist.mean.split(1))
-            families = [mean for mean in means[:parents] for _ in range(children)]
-            nodes = means[len(means) - first :] + [m + dist.std * torch.randn_like(m) for m in families]
+            nodes = []
+            for parent, is_drawn in zip(parents, drawn):
+                mean = dist.mean[parent : parent + 1]
+                nodes.append(mean + dist.std * torch.randn_like(mean) if is_drawn else mean)
 
 # %% ../../nbs/machine/03_bench.ipynb #9de3b8ee
 def edge_gradient(work: Work, step: int, prompt: int, child: int) -> None:
     "Add the gradient of one edge."
-    rolled = work.rolled
-    row = {name: values[prompt : prompt + 1] for name, values in rolled.conditioning.items()}
-    x = rolled.tree.latents[step][prompt, rolled.tree.parents[step + 1][prompt, child]][None]
-    output = work.trainer.policy.predict(x, rolled.process.times[step], row)
-    dist = rolled.process.step(step, x, output)
-    log_prob = edge_log_probs(dist, rolled.tree.latents[step + 1][prompt, child][None, None])
-    old = rolled.tree.log_probs[step + 1][prompt, child].view(1, 1).to(log_prob.device)
-    advantage = rolled.advantages[step + 1][prompt, child].view(1, 1).to(log_prob.device)
-    edge_loss(log_prob, old, advantage, work.trainer.settings.clip_range).sum().backward()
+    x, s = work.rolled, work.trainer.settings
+    chosen = torch.zeros_like(x.tree.drawn[step + 1])
+    chosen[prompt, child] = True
+    edge = edges_in(x.tree, chosen, step)
+    dist = revisit(x.tree, work.trainer.policy, x.conditioning, x.process, edge)
+    log_prob = dist.log_prob(edge.of(x.tree.latents))
+    edge_loss(log_prob, edge.of(x.tree.log_probs), edge.of(x.advantages), s.clip_range).sum().backward()
 
 # %% ../../nbs/machine/03_bench.ipynb #910f108f
 def edge_by_edge(work: Work) -> None:

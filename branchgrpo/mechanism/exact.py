@@ -11,7 +11,6 @@ __all__ = ['as_vector', 'moved_policy', 'path_end', 'decoded', 'scored', 'pathwi
 import inspect
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,11 +22,11 @@ from ..objective import RATIOS
 from ..planning import plan_of, process_of
 from ..rewards.clip import ClipReward, embed_images
 from ..rewards.contract import Checked, label
-from ..rollouts import revisit
-from ..training.credit import assign_credit
+from ..rollouts import Edges, edges_in, revisit
+from ..training.experience import Experience
 from ..training.learner import Learner, frozen_copy
 from ..training.trainer import Trainer
-from ..training.update import TrainingBatch, accumulate, micro_batches
+from ..training.update import accumulate, micro_batches, shared_micro_batches
 from ..transition import Transition
 
 # %% ../../nbs/mechanism/01_exact.ipynb #e944bb64
@@ -100,30 +99,29 @@ def pathwise_gradient(
 
 # %% ../../nbs/mechanism/01_exact.ipynb #6dffea1e
 @torch.no_grad()
-def step_derivatives(learner: Learner, rolled: TrainingBatch, moved: Any, step: int, delta: float) -> Tensor:
-    "Return the derivatives `(P·W', K)` of a step's log-ratios towards `moved`, a policy at the distance `delta`."
-    given = (rolled.conditioning, rolled.process, step)
-    dist, children = revisit(rolled.tree, learner.policy, *given)
-    there, _ = revisit(rolled.tree, moved, *given)
+def step_derivatives(learner: Learner, x: Experience, moved: Any, edges: Edges, delta: float) -> Tensor:
+    "Return the derivatives `(E,)` of edges' log-ratios towards `moved`, a policy at the distance `delta`."
+    dist = revisit(x.tree, learner.policy, x.conditioning, x.process, edges).at(edges.parent)
+    there = revisit(x.tree, moved, x.conditioning, x.process, edges).at(edges.parent)
     # (x' − μ)·Δμ / (δ std²), mean over elements
-    change = (there.mean - dist.mean)[:, None] / delta
-    edges = ((children - dist.mean[:, None]) * change).flatten(2).mean(2) / dist.std**2
+    change = (there.mean - dist.mean) / delta
+    derivatives = ((edges.of(x.tree.latents) - dist.mean) * change).flatten(1).mean(1) / dist.std**2
     rule = RATIOS.get(learner.settings.ratio).function
-    slope = rule(torch.ones_like(edges), dist, dist.mean) - rule(torch.zeros_like(edges), dist, dist.mean)
-    return edges * slope
+    ones, zeros = torch.ones_like(derivatives), torch.zeros_like(derivatives)
+    slope = rule(ones, dist, dist.mean) - rule(zeros, dist, dist.mean)
+    return derivatives * slope
 
 # %% ../../nbs/mechanism/01_exact.ipynb #645627f7
-def edge_derivatives(learner: Learner, rolled: TrainingBatch, moved: Any, delta: float) -> list[Tensor]:
+def edge_derivatives(learner: Learner, x: Experience, moved: Any, delta: float) -> list[Tensor]:
     "Return d of every edge, per depth `(P, W_d)`; 0 where no step is trained."
-    tree = rolled.tree
-    found = [torch.zeros_like(p, dtype=torch.float32) for p in tree.parents]
-    for step in sorted(tree.plan.trained):
-        first = tree.plan.families(step).first
-        found[step + 1][:, first:] = step_derivatives(learner, rolled, moved, step, delta).view(tree.prompts, -1)
+    found = [torch.zeros_like(p, dtype=torch.float32) for p in x.tree.parents]
+    for step in sorted(x.tree.plan.trained):
+        edges = edges_in(x.tree, x.tree.drawn[step + 1], step)
+        found[step + 1][edges.prompt, edges.child] = step_derivatives(learner, x, moved, edges, delta)
     return found
 
 # %% ../../nbs/mechanism/01_exact.ipynb #db0900dc
-def projections(rolled: TrainingBatch, derivatives: list[Tensor]) -> Tensor:  # (P, T)
+def projections(rolled: Experience, derivatives: list[Tensor]) -> Tensor:  # (P, T)
     "Return what the edges of each step add to ⟨g, û⟩ of each prompt's gradient; the sum over steps is ⟨g, û⟩."
     masks = [mask.float() for mask in rolled.edge_mask[1:]]
     edges = torch.stack([mask.sum(1) for mask in masks]).sum(0).clamp(min=1)
@@ -131,26 +129,27 @@ def projections(rolled: TrainingBatch, derivatives: list[Tensor]) -> Tensor:  # 
     return torch.stack([(a * mask * d).sum(1) for a, mask, d in table], 1) / edges[:, None]
 
 # %% ../../nbs/mechanism/01_exact.ipynb #9883936f
-def prompt_gradient(learner: Learner, rolled: TrainingBatch, prompt: int) -> Tensor:  # (n,)
+def prompt_gradient(learner: Learner, rolled: Experience, prompt: int) -> Tensor:  # (n,)
     "Return the gradient of one prompt's edges, as an update would compute it before its first optimiser step."
     chosen = torch.arange(rolled.tree.prompts, device=rolled.tree.device)[:, None] == prompt
-    accumulate(learner, replace(rolled, edge_mask=[mask & chosen for mask in rolled.edge_mask], parts=None))
+    of_prompt = [mask & chosen for mask in rolled.edge_mask]
+    accumulate(learner, rolled, shared_micro_batches(learner, rolled.tree, of_prompt))
     parameters = list(learner.parameters.values())
     gradient = as_vector([p.grad for p in parameters], parameters)
     learner.optimizer.zero_grad()
     return -gradient
 
 # %% ../../nbs/mechanism/01_exact.ipynb #31741822
-def trained_parents(rolled: TrainingBatch) -> float:
+def trained_parents(rolled: Experience) -> float:
     "Return the denoiser calls of the update, per prompt."
     batches = micro_batches(rolled.tree, rolled.edge_mask, None)
-    return sum(len(batch.rows) for batch in batches if not batch.is_empty) / rolled.tree.prompts
+    return sum(len(batch.parents) for batch in batches) / rolled.tree.prompts
 
 # %% ../../nbs/mechanism/01_exact.ipynb #555dd05f
 def score_function_side(t: Trainer, iteration: int, direction: Tensor, delta: float) -> Tensor:  # (P,)
     "Return each prompt's REINFORCE gradient along a direction, at the scale of ∇J."
-    collected, process = t.collector(iteration), process_of(t.settings, t.policy, iteration)
-    rolled, _ = assign_credit(t.learner, collected, process, t.collector.noise(iteration))
+    rolled = t.collect(iteration)
+    t.credit(rolled)
     moved = moved_policy(t.learner, direction, delta)
     found = projections(rolled, edge_derivatives(t.learner, rolled, moved, delta)).sum(1)
     plan = rolled.tree.plan

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..files import write_atomic, write_text
 from . import exact
 from ..plan import papers_cost
-from ..planning import process_of, sampling_process
+from ..planning import sampling_process
 from ..prompts import PromptSet, load_prompts
 from ..reproduction.runs import cache_key
 from ..selection import looks_at_images
@@ -31,7 +31,7 @@ from ..training.credit import assign_credit
 from ..training.learner import Learner
 from ..training.resolve import resolve
 from ..training.trainer import Trainer
-from ..training.update import TrainingBatch
+from ..training.experience import Experience
 
 # %% ../../nbs/mechanism/02_measure.ipynb #d5081eff
 def signal_and_noise(gradients: Tensor) -> tuple[float, float]:  # (N, n)
@@ -207,7 +207,7 @@ def load_or_measure_reference(path: Path, study: Study, t: Trainer) -> Reference
     return found
 
 # %% ../../nbs/mechanism/02_measure.ipynb #9cbfab8f
-def measure_rollout(rolled: TrainingBatch, learner: Learner, derivatives: list[Tensor], lengths: bool) -> dict:
+def measure_rollout(rolled: Experience, learner: Learner, derivatives: list[Tensor], lengths: bool) -> dict:
     "Return the projections (P, T), the cost per prompt, and with `lengths` the |g|² of the prompts."
     prompts = range(rolled.tree.prompts) if lengths else ()
     cost = papers_cost(rolled.tree.plan.denoiser_calls, exact.trained_parents(rolled))
@@ -219,11 +219,12 @@ def measure(study: Study, t: Trainer, variants: dict[str, Settings], reference: 
     "Return what every iteration gives for each variant of one rollout."
     moved, found = exact.moved_policy(t.learner, reference.direction, study.delta), {name: [] for name in variants}
     for iteration in range(study.iterations):
-        collected, process = t.collector(iteration), process_of(t.settings, t.policy, iteration)
+        experience = t.collect(iteration)
         known: dict[str, list[Tensor]] = {}  # derivatives by ratio rule
         for name, s in variants.items():
             learner = replace(t.learner, settings=s)
-            rolled, _ = assign_credit(learner, collected, process, t.collector.noise(iteration))
+            rolled = replace(experience)  # with a credit of its own
+            assign_credit(learner, rolled)
             if s.ratio not in known:
                 known[s.ratio] = exact.edge_derivatives(learner, rolled, moved, study.delta)
             found[name].append(measure_rollout(rolled, learner, known[s.ratio], iteration in study.whole))

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..files import write_text
 from ..plan import RolloutPlan
 from .config import Settings
+from .experience import Experience
 
 # %% ../../nbs/training/12_kept_trees.ipynb #8a8c22a3
 def tree_is_due(s: Settings, iteration: int) -> bool:
@@ -96,27 +97,31 @@ def six_digits(values: Tensor) -> list[float | None]:
     return [float(f"{v:.6g}") if math.isfinite(v) else None for v in values.tolist()]
 
 # %% ../../nbs/training/12_kept_trees.ipynb #6f6329a3
-def keep_tree(iteration: int, collected: Any, batch: Any, values: list[Tensor]) -> KeptTree | None:
-    "Return the tree of this process's first prompt, with its fused `values`, (P, W_d) per depth; None if unscored."
-    if collected.unscored[0]:
+def keep_tree(x: Experience) -> KeptTree | None:
+    "Return the tree of this process's first prompt; None if it is not due, or unscored."
+    if x.x0_hats is None or x.unscored[0]:
         return None
-    columns = zip(collected.tree.parents, values, batch.advantages, batch.edge_mask)
-    depths = [
-        {
-            "parents": parents[0].tolist(),
-            "values": six_digits(fused[0]),
-            "advantages": six_digits(advantages[0]),
-            "trained": trained[0].tolist(),
-        }
-        for parents, fused, advantages, trained in columns
-    ]
-    rewards = six_digits(collected.rewards[0])
-    parts = {name: six_digits(part[0]) for name, part in collected.parts.items()}
-    record: dict[str, Any] = {"iteration": iteration, "prompt": collected.prompts[0], "leaves": len(rewards)}
-    record |= {"depths": depths, "rewards": rewards, "parts": parts}
-    own = len(collected.images) // len(collected.rewards)
-    still = collected.images.ndim == 4  # the x̂₀ of clips are not decoded: that takes seconds each
-    return KeptTree(record, collected.x0_hats if still else {}, collected.images[:own].detach().cpu())
+    depths = []
+    for parents, values, advantages, trained in zip(x.tree.parents, x.values, x.advantages, x.edge_mask):
+        depths.append(
+            {
+                "parents": parents[0].tolist(),
+                "values": six_digits(values[0]),
+                "advantages": six_digits(advantages[0]),
+                "trained": trained[0].tolist(),
+            }
+        )
+    record = {
+        "iteration": x.iteration + 1,
+        "prompt": x.prompts[0],
+        "leaves": x.rewards.shape[1],
+        "depths": depths,
+        "rewards": six_digits(x.rewards[0]),
+        "parts": {name: six_digits(scores[0]) for name, (_, scores) in x.reward_parts.items()},
+    }
+    own = len(x.images) // len(x.rewards)
+    still = x.images.ndim == 4  # the x̂₀ of clips are not decoded: that takes seconds each
+    return KeptTree(record, x.x0_hats if still else {}, x.images[:own].detach().cpu())
 
 # %% ../../nbs/training/12_kept_trees.ipynb #e3504271
 def node_images(kept: KeptTree, policy: Any) -> dict[int, dict[int, str]]:

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['GONE', 'LATE', 'check_launch', 'check_processes', 'check_ranks', 'group_positions', 'RankGroup', 'make_group',
-           'SharedPredictor', 'most_of', 'any_process', 'from_main', 'raise_together', 'together', 'lost_process_error',
-           'make_hosts', 'any_host', 'check_stop', 'watch']
+           'SharedPredictor', 'most_of', 'any_process', 'from_main', 'raise_together', 'together', 'lost_process_error']
 
 # %% ../../nbs/training/02_processes.ipynb #ec8a1c16
 import os
@@ -14,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from math import ceil
 from typing import Any
 
@@ -23,7 +21,6 @@ import torch.distributed as dist
 from accelerate.utils import gather_object, reduce
 from torch import Tensor
 
-from ..rewards.scorer import do_nothing
 from ..rollouts import Predictor
 from ..settings import variable
 from .config import Settings
@@ -114,10 +111,8 @@ class SharedPredictor(Predictor):
     "Predicts this process's part of a depth's nodes, and gathers the outputs of all processes of its group."
 
     group: RankGroup = RankGroup()
-    watch: Callable[[], None] = do_nothing  # called before each depth; what it raises ends the rollout
 
     def __call__(self, latents: Tensor, time: Tensor) -> Tensor:
-        self.watch()
         if self.group.ranks == 1:
             return super().__call__(latents, time)
         own = self.group.part(latents)
@@ -197,36 +192,3 @@ def lost_process_error(error: BaseException, rank: int, minutes: float) -> str |
             f"timeout_minutes: process {rank} waited {minutes:g} minutes for another, which is stuck or slow; {again}"
         )
     return f"process {rank} lost another one, which has ended; {again}" if any(w in text for w in GONE) else None
-
-# %% ../../nbs/training/02_processes.ipynb #1c2f2ec2
-def make_hosts(accelerator: Any, minutes: float) -> Any:
-    "Return a group that connects the processes' hosts; none for one process. All processes call it, once."
-    if accelerator.num_processes == 1:
-        return None
-    return dist.new_group(backend="gloo", timeout=timedelta(minutes=minutes))
-
-# %% ../../nbs/training/02_processes.ipynb #fedeba48
-def any_host(hosts: Any, flag: bool) -> bool:
-    "Return whether some process has set its flag. Collective."
-    if hosts is None:
-        return flag
-    mine = torch.tensor([float(flag)])
-    dist.all_reduce(mine, group=hosts)
-    return bool(mine > 0)
-
-# %% ../../nbs/training/02_processes.ipynb #4bf01829
-def check_stop(t: Any, alone: bool = False) -> None:
-    """Raise `Preempted` on all processes if one has received a signal to stop. Collective.
-
-    `alone`: on this process if it has received one, where an error of one is one of all."""
-    if any_host(None if alone else t.hosts, t.stop.stop_requested()):
-        by = t.stop.received or "another process"
-        raise Preempted(f"stopped by {by} at iteration {t.progress.iteration}", t.stop.received)
-
-# %% ../../nbs/training/02_processes.ipynb #cff6ac73
-def watch(t: Any) -> Any:
-    "Look for a signal in rollouts, images, evaluations and micro-batches; return the group that agrees on it."
-    t.collector.watch = t.evaluator.watch = t.learner.check_stop = partial(check_stop, t)
-    t.collector.watch_alone = t.evaluator.watch_alone = partial(check_stop, t, alone=True)
-    t.learner.stop_requested = t.stop.stop_requested
-    return make_hosts(t.accelerator, t.settings.timeout_minutes)

@@ -7,7 +7,7 @@ __all__ = ['OPEN_CHOICES', 'CLOSED_CHOICES', 'CODED', 'OFF', 'MOST_NODES', 'MOST
            'LARGEST_LATENT', 'type_of', 'kind_of', 'fitted', 'object_names', 'given_policy', 'fill_in', 'Fit', 'fit_of',
            'check_filled', 'check_choices', 'check_previews', 'check_trained', 'check_size', 'latest_split',
            'check_adaptive', 'check_depth_window', 'leaves_of', 'check_own_window', 'check_plans', 'check_compared',
-           'check_together', 'check_rewards', 'drawn_steps', 'noise_setting', 'too_little_noise_error',
+           'check_repeats', 'check_together', 'check_rewards', 'drawn_steps', 'noise_setting', 'too_little_noise_error',
            'check_noise_settings', 'check_steps', 'check_noise', 'check_model', 'is_rule_of_ours', 'own_code',
            'code_digests', 'digests', 'resolve']
 
@@ -45,7 +45,7 @@ from ..registry import Registry, check_one_of, no_entry_error, with_setting
 from ..rewards.names import check_name, reward_name, source_digest, terms
 from ..own import import_own, is_ours, is_own_name, joint_digest, object_digest, short_digest, whole_name
 from ..rewards.scorer import part_weights
-from ..selection import FEATURES, SELECTIONS, looks_at_images
+from ..selection import FEATURES, SELECTIONS, looks_at_images, repeats_nodes
 from ..settings import MethodSettings, field_types, read_settings
 from .config import Settings, TrainConfig, listed
 from .credit import LOSS_MEANS, STEP_UNITS, STEP_WEIGHTS, check_step_weights
@@ -186,6 +186,9 @@ def check_choices(s: Settings) -> None:
         if not table.has(name):
             raise no_entry_error(setting, name, (*filter(None, [off]), *table.names()), takes_own=True)
         table.get(name, setting, again=True)
+    if s.group_selection != "all" and repeats_nodes(s.group_selection):
+        what = f"{s.group_selection!r} keeps some nodes several times"
+        raise ValueError(f"group_selection: {what}, and a group has each image once")
 
 # %% ../../nbs/training/01_resolve.ipynb #6cd9379a
 def check_previews(s: Settings) -> None:
@@ -304,6 +307,17 @@ def check_compared(s: Settings) -> None:
             raise ValueError(f"{name}: {rule!r} compares all pairs of at most {MOST_COMPARED} images, not of {group}")
 
 # %% ../../nbs/training/01_resolve.ipynb #49c874df
+def check_repeats(s: Settings) -> None:
+    "Raise `ValueError` if copies of a node would stay equal, since the step behind them draws no noise."
+    if not s.prune_at or not repeats_nodes(s.selection):
+        return
+    for at in at_places(s):
+        quiet = set(s.prune_at) - plan_of(at).drawn
+        if quiet:
+            step = f"step {min(quiet)} of prune_at draws no noise"
+            raise ValueError(f"selection: {s.selection!r} keeps nodes several times, and {step}")
+
+
 def check_together(s: Settings) -> None:
     "Raise `ValueError` if settings contradict each other."
     if s.base_dtype != "float32" and not s.lora_rank:
@@ -317,6 +331,7 @@ def check_together(s: Settings) -> None:
     check_previews(s)
     check_speed(s)
     check_compared(s)
+    check_repeats(s)
     leaves = check_plans(s)
     if leaves < 2:
         raise ValueError(f"splits: {s.splits!r} with roots {s.roots} leave one image of a prompt, none to compare")

@@ -352,6 +352,11 @@ class StopSignal:
         "Return whether a signal has come."
         return self.received is not None
 
+    def raise_if_received(self) -> None:
+        "Raise `Preempted` if a signal has come: where this process only waits."
+        if self.received:
+            raise Preempted(f"stopped by {self.received} while rewards were awaited", self.received)
+
     def __enter__(self) -> "StopSignal":
         self.depth += 1
         is_main = threading.current_thread() is threading.main_thread()  # Python allows handlers there only

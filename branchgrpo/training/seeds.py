@@ -118,7 +118,7 @@ def make_trainer(config: TrainConfig, stop: StopSignal, last: bool) -> Any:
     free_memory()
     trainer = Trainer(config)
     trainer.stop = stop
-    trainer.learner.stop_requested = stop.stop_requested
+    trainer.collector.watch = stop.raise_if_received
     for callback in trainer.callbacks:
         if isinstance(callback, Tracking):
             callback.ends_processes = last

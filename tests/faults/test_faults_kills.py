@@ -20,13 +20,13 @@ def at(name, call=1, when="before", inside=None, **more):
     return {"at": name, "call": call, "when": when} | ({"inside": inside} if inside else {}) | more
 
 
-def step(n):
-    "The n-th iteration of a start."
-    return [f"{TRAINING}.trainer:train_iteration", n]
+def part(name, n):
+    "A part of the n-th iteration of a start."
+    return [f"{TRAINING}.trainer:Iterations.{name}", n]
 
 
 def evaluation(n):
-    return [f"{TRAINING}.trainer:evaluate_now", n]
+    return [f"{TRAINING}.held_out:HeldOutEvaluator.__call__", n]
 
 
 def saving(n):
@@ -36,19 +36,19 @@ def saving(n):
 EXPORT = [f"{TRAINING}.trainer:export", 1]
 DENOISER = "diffusers.models.transformers.transformer_flux:FluxTransformer2DModel.forward"
 PLACES = {  # of one iteration after the first checkpoint, and of the end
-    "rollout": at("branchgrpo.rollouts:take_step", 3, inside=step(3)),
+    "rollout": at("branchgrpo.rollouts:take_step", 3, inside=part("collect", 3)),
     "rollout, in the denoiser": at(DENOISER, 5, inside=[f"{TRAINING}.collection:roll", 3]),
-    "decode": at("branchgrpo.backbones.flux:FluxPolicy.decode", 1, "before", step(3)),
-    "reward": at("branchgrpo.rewards.scorer:score_parts", 1, "after", step(3)),
-    "credit": at(f"{TRAINING}.credit:assign_credit", 1, "before", step(3)),
-    "backward": at("branchgrpo.training.update:edge_log_probs", 2, "gradient", [f"{TRAINING}.update:train_step", 3]),
+    "decode": at("branchgrpo.backbones.flux:FluxPolicy.decode", 1, "before", part("collect", 3)),
+    "reward": at("branchgrpo.rewards.scorer:score_parts", 1, "after", part("collect", 3)),
+    "credit": at(f"{TRAINING}.credit:assign_credit", 1, "before", part("credit", 3)),
+    "backward": at("branchgrpo.samplers:Gaussian.log_prob", 2, "gradient", [f"{TRAINING}.update:train_step", 3]),
     "backward, in the denoiser": at(DENOISER, 2, "gradient", [f"{TRAINING}.update:train_step", 4]),
     "between micro-batches": at("accelerate:Accelerator.backward", 2, "after", [f"{TRAINING}.update:train_step", 4]),
-    "between optimiser steps": at(f"{TRAINING}.update:train_step", 1, "after", step(3)),
-    "between passes": at(f"{TRAINING}.update:train_step", 2, "before", step(3)),
-    "optimiser step": at("torch:Tensor.addcdiv_", 30, "before", step(3)),
-    "after the optimiser step": at("torch.optim:AdamW.step", 1, "after", step(3)),
-    "averaged weights": at(f"{TRAINING}.learner:AveragedWeights.step", 1, "after", step(3)),
+    "between optimiser steps": at(f"{TRAINING}.update:train_step", 1, "after", part("update", 3)),
+    "between passes": at(f"{TRAINING}.update:train_step", 2, "before", part("update", 3)),
+    "optimiser step": at("torch:Tensor.addcdiv_", 30, "before", part("update", 3)),
+    "after the optimiser step": at("torch.optim:AdamW.step", 1, "after", part("update", 3)),
+    "averaged weights": at(f"{TRAINING}.learner:AveragedWeights.step", 1, "after", part("update", 3)),
     "before the row of metrics": at(f"{TRAINING}.runs:Run.append", 2, "before"),
     "after the row of metrics": at(f"{TRAINING}.runs:Run.append", 2, "after"),
     "check before a checkpoint": at(f"{TRAINING}.checkpoints:check_weights", 1, "after", saving(2)),
@@ -60,7 +60,7 @@ PLACES = {  # of one iteration after the first checkpoint, and of the end
     "end, before the model is renamed": at(f"{TRAINING}.export:write_result", 1, "after"),
     "end, before the run is marked": at(f"{TRAINING}.trainer:export", 1, "after"),
     "start, before the folder is made": at(f"{TRAINING}.runs:open_run", 1, "before"),
-    "start, before the first evaluation": at(f"{TRAINING}.trainer:evaluate_now", 1, "before"),
+    "start, before the first evaluation": at(f"{TRAINING}.trainer:Trainer.evaluate_reached", 1, "before"),
 }
 WRITES = {  # what the kernel ends in the middle of a write: the process has used up its quota of bytes
     "a checkpoint's weights": at(f"{TRAINING}.checkpoints:check_weights", 1, "after", saving(2), limit=300_000),
@@ -253,7 +253,6 @@ SIGNALS = [
     (SHARDED, "reward", "TERM", 1),
     (SHARDED, "between optimiser steps", "USR2", 1),
     (SHARDED, "first evaluation", "TERM", 0),
-    (SHARDED, "evaluation", "USR2", "all"),
 ]
 
 
@@ -269,6 +268,8 @@ def test_told_to_stop(tmp_path, whole, noted, mode, place, number, rank):
     "One process is told, or all; all save what is finished and ask to be started again."
     never, _ = whole(mode)
     folder, fault = tmp_path / "run", PLACES[place] | {"rank": rank, "signal": number}
+    if mode != ONE and fault["inside"][0].startswith(f"{TRAINING}.trainer"):
+        fault["inside"] = [fault["inside"][0], 2]  # these have three iterations; the last one would end the run
     attempt = Attempt(folder, mode, fault)
     code, others, _ = attempt.ends_by_fault()
     assert [code, *others] == [75] * attempt.n, attempt.log()
@@ -281,11 +282,19 @@ def test_told_to_stop(tmp_path, whole, noted, mode, place, number, rank):
     note_kill(noted, f"SIG{number}", place, mode, who, f"exit code 75; {line.removeprefix('branchgrpo: ')}", kept)
 
 
-@pytest.mark.parametrize("place", ["end, before the model is written", "end, before the run is marked"])
-def test_told_to_stop_at_the_end_it_ends(tmp_path, whole, noted, place):
-    "All is trained: the run is finished within the time that Slurm gives."
+ENDS = [
+    (ONE, "end, before the model is written", 0),
+    (ONE, "end, before the run is marked", 0),
+    (PASSES, "between passes", 0),
+    (SHARDED, "evaluation", "all"),
+]
+
+
+@pytest.mark.parametrize("mode, place, rank", [named(*end) for end in ENDS])
+def test_told_to_stop_at_the_end_it_ends(tmp_path, whole, noted, mode, place, rank):
+    "All is collected: the run is finished within the time that Slurm gives."
     folder = tmp_path / "run"
-    code, _, _ = Attempt(folder, ONE, PLACES[place] | {"signal": "USR2"}).ends_by_fault()
-    assert code == 0
-    assert not lost(outcome(folder), whole(ONE)[0])
-    note_kill(noted, "SIGUSR2", place, ONE, "", "exit code 0", "everything; the run is finished")
+    code, others, _ = Attempt(folder, mode, PLACES[place] | {"rank": rank, "signal": "USR2"}).ends_by_fault()
+    assert not code and not any(others)
+    assert not lost(outcome(folder), whole(mode)[0])
+    note_kill(noted, "SIGUSR2", place, mode, "", "exit code 0", "everything; the run is finished")

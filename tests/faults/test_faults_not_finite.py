@@ -48,28 +48,27 @@ else:
     t.scorer.reward = scored
 t.policy.predict, t.policy.decode, t.scorer.wait, t.scorer.retries = predicted, decoded, 0.0, 0
 assign = trained_iteration.assign_credit
-def assigned(learner, collected, process, noise):
-    rolled, leaf_mask = assign(learner, collected, process, noise)
-    if last and "loss" in faulty: rolled.advantages = [a * nan for a in rolled.advantages]
-    return rolled, leaf_mask
+def assigned(learner, x):
+    assign(learner, x)
+    if last and "loss" in faulty: x.advantages = [a * nan for a in x.advantages]
 trained_iteration.assign_credit = assigned
 def gradients(lose):
     calls.update(decode=0, predict=0)
-    collected, process = t.collector(3), process_of(t.settings, t.policy, 3)
-    if lose and (last or t.settings.ranks_per_prompt > 1): collected.unscored[:1] = True
-    rolled, _ = assign_credit(t.learner, collected, process, t.collector.noise(3))
-    accumulate(t.learner, rolled)
+    x = t.collect(3)
+    if lose and (last or t.settings.ranks_per_prompt > 1): x.unscored[:1] = True
+    t.credit(x)
+    accumulate(t.learner, x)
     grads = everything({n: p.grad for n, p in t.learner.parameters.items()})
     t.learner.optimizer.zero_grad()
-    return grads, collected.unscored_prompts
+    return grads, x.unscored_prompts
 """
 LEFT_OUT = """
 start = [p.detach().clone() for p in t.learner.parameters.values()]
-with gathered(t.policy.denoiser): clean, none = gradients(lose=True)
+clean, none = gradients(lose=True)
 assert none == 0 and any(g.abs().max() > 0 for g in clean.values())
 for kind in json.loads(KINDS):
     faulty.add(kind)
-    with gathered(t.policy.denoiser): grads, lost = gradients(lose=False)
+    grads, lost = gradients(lose=False)
     assert lost == 1, (kind, lost)
     assert all(torch.equal(clean[name], grad) for name, grad in grads.items()), kind
     calls.update(decode=0, predict=0)

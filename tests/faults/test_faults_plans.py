@@ -22,13 +22,12 @@ from branchgrpo.plan import RolloutPlan, plan_cost
 from branchgrpo.planning import plan_of, process_of, sibling_s
 from branchgrpo.pruning import PRUNINGS
 from branchgrpo.rollouts import Judge, rollout
-from branchgrpo.selection import SELECTIONS, choose, looks_at_images
+from branchgrpo.selection import SELECTIONS, choose, looks_at_images, repeats_nodes
 from branchgrpo.settings import field_types
-from branchgrpo.training.credit import STEP_UNITS, STEP_WEIGHTS, assign_credit, fusion_beta, part_mask, weights_of
+from branchgrpo.training.credit import STEP_UNITS, STEP_WEIGHTS, fusion_beta, part_mask, weights_of
 from branchgrpo.training.learner import DTYPES
 from branchgrpo.training.processes import RankGroup, SharedPredictor
-from branchgrpo.training.trainer import train_iteration as step
-from branchgrpo.training.update import accumulate, own_edges, shared_micro_batches
+from branchgrpo.training.update import accumulate, micro_batches, shared_micro_batches
 from branchgrpo.transition import TRANSITIONS
 from branchgrpo.tree import Tree, ancestors, first_leaves
 from branchgrpo.windows import WINDOWS
@@ -36,6 +35,9 @@ from branchgrpo.windows import WINDOWS
 QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large, HealthCheck.large_base_example]
 FIELDS = {field.name for field in dataclasses.fields(TrainConfig)}
 PROMPTS = ["one", "two", "three", "four", "five"]
+
+
+ONCE = [name for name in SELECTIONS.names() if not repeats_nodes(name)]  # what leaves may be chosen by
 
 
 def profile(examples: int) -> settings:
@@ -216,7 +218,7 @@ def credit(draw) -> dict:
     }
     chosen |= {name: draw(values) for name, values in numbers.items() if some(draw, 0.3)}
     if some(draw, 0.3):
-        chosen |= {"group_selection": draw(st.sampled_from(SELECTIONS.names())), "group_keep": draw(st.integers(1, 3))}
+        chosen |= {"group_selection": draw(st.sampled_from(ONCE)), "group_keep": draw(st.integers(1, 3))}
     if some(draw, 0.3) or getattr(ADVANTAGES.get(chosen.get("advantage", "depthwise")), "needs_previews", False):
         chosen["previews"] = draw(st.sampled_from(["x0", "ode", "ode/2+x0", "2", "3"]))
         chosen["preview_at"] = draw(st.sampled_from(["drawn", "drawn", "after", (0,)]))
@@ -279,16 +281,21 @@ def check_shapes(tree: Tree, plan: RolloutPlan, s, prompts: int) -> None:
         if d == 0:
             assert (tree.parents[0] == -1).all()
             continue
-        above, (first, _, factor) = plan.populations[d - 1], plan.families(d - 1)
-        parents = tree.parents[d][:, first:].unflatten(1, (-1, factor))
-        assert ((parents >= 0) & (parents < above)).all()
-        assert (parents == parents[..., :1]).all(), "siblings share a parent"
+        above, drawn = plan.populations[d - 1], tree.drawn[d]
+        assert ((tree.parents[d] >= 0) & (tree.parents[d] < above)).all()
+        assert (tree.log_probs[d][~drawn] == 0).all(), "what draws no noise has no density"
         children = torch.zeros(prompts, above).scatter_add(1, tree.parents[d], torch.ones(prompts, width))
         taken = plan.prune_at.get(d - 1, above)
         if d - 1 in plan.side:  # the trunk's nodes have branches, and one child more unless the trunk ends
             more = d - 1 != max(plan.side)
-            assert (children[:, : plan.roots] == factor + more).all() and (children[:, plan.roots :] == 1).all()
-            assert (tree.log_probs[d][:, :first] == 0).all()
+            branches = plan.side[d - 1] + more
+            assert (children[:, : plan.roots] == branches).all() and (children[:, plan.roots :] == 1).all()
+            assert (drawn.sum(1) == plan.roots * plan.side[d - 1]).all()
+            continue
+        factor = plan.splits.get(d - 1, 1)
+        assert (drawn == (d - 1 in plan.drawn)).all()
+        if d - 1 in plan.prune_at and repeats_nodes(s.selection):
+            assert (children % factor == 0).all() and (children.sum(1) == taken * factor).all()
             continue
         assert ((children == factor) | (children == 0)).all() and ((children > 0).sum(1) == taken).all()
     if plan.same_root:
@@ -315,7 +322,7 @@ def check_densities(t: Trainer, tree: Tree, process, words: Tensor) -> None:
         if d - 1 not in tree.plan.drawn:
             assert (tree.log_probs[d] == 0).all()
             continue
-        every = torch.arange(tree.plan.families(d - 1).first, tree.parents[d].shape[1])
+        every = tree.drawn[d][0].nonzero()[:, 0]
         for p in range(tree.prompts):
             with torch.no_grad():
                 expected = edge_log_density(t.policy, process, words, tree, p, d, every)[0]
@@ -391,7 +398,10 @@ def check_symmetry(s, tree: Tree, rewards: Tensor, mask: Tensor, seed: int, seen
         partial = mask.clone()
         partial[gone] = False
         with_it = advantages(tree, rewards.masked_fill(~partial, 0.0), s, partial, previews=seen)
-        alone = Tree(tree.plan, *([x[others] for x in part] for part in (tree.parents, tree.log_probs, tree.latents)))
+        alone = Tree(
+            tree.plan,
+            *([x[others] for x in part] for part in (tree.parents, tree.drawn, tree.log_probs, tree.latents)),
+        )
         kept = {d: scores[others] for d, scores in seen.items()}
         for one, two in zip(with_it, advantages(alone, rewards[others], s, mask[others], previews=kept)):
             close(one[others], two)
@@ -442,8 +452,8 @@ def check_gradient(t: Trainer, rolled) -> Tensor:
     for changes in ({"max_batch": 1, "train_batch": None}, {"max_batch": None, "train_batch": 4, "pad_batches": True}):
         other, counts = gradient(t, rolled, mask, **changes)
         assert ((other - whole).abs() <= room).all() and counts["calls"] == stats["calls"]
-    if rolled.parts is not None:
-        parts = [part_mask(mask, rolled.parts, m) for m in range(t.settings.steps_per_pass)]
+    if rolled.step_of is not None:
+        parts = [part_mask(mask, rolled.step_of, m) for m in range(t.settings.steps_per_pass)]
         assert all((torch.stack(own).sum(0) == m).all() for *own, m in zip(*parts, mask)), "each edge in one part"
         several = [gradient(t, rolled, part) for part in parts]
         total = sum(stats["edges"] * found for found, stats in several) / max(edges, 1)
@@ -455,10 +465,12 @@ def check_counts(t: Trainer, rolled, plan: RolloutPlan, prompts: int) -> None:
     "Trained edges and calls are at most the plan's, and exactly those where nothing is dropped by chance."
     s, cost = t.settings, plan_cost(plan)
     edges = sum(int(m.sum()) for m in rolled.edge_mask)
-    parents = sum(len(b.rows) for b in shared_micro_batches(t.learner, rolled.tree, rolled.edge_mask) if not b.is_empty)
+    batches = shared_micro_batches(t.learner, rolled.tree, rolled.edge_mask)
+    parents = sum(len(batch.parents) for batch in batches if len(batch))
     assert edges <= prompts * cost.trained_edges and parents <= prompts * cost.trained_calls
     early = [i for i, factor in plan.splits.items() if factor > 1 and any(i < k for k in plan.prune_at)]
-    whole = s.prune == "none" and s.train_fraction == 1 and s.group_selection == "all" and not early
+    whole = not (plan.prune_at and repeats_nodes(s.selection))
+    whole &= s.prune == "none" and s.train_fraction == 1 and s.group_selection == "all" and not early
     if whole:
         assert (edges, parents) == (prompts * cost.trained_edges, prompts * cost.trained_calls)
 
@@ -510,9 +522,12 @@ def check_shared(t: Trainer, iteration: int, tree: Tree, edge_mask: list[Tensor]
         assert all(torch.equal(a, b) for a, b in zip(own.latents, found[0].latents)), "the same trees on all"
         for a, b in zip(own.log_probs, tree.log_probs):
             close(a, b, atol=1e-3)
-    parts = [own_edges(tree, edge_mask, rank, ranks) for rank in range(ranks)]
-    for of_depth, mask in zip(zip(*parts), edge_mask):
-        assert torch.equal(torch.stack(of_depth).sum(0), mask.long()), "each trained edge is on one process"
+    trained = [torch.zeros_like(mask, dtype=torch.long) for mask in edge_mask]
+    for rank in range(ranks):
+        for batch in micro_batches(tree, edge_mask, s.train_batch, rank, ranks):
+            trained[batch.step + 1][batch.prompt, batch.child] += 1
+    for counts, mask in zip(trained, edge_mask):
+        assert torch.equal(counts, mask.long()), "each trained edge is on one process"
 
 
 class Watched:
@@ -546,8 +561,8 @@ def check_plan(t: Trainer, iteration: int, ranks: int, seed: int) -> None:
     planned = plan_of(s, iteration)
     assume(planned.nodes < 1500)
     watched = Watched(t)
-    collected = t.collector(iteration)
-    tree, plan = collected.tree, collected.tree.plan
+    x = t.collect(iteration)
+    tree, plan = x.tree, x.tree.plan
     assert plan == planned or s.adaptive
     if s.adaptive:
         assert len(plan.splits) == len(s.splits) and max(plan.splits) <= max(s.splits)
@@ -555,32 +570,32 @@ def check_plan(t: Trainer, iteration: int, ranks: int, seed: int) -> None:
     more = sum(padded(prompts * len(plan.preview_nodes(d)), s) * (n - 1) for d, ns in plan.previews.items() for n in ns)
     assert watched.quiet + watched.trained == sum(padded(prompts * width, s) for width in plan.widths) + more
     assert plan.denoiser_calls == sum(plan.widths) + plan.preview_calls == plan_cost(plan).calls
-    for d, scores in collected.completed.items():
+    for d, scores in x.completed.items():
         assert scores.shape == (prompts, plan.populations[d], len(plan.previews[d]))
         shown = [node in plan.preview_nodes(d) for node in range(plan.populations[d])]
         assert torch.equal(scores.isfinite(), torch.tensor(shown)[None, :, None].expand_as(scores))
-    assert collected.completed.keys() == plan.previews.keys()
+    assert x.completed.keys() == plan.previews.keys()
     if not s.adaptive:
-        assert collected.previews == prompts * plan_cost(plan).previews
+        assert x.previews == prompts * plan_cost(plan).previews
     check_shapes(tree, plan, s, prompts)
-    process, words = process_of(s, t.policy, iteration), collected.conditioning["words"]
-    check_densities(t, tree, process, words)
-    again = t.collector(iteration).tree
+    check_densities(t, tree, x.process, x.conditioning["words"])
+    again = t.collect(iteration).tree
     assert all(torch.equal(a, b) for a, b in zip(again.latents, tree.latents)), "the same seed, the same tree"
-    rolled, mask = assign_credit(t.learner, collected, process, t.collector.noise(iteration))
+    t.credit(x)
+    mask = x.counted
     assert mask.sum(1).tolist() == [plan.leaves if s.group_selection == "all" else s.group_keep] * prompts
-    seen = collected.completed
-    found = advantages(tree, collected.rewards, s, mask, s.advantage_clip, seen)
-    check_credit(s, tree, collected.rewards, mask, found)
-    weights = weights_of(s, t.policy, process, plan.trained) if s.step_weights != "equal" else {}
+    seen = x.completed
+    found = advantages(tree, x.rewards, s, mask, s.advantage_clip, seen)
+    check_credit(s, tree, x.rewards, mask, found)
+    weights = weights_of(s, t.policy, x.process, plan.trained) if s.step_weights != "equal" else {}
     for d, of_depth in enumerate(found):
-        close(rolled.advantages[d], of_depth * weights.get(d - 1, 1.0))
-    check_symmetry(s, tree, collected.rewards, mask, seed, seen)
-    check_gradient(t, rolled)
-    check_counts(t, rolled, plan, prompts)
+        close(x.advantages[d], of_depth * weights.get(d - 1, 1.0))
+    check_symmetry(s, tree, x.rewards, mask, seed, seen)
+    check_gradient(t, x)
+    check_counts(t, x, plan, prompts)
     if ranks > 1:
-        check_shared(t, iteration, tree, rolled.edge_mask, ranks)
-    check_step(t, rolled, watched, iteration)
+        check_shared(t, iteration, tree, x.edge_mask, ranks)
+    check_step(t, x, watched, iteration)
 
 
 def check_step(t: Trainer, rolled, watched: Watched, iteration: int) -> None:
@@ -590,10 +605,10 @@ def check_step(t: Trainer, rolled, watched: Watched, iteration: int) -> None:
     t.learner.optimizer.zero_grad()
     watched.quiet = watched.trained = watched.steps = 0
     parts = [rolled.edge_mask]
-    if rolled.parts is not None:
-        parts = [part_mask(rolled.edge_mask, rolled.parts, m) for m in range(s.steps_per_pass)]
+    if rolled.step_of is not None:
+        parts = [part_mask(rolled.edge_mask, rolled.step_of, m) for m in range(s.steps_per_pass)]
     full = sum(any(m.any() for m in part) for part in parts)
-    row = step(t)
+    row = t.step()
     if s.learning_rate > 1:  # the first step's weights may overflow in the second one, which is then skipped
         return
     assert watched.steps == row["optimiser_steps"] == s.passes * full

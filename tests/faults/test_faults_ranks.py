@@ -24,10 +24,10 @@ def strike(name, iteration, call, rank, number):
     module, _, function = name.rpartition(".")
     module = importlib.import_module(f"branchgrpo.{module}")
     trainer = importlib.import_module("branchgrpo.training.trainer")
-    real, step, now = getattr(module, function), trainer.train_iteration, {}
-    def stepped(t):
-        now.update(iteration=t.progress.iteration, call=0)
-        return step(t)
+    real, collect, now = getattr(module, function), trainer.Trainer.collect, {}
+    def collected(t, iteration):
+        now.update(iteration=iteration, call=0)
+        return collect(t, iteration)
     def hit(*args, **options):
         now["call"] = now.get("call", 0) + 1
         if (now.get("iteration"), now["call"]) == (int(iteration), int(call)):
@@ -35,7 +35,7 @@ def strike(name, iteration, call, rank, number):
             print("these are my last words", flush=True)
             os.kill(os.getpid(), signal.Signals[number])
         return real(*args, **options)
-    trainer.train_iteration = stepped
+    trainer.Trainer.collect = collected
     setattr(module, function, hit)
 strike(*os.environ["FAULT"].split(":"))
 """
