@@ -2471,6 +2471,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                  'branchgrpo/selection.py'),
                                       'branchgrpo.selection.checked_selection': ( 'selection.html#checked_selection',
                                                                                   'branchgrpo/selection.py'),
+                                      'branchgrpo.selection.checked_survivors': ( 'selection.html#checked_survivors',
+                                                                                  'branchgrpo/selection.py'),
                                       'branchgrpo.selection.choose': ('selection.html#choose', 'branchgrpo/selection.py'),
                                       'branchgrpo.selection.count_from_below': ( 'selection.html#count_from_below',
                                                                                  'branchgrpo/selection.py'),

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['SELECTIONS', 'FEATURES', 'count_from_below', 'ends_of_rows', 'check_selection', 'select_max_variance',
-           'checked_selection', 'selection_contract', 'may_repeat', 'repeats_nodes', 're_root', 'resample', 'Seen',
-           'sees_images', 'looks_at_images', 'choose', 'pilot', 'checked_features', 'features_contract', 'pixels',
-           'over_mean', 'pair_table', 'after_swaps', 'diverse', 'mean_known', 'AdaptiveSplits', 'settled']
+           'checked_selection', 'checked_survivors', 'selection_contract', 'may_repeat', 'repeats_nodes', 're_root',
+           'resample', 'Seen', 'sees_images', 'looks_at_images', 'choose', 'pilot', 'checked_features',
+           'features_contract', 'pixels', 'over_mean', 'pair_table', 'after_swaps', 'diverse', 'mean_known',
+           'AdaptiveSplits', 'settled']
 
 # %% ../nbs/11_selection.ipynb #3e157209
 from collections.abc import Callable, Sequence
@@ -84,16 +85,23 @@ def checked_selection(found: Any, label: str, rewards: Tensor, k: int, *others: 
     group = rewards.shape[1]
     if kept.min() < 0 or kept.max() >= group:
         raise ValueError(f"{label} returned indices that are not all within 0…{group - 1}")
-    if (kept.diff(dim=-1) == 0).any():
-        raise ValueError(f"{label} returned an index twice for one prompt")
     return kept.long()
+
+
+def checked_survivors(found: Any, label: str, *given: Any) -> Tensor:
+    "Return the indices as `checked_selection`. Raise `ValueError` too if one stands there twice."
+    kept = checked_selection(found, label, *given)
+    if (kept.diff(dim=-1) == 0).any():
+        raise ValueError(f"{label} returned an index twice for one prompt; mark a rule that may with may_repeat")
+    return kept
 
 
 def selection_contract(entry: Any, label: str) -> Any:
     "Return a rule as it is used. Raise `ValueError` if it does not take rewards, a number and generators."
     names = ("rewards", "k", "generators")
     names += ("seen",) if getattr(entry, "sees_images", False) else ()
-    return rule_of(entry, label, names, checked_selection)
+    check = checked_selection if getattr(entry, "may_repeat", False) else checked_survivors
+    return rule_of(entry, label, names, check)
 
 # %% ../nbs/11_selection.ipynb #c2135610
 SELECTIONS = Registry("selection", "selections", contract=selection_contract)

@@ -12,7 +12,8 @@ from test_prose import FOUND, OURS, given_by
 
 from branchgrpo.files import parse_table
 from branchgrpo.machine.doctor import cost_lines
-from branchgrpo.machine.estimate import GPU_GB, SLOWER, advice, estimate, fits, memory_parts, memory_verdict, peak_gb
+from branchgrpo.machine.estimate import advice, estimate, fits, memory_parts, memory_verdict, peak_gb
+from branchgrpo.machine.gpus import GPU_GB, SLOWER
 from branchgrpo.reproduction.budget import budget, cost_of
 from branchgrpo.reproduction.pages import jobs, planned_runs
 from branchgrpo.training.config import TrainConfig

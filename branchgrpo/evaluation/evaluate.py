@@ -31,7 +31,7 @@ from ..settings import as_in_training, bounded, read_settings
 class Drawing:
     "What draws the images"
 
-    backbone: str = "tiny-sd3"  # a name, a pipeline's folder, a hub name, or a run's folder
+    backbone: str = "tiny-flux"  # a name, a pipeline's folder, a hub name, or a run's folder
     weights: str = "trained"  # of a run: trained (as it was exported: with ema_used the average), ema or base
     _: KW_ONLY
     lora: str | None = None  # an adapter on a model: a .safetensors file, a folder, or a hub name
@@ -63,7 +63,7 @@ class Evaluation(Drawing):
     prompts: str | None = None  # a name, a .txt or .jsonl file, a folder, a hub data set; none: the run's, or digits
     limit: int | None = bounded(None, 1)  # only so many prompts, a fixed sample; none: as the run's evaluations, or all
     samples: int = bounded(1, 1, 10**6)  # images per prompt
-    rewards: tuple[str, ...] = ()  # names, sums, or your own: my_scores:redness; none: the run's, or tiny-geneval
+    rewards: tuple[str, ...] = ()  # names, sums, or your own: my_scores:redness; none: the run's, or tiny-clip
     steps: int | None = as_in_training("steps")  # denoising steps; none: of a run its evaluations', or the pipeline's
     block: int | None = bounded(None, 1, 10**6)  # images drawn and written together; none: 8, as in a training
     save_images: bool = True  # keep PNG files, clips as strips of frames
@@ -125,7 +125,7 @@ def complete(e: Evaluation, policy: Any = None) -> Evaluation:
     return replace(
         e,
         prompts=prompts or "digits",
-        rewards=rewards or ("tiny-geneval",),
+        rewards=rewards or ("tiny-clip",),
         limit=limit,
         steps=drawing_steps(e.backbone if policy is None else policy, e.steps),
         seed=drawing_seed(e.seed),
@@ -518,7 +518,7 @@ def evaluate_run(
 def evaluate(
     policy: Any,  # a `Policy`, a backbone's name, or a run's folder
     prompts: Any = None,  # a name, a file, a list of texts or a `PromptSet`; none: the run's, or digits
-    rewards: Any = None,  # a name, a function `(images, prompts) -> scores`, several; none: the run's, or tiny-geneval
+    rewards: Any = None,  # a name, a function `(images, prompts) -> scores`, several; none: the run's, or tiny-clip
     output: str | Path | None = None,  # the evaluation's folder; none: only the summary is kept
     device: str | None = None,  # none: a GPU if there is one; a `Policy` stays where it is
     **fields: Any,  # of `Evaluation`: limit, samples, steps, weights, …

@@ -21,12 +21,10 @@ class RunSettings:
     "The run"
 
     recipe: str = "branchgrpo"  # a name of `branchgrpo recipes`, or a YAML file of your own
-    backbone: str = "tiny-sd3"  # a name, a pipeline's folder, a hub name, or your own: my_file.py:MyPolicy
+    backbone: str = "tiny-flux"  # a name, a pipeline's folder, a hub name, or your own: my_file.py:MyPolicy
     lora: str | None = None  # an adapter to start from: a .safetensors file, a folder, or a hub name
     negative_prompt: str | None = None  # what guidance leads away from; none: the family's, mostly an empty text
-    reward: str = (
-        "tiny-geneval"  # a name, a sum 0.7*hps-v2.1+0.3*clip, norm(a+b), or your own: my_package.scores:redness
-    )
+    reward: str = "tiny-clip"  # a name, a sum 0.7*hps-v2.1+0.3*clip, norm(a+b), or your own: my_package.scores:redness
     reward_retries: int = bounded(2, 0)  # further calls of a reward that fails
     max_unscored: float = bounded(0.5, 0, below=1)  # the run stops if a larger share of prompts has no finite reward
     prompts: str = "digit-pairs"  # a name, a .txt or .jsonl file, a folder, a hub data set, or my_file.py:f

@@ -4,14 +4,14 @@ import json
 
 import pytest
 from killing import KILLED, Attempt, outcome
-from test_faults_kills import ONE, PLACES, lost, step
+from test_faults_kills import ONE, PLACES, lost, part
 
 from branchgrpo import recipes
 
 ITERATIONS = 3
 # in the second iteration of the first start, and in the second one of the start after it
-FIRST = PLACES["after the optimiser step"] | {"inside": step(2)}
-SECOND = PLACES["rollout"] | {"inside": step(2)}
+FIRST = PLACES["after the optimiser step"] | {"inside": part("update", 2)}
+SECOND = PLACES["rollout"] | {"inside": part("collect", 2)}
 
 
 def run_of(name):
