@@ -483,7 +483,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                'branchgrpo/contracts.py'),
                                       'branchgrpo.contracts.checked_tensor': ( 'basics/contracts.html#checked_tensor',
                                                                                'branchgrpo/contracts.py'),
-                                      'branchgrpo.contracts.copied': ('basics/contracts.html#copied', 'branchgrpo/contracts.py'),
                                       'branchgrpo.contracts.failed_call_error': ( 'basics/contracts.html#failed_call_error',
                                                                                   'branchgrpo/contracts.py'),
                                       'branchgrpo.contracts.is_of_kind': ('basics/contracts.html#is_of_kind', 'branchgrpo/contracts.py'),

@@ -113,9 +113,7 @@ class RewardOptions:
 class ModelOptions:
     "Which model"
 
-    backbone: str | None = field(
-        default=None, metadata={"positional": "?"}
-    )  # a name, a folder or a hub name; none: list
+    backbone: str | None = field(default=None, metadata={"positional": "?"})  # a name or a folder; none: the list
     json: bool = False  # print JSON, for scripts
 
 

@@ -71,7 +71,7 @@ def test_a_policy_of_your_own_is_measured(tmp_path, capsys):
     (tmp_path / "small.yaml").write_text("steps: 4\nsplits: [0, 2]\n")
     words = f"bench --backbone {tmp_path}/mine.py:make --minutes 0.01 --settings {tmp_path}/small.yaml"
     assert cli.main([*words.split(), "--recipes", "dancegrpo", "branchgrpo", "--factors", "2"]) == 0
-    assert f"{tmp_path}/mine.py:make, 1 prompts" in capsys.readouterr().out
+    assert f"{tmp_path}/mine.py:make, 1 prompt," in capsys.readouterr().out
 
 
 def test_bench_takes_four_minutes_by_default():

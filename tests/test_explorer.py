@@ -99,7 +99,11 @@ COMPLETE = """state => {
 
 
 def as_json(plan):
-    return json.loads(json.dumps(plan_fields(plan)))
+    "The fields of a plan that the explorer has; it draws no fans."
+    assert not plan.fans
+    fields = json.loads(json.dumps(plan_fields(plan)))
+    del fields["fans"]
+    return fields
 
 
 def shared(plan, fields):

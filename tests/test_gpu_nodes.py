@@ -114,7 +114,7 @@ def test_the_pages_and_the_doctor_name_the_same_hours_and_memory(capsys, monkeyp
     said = capsys.readouterr().out
     assert code == int("MISSING" in said)
     line = re.search(
-        r"^ *8 GPUs, adapter .*: +([\d.]+) GB each, +([\d.]+) hours", printed_by("gpu_nodes"), re.MULTILINE
+        r"^ *8 GPUs, FLUX\S+ +adapter .*: +([\d.]+) GB each, +([\d.]+) hours", printed_by("gpu_nodes"), re.MULTILINE
     )
     assert f"{line[1]} of 85.5 GB on each of 8 GPUs" in said and f"{line[2]} hours on 8 GPUs" in said
     speed = re.search(r"(\d+) TFLOP/s on every GPU", TEXT)[1]
@@ -129,7 +129,7 @@ def test_the_pages_and_the_dry_run_name_the_same_hours_and_memory(capsys, monkey
     said = capsys.readouterr().out
     ours = re.search(r"branchgrpo-FLUX\S+ .* 16 GPUs +([\d.]+) GB each.* ([\d.]+) hours", said)
     of_node = re.search(
-        r"16 GPUs, all weights sharding hybrid.*: +([\d.]+) GB each, +([\d.]+) hours", printed_by("gpu_nodes")
+        r"16 GPUs, FLUX\S+ +all weights sharding hybrid.*: +([\d.]+) GB each, +([\d.]+) hours", printed_by("gpu_nodes")
     )
     assert f"takes {ours[1]} GB instead of {of_node[1]}" in TEXT, (ours[1], of_node[1])
     assert f"{ours[2]} hours instead of {of_node[2]}" in TEXT
