@@ -220,6 +220,9 @@ def load_run_policy(run: Run, weights: str, device: str | torch.device, options:
     kept += ("base_dtype", "vae_dtype", "mixed_precision", "max_batch")
     own, model = is_own_name(info["settings"]["backbone"]), run.path / "model"
     whole = weights != "base" and model.is_dir()  # then what the run began from is not read
+    if whole and not own and not (model / "model_index.json").is_file():
+        what = f"the run {str(run.path)!r} trained {info['settings']['backbone']!r}, an object in Python"
+        raise ValueError(f"backbone: {what}; draw with that object itself")
     needed = ("backbone", "lora") if weights == "base" or table else ("backbone",)  # the export holds the rest
     if whole and not own:
         recorded = info["settings"] | {"backbone": str(model)}
