@@ -191,7 +191,8 @@ def show_previews(g: Growth, i: int, x: Tensor, output: Tensor) -> None:
     nodes = plan.preview_nodes(i)
     for number, n in enumerate(plan.previews.get(i, ())):
         grid = completion_grid(g.process, i, n, plan.preview_levels)
-        ends = complete(g.process, grid, x[:, nodes], output[:, nodes], g.predict)
+        start = nodes[0]  # the branches of a side step come last, so a slice has them; a list would be sent to the GPU
+        ends = complete(g.process, grid, x[:, start:], output[:, start:], g.predict)
         g.judge.preview(i, number, ends)
 
 # %% ../nbs/07_rollouts.ipynb #5b117002
