@@ -23,7 +23,9 @@ parser = ConfigParser(delimiters=["="], interpolation=None)
 parser.read_string((HERE / "settings.ini").read_text(encoding="utf-8"))
 settings = parser["DEFAULT"]
 suffix = "_requirements"
-versions = [f"Programming Language :: Python :: {version}" for version in settings["pythons"].split()]
+versions = [
+    f"Programming Language :: Python :: {version}" for version in settings["pythons"].split()
+]
 
 setup(
     name=settings["lib_name"],
@@ -38,7 +40,9 @@ setup(
     project_urls=pairs(settings["urls"]),
     python_requires=f">={settings['min_python']}",
     install_requires=lines(settings["requirements"]),
-    extras_require={key.removesuffix(suffix): lines(settings[key]) for key in settings if key.endswith(suffix)},
+    extras_require={
+        key.removesuffix(suffix): lines(settings[key]) for key in settings if key.endswith(suffix)
+    },
     entry_points={
         "console_scripts": lines(settings["console_scripts"]),
         "nbdev": lines(settings["nbdev_entry_points"]),

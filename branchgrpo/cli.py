@@ -33,13 +33,28 @@ from branchgrpo.commands import (
     show_runs,
 )
 from .files import REFUSED, Refused, plain_line, refusals_in_words, yaml_of
-from .options import AGAIN, CONTINUING, CompletionOptions, parse, parser_of, show_first, whole_parser
+from branchgrpo.options import (
+    AGAIN,
+    CONTINUING,
+    CompletionOptions,
+    parse,
+    parser_of,
+    show_first,
+    whole_parser,
+)
 from .registry import check_one_of, import_target
 from .reproduction.command import reproduce
 from .settings import options, variable
 from .training.config import TrainConfig
 from .training.runs import Preempted, REQUEUE, Run, StopSignal
-from .training.seeds import check_seeds, configs_of, make_trainer, read_seeds, seed_line, seeds_words
+from branchgrpo.training.seeds import (
+    check_seeds,
+    configs_of,
+    make_trainer,
+    read_seeds,
+    seed_line,
+    seeds_words,
+)
 from .training.summary import change_line, end_lines
 
 # %% ../nbs/cli/02_main.ipynb #2540175c
@@ -172,8 +187,26 @@ class Command:
         return tuple(import_target(target) for target in self.options)
 
 
-FIRST = ("config", "print_config", "recipe", "backbone", "reward", "prompts", "output", "iterations")
-FIRST += ("prompts_per_iteration", "steps", "learning_rate", "lora_rank", "seed", "seeds", "evaluate_every", "held_out")
+FIRST = (
+    "config",
+    "print_config",
+    "recipe",
+    "backbone",
+    "reward",
+    "prompts",
+    "output",
+    "iterations",
+)
+FIRST += (
+    "prompts_per_iteration",
+    "steps",
+    "learning_rate",
+    "lora_rank",
+    "seed",
+    "seeds",
+    "evaluate_every",
+    "held_out",
+)
 FIRST += ("mixed_precision", "max_batch")
 MACHINE = ("gpus", "tflops", "gpu_memory", "verify", "json")
 TRAINING = (
@@ -187,8 +220,12 @@ DRAWING = (
     'branchgrpo sample --backbone runs/demo --prompt "a red 3" "a blue 7"',
     'branchgrpo sample --backbone runs/demo --weights base --prompt "a red 3"   # before training',
 )
-SCORING = ("branchgrpo evaluate --backbone runs/demo --prompts digit-pairs --limit 64 --output runs/demo-scores",)
-ASKING = ("branchgrpo doctor --backbone black-forest-labs/FLUX.1-dev --reward hps-v2.1 --prompts hpdv2 --gpus 8",)
+SCORING = (
+    "branchgrpo evaluate --backbone runs/demo --prompts digit-pairs --limit 64 --output runs/demo-scores",
+)
+ASKING = (
+    "branchgrpo doctor --backbone black-forest-labs/FLUX.1-dev --reward hps-v2.1 --prompts hpdv2 --gpus 8",
+)
 TRAIN = "branchgrpo.training.config:TrainConfig"
 SEEDS = "branchgrpo.training.seeds:SeedOptions"
 COMPARING = (
@@ -202,19 +239,35 @@ EVALUATION = "branchgrpo.evaluation.evaluate:Evaluation"
 COMMANDS = {
     "train": Command(train, (TRAIN, SEEDS), True, FIRST, TRAINING),
     "view": Command(show_runs, ("branchgrpo.viewing.page:ViewOptions",)),
-    "compare": Command(compare_runs, ("branchgrpo.analysis.command:CompareOptions",), examples=COMPARING),
-    "evaluate": Command(score, ("branchgrpo.commands:EvaluateOptions", EVALUATION), examples=SCORING),
-    "sample": Command(
-        draw, ("branchgrpo.commands:SampleOptions", "branchgrpo.evaluation.evaluate:Drawing"), examples=DRAWING
+    "compare": Command(
+        compare_runs, ("branchgrpo.analysis.command:CompareOptions",), examples=COMPARING
     ),
-    "doctor": Command(doctor, ("branchgrpo.commands:MachineOptions", TRAIN, SEEDS), True, (*MACHINE, *FIRST), ASKING),
+    "evaluate": Command(
+        score, ("branchgrpo.commands:EvaluateOptions", EVALUATION), examples=SCORING
+    ),
+    "sample": Command(
+        draw,
+        ("branchgrpo.commands:SampleOptions", "branchgrpo.evaluation.evaluate:Drawing"),
+        examples=DRAWING,
+    ),
+    "doctor": Command(
+        doctor,
+        ("branchgrpo.commands:MachineOptions", TRAIN, SEEDS),
+        True,
+        (*MACHINE, *FIRST),
+        ASKING,
+    ),
     "bench": Command(bench, ("branchgrpo.commands:BenchOptions",)),
     "recipes": Command(show_recipes, ("branchgrpo.commands:RecipeOptions",)),
     "rewards": Command(show_rewards, ("branchgrpo.commands:RewardOptions",)),
     "models": Command(show_models, ("branchgrpo.commands:ModelOptions",)),
     "prompts": Command(show_prompts, ("branchgrpo.commands:PromptOptions",)),
     "reproduce": Command(
-        reproduce, ("branchgrpo.reproduction.command:PageOptions", "branchgrpo.reproduction.command:SlurmOptions")
+        reproduce,
+        (
+            "branchgrpo.reproduction.command:PageOptions",
+            "branchgrpo.reproduction.command:SlurmOptions",
+        ),
     ),
     "check-hps": Command(check_hps, ("branchgrpo.commands:HpsOptions",)),
     "completion": Command(completion, ("branchgrpo.options:CompletionOptions",)),
@@ -223,11 +276,22 @@ COMMANDS = {
 # %% ../nbs/cli/02_main.ipynb #006a1afb
 def overview() -> str:
     "Return the help of the program: one line per command."
-    about = {name: " ".join((command.run.__doc__ or "").split()) for name, command in COMMANDS.items()}
-    lines = ["usage: branchgrpo COMMAND [options]", "", "Tree-structured GRPO for diffusion and flow models.", ""]
+    about = {
+        name: " ".join((command.run.__doc__ or "").split()) for name, command in COMMANDS.items()
+    }
+    lines = [
+        "usage: branchgrpo COMMAND [options]",
+        "",
+        "Tree-structured GRPO for diffusion and flow models.",
+        "",
+    ]
     lines += [f"  {name:12}{text}" for name, text in about.items()]
-    end = ["branchgrpo COMMAND --help shows the options of a command; branchgrpo --version prints the version."]
-    end += ["Exit codes: 0 done, 1 failed, 2 wrong input, 74 disk or permission error, 75 stopped by a signal."]
+    end = [
+        "branchgrpo COMMAND --help shows the options of a command; branchgrpo --version prints the version."
+    ]
+    end += [
+        "Exit codes: 0 done, 1 failed, 2 wrong input, 74 disk or permission error, 75 stopped by a signal."
+    ]
     end += ["After 74 or 75, run the same command again: it continues."]
     return "\n".join([*lines, "", *end])
 
@@ -250,7 +314,9 @@ def run_named_command(name: str, words: list[str]) -> int:
         raise ValueError(f"command: there is no {name!r}; {AGAIN}")
     check_one_of("command", name, COMMANDS)
     command = COMMANDS[name]
-    parser = parser_of(f"branchgrpo {name}", command.run.__doc__ or "", command.classes(), command.config)
+    parser = parser_of(
+        f"branchgrpo {name}", command.run.__doc__ or "", command.classes(), command.config
+    )
     show_first(parser, command.first, command.examples)
     given = parse(parser, words)
     if given.pop("print_config", False):
@@ -309,10 +375,16 @@ def main(argv: list[str] | None = None) -> int:
     141, and nothing more is printed: the program that read what is printed has ended.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    sys.path.append(os.getcwd())  # a reward of your own is found from the current folder, and hides no library
-    streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, io.TextIOWrapper)]
+    sys.path.append(
+        os.getcwd()
+    )  # a reward of your own is found from the current folder, and hides no library
+    streams = [
+        stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, io.TextIOWrapper)
+    ]
     for stream in streams:
-        stream.reconfigure(errors="backslashreplace")  # else an arrow ends the program where output is ASCII
+        stream.reconfigure(
+            errors="backslashreplace"
+        )  # else an arrow ends the program where output is ASCII
     try:
         code = exit_code(words)
         sys.stdout.flush()  # a reader that has ended may show only here

@@ -25,7 +25,16 @@ from pathlib import Path
 from typing import Any
 
 from .evaluation.evaluate import Drawing
-from .files import bare, check_file, free_name, from_here, read_jsonl, read_table, write_atomic, write_text
+from branchgrpo.files import (
+    bare,
+    check_file,
+    free_name,
+    from_here,
+    read_jsonl,
+    read_table,
+    write_atomic,
+    write_text,
+)
 from .machine.gpus import MEASURED_SPEED, gpus_for
 from .own import is_ours
 from .registry import count_of, shown, with_setting
@@ -57,25 +66,39 @@ def recipe_table(recipe: Any) -> dict[str, Any]:
     "Return a recipe with every value, its source (off: not used), and the papers' words behind the values."
     from branchgrpo.methods.papers import words_rows
 
-    values = {setting: {"value": value, "source": source} for setting, value, source in recipe.rows()}
-    return recipe_row(recipe) | {"equation": recipe.equation, "values": values, "words": words_rows(recipe)}
+    values = {
+        setting: {"value": value, "source": source} for setting, value, source in recipe.rows()
+    }
+    return recipe_row(recipe) | {
+        "equation": recipe.equation,
+        "values": values,
+        "words": words_rows(recipe),
+    }
 
 # %% ../nbs/cli/01_commands.ipynb #27af247b
 @dataclass
 class SampleOptions:
     "What to draw"
 
-    model: str | None = field(default=None, metadata={"positional": "?"})  # a run's folder or a model, as --backbone
+    model: str | None = field(
+        default=None, metadata={"positional": "?"}
+    )  # a run's folder or a model, as --backbone
     prompt: tuple[str, ...] = ()  # one or more prompts; none: of a run its first four held-out ones
-    output: str | None = None  # the image file; none: sample.png, or sample-2.png, … if there is one
-    steps: int | None = as_in_training("steps")  # denoising steps; none: of a run its evaluations', or the pipeline's
+    output: str | None = (
+        None  # the image file; none: sample.png, or sample-2.png, … if there is one
+    )
+    steps: int | None = as_in_training(
+        "steps"
+    )  # denoising steps; none: of a run its evaluations', or the pipeline's
 
 # %% ../nbs/cli/01_commands.ipynb #dd3ca2c3
 @dataclass
 class EvaluateOptions:
     "Where the evaluation goes"
 
-    model: str | None = field(default=None, metadata={"positional": "?"})  # a run's folder or a model, as --backbone
+    model: str | None = field(
+        default=None, metadata={"positional": "?"}
+    )  # a run's folder or a model, as --backbone
     output: str = ""  # the evaluation's folder; of a run beside it: RUN-scores
     benchmark: str | None = None  # lay the images out for geneval, t2i-compbench or vbench
     run: str | None = None  # the benchmark's command, with {images} and {results}
@@ -85,10 +108,16 @@ class EvaluateOptions:
 class MachineOptions:
     "The machine"
 
-    gpus: int | None = bounded(None, 1, 1_000_000)  # GPUs of the run; none: those of this machine, or 8 if it has none
+    gpus: int | None = bounded(
+        None, 1, 1_000_000
+    )  # GPUs of the run; none: those of this machine, or 8 if it has none
     tflops: float = bounded(MEASURED_SPEED, 0.001)  # sustained speed of one GPU
-    gpu_memory: float | None = bounded(None, 0.001)  # GB of one; none: of this machine's, or 85.5, an H100's with 80 GB
-    verify: bool = False  # print the commands that compare downloaded weights with the hub's checksums
+    gpu_memory: float | None = bounded(
+        None, 0.001
+    )  # GB of one; none: of this machine's, or 85.5, an H100's with 80 GB
+    verify: bool = (
+        False  # print the commands that compare downloaded weights with the hub's checksums
+    )
     json: bool = False  # print JSON, for scripts and for reports of errors
 
 # %% ../nbs/cli/01_commands.ipynb #811346a9
@@ -96,8 +125,12 @@ class MachineOptions:
 class RecipeOptions:
     "Which recipe"
 
-    name: str | None = field(default=None, metadata={"positional": "?"})  # a recipe or a YAML file; none: the list
-    backbone: str | None = None  # the model on which a recipe of yours is checked; none: the one that train takes
+    name: str | None = field(
+        default=None, metadata={"positional": "?"}
+    )  # a recipe or a YAML file; none: the list
+    backbone: str | None = (
+        None  # the model on which a recipe of yours is checked; none: the one that train takes
+    )
     json: bool = False  # print JSON, for scripts
 
 
@@ -105,7 +138,9 @@ class RecipeOptions:
 class RewardOptions:
     "Which reward"
 
-    reward: str | None = field(default=None, metadata={"positional": "?"})  # a name, a sum, or your own; none: the list
+    reward: str | None = field(
+        default=None, metadata={"positional": "?"}
+    )  # a name, a sum, or your own; none: the list
     json: bool = False  # print JSON, for scripts
 
 
@@ -113,7 +148,9 @@ class RewardOptions:
 class ModelOptions:
     "Which model"
 
-    backbone: str | None = field(default=None, metadata={"positional": "?"})  # a name or a folder; none: the list
+    backbone: str | None = field(
+        default=None, metadata={"positional": "?"}
+    )  # a name or a folder; none: the list
     json: bool = False  # print JSON, for scripts
 
 
@@ -121,7 +158,9 @@ class ModelOptions:
 class PromptOptions:
     "Which prompts"
 
-    prompts: str | None = field(default=None, metadata={"positional": "?"})  # a name or a file; none: the list
+    prompts: str | None = field(
+        default=None, metadata={"positional": "?"}
+    )  # a name or a file; none: the list
     json: bool = False  # print JSON, for scripts
 
 # %% ../nbs/cli/01_commands.ipynb #7ee9d20a
@@ -129,7 +168,9 @@ class PromptOptions:
 class HpsOptions:
     "What to compare"
 
-    images: str = ""  # a jsonl file of {image, prompt}, e.g. an evaluation's images.jsonl (required)
+    images: str = (
+        ""  # a jsonl file of {image, prompt}, e.g. an evaluation's images.jsonl (required)
+    )
     python: str = ""  # the python of an environment with hpsv2 (required)
     limit: int = bounded(20, 1)  # compare the first so many images
     tolerance: float = bounded(1e-3, 0)  # largest difference that passes
@@ -147,7 +188,9 @@ def with_model(given: dict[str, Any]) -> dict[str, Any]:
     rest = {name: value for name, value in given.items() if name != "model"}
     model, backbone = given.get("model"), given.get("backbone")
     if model is not None and backbone is not None and model != backbone:
-        raise ValueError(f"backbone: {backbone!r} is not {model!r}, which is named first; name one of them")
+        raise ValueError(
+            f"backbone: {backbone!r} is not {model!r}, which is named first; name one of them"
+        )
     return rest if model is None else rest | {"backbone": model}
 
 
@@ -189,7 +232,9 @@ def score(given: dict[str, Any]) -> int:
         from branchgrpo.prompts import load_prompts
 
         whole = complete(drawn)
-        prompts = prompts_as_begun(load_prompts(whole.prompts or ""), whole, Path(where.output)).few(whole.limit)
+        prompts = prompts_as_begun(
+            load_prompts(whole.prompts or ""), whole, Path(where.output)
+        ).few(whole.limit)
         results = run_benchmark(where.benchmark, Path(where.output), prompts, where.run)
         print(f"{where.benchmark}: {results or 'laid out'}")
     return 0
@@ -202,7 +247,9 @@ def check_benchmark(where: EvaluateOptions) -> None:
     if where.benchmark is not None:
         BENCHMARKS.get(where.benchmark)
     elif where.run is not None:
-        raise ValueError(f"run: {where.run!r} is the command of a benchmark, and none is named; add --benchmark NAME")
+        raise ValueError(
+            f"run: {where.run!r} is the command of a benchmark, and none is named; add --benchmark NAME"
+        )
 
 # %% ../nbs/cli/01_commands.ipynb #a851f8c2
 def interval_text(value: dict[str, Any], form: str = ".4f") -> str:
@@ -219,12 +266,20 @@ def print_summary(summary: dict[str, Any]) -> None:
             line = interval_text(after)
             if "change" in summary:
                 before, change = (summary[part][kind][name] for part in ("base", "change"))
-                line = f"{interval_text(before)} → {line}, a change of {interval_text(change, '+.4f')}"
-            print(f"{kind:8} {name:18} {line}  {count_of(after['prompts'], 'prompt')}, {after['unscored']} unscored")
+                line = (
+                    f"{interval_text(before)} → {line}, a change of {interval_text(change, '+.4f')}"
+                )
+            print(
+                f"{kind:8} {name:18} {line}  {count_of(after['prompts'], 'prompt')}, {after['unscored']} unscored"
+            )
     if "change" in summary:
-        print("before and after on the same noises; 95 % intervals over prompts, of the change over pairs")
+        print(
+            "before and after on the same noises; 95 % intervals over prompts, of the change over pairs"
+        )
     if lost := summary.get("not_finite"):
-        print(f"{lost} of {summary['images']} images are not finite (NaN), which is a fault of the model: no score")
+        print(
+            f"{lost} of {summary['images']} images are not finite (NaN), which is a fault of the model: no score"
+        )
 
 # %% ../nbs/cli/01_commands.ipynb #fe2cbae6
 @dataclass
@@ -247,7 +302,14 @@ def first_prompts(run: str, count: int = 4) -> tuple[str, ...]:
 
 def draw_row(o: SampleOptions, drawing: Drawing, device: str) -> DrawnRow:
     "Draw one image per prompt with one model."
-    from branchgrpo.evaluation.sampling import drawing_line, drawing_seed, drawing_steps, is_run, sample, truths
+    from branchgrpo.evaluation.sampling import (
+        drawing_line,
+        drawing_seed,
+        drawing_steps,
+        is_run,
+        sample,
+        truths,
+    )
     from branchgrpo.training.held_out import image_sheet
     from branchgrpo.viewing.run import enlarged
 
@@ -256,7 +318,11 @@ def draw_row(o: SampleOptions, drawing: Drawing, device: str) -> DrawnRow:
     images = sample(policy, o.prompt, steps, seed)
     right = truths(drawing.backbone, images, o.prompt)
     found = f"; {sum(right)} of {len(right)} right, by the checker" if right else ""
-    model = f"{drawing.backbone}, {drawing.weights} weights" if is_run(drawing.backbone) else drawing.backbone
+    model = (
+        f"{drawing.backbone}, {drawing.weights} weights"
+        if is_run(drawing.backbone)
+        else drawing.backbone
+    )
     line = f"{model}: {drawing_line(policy, steps, seed)}{found}"
     return DrawnRow(enlarged(image_sheet(images)), line)
 
@@ -292,7 +358,9 @@ def draw(given: dict[str, Any]) -> int:
     both = is_run(drawing.backbone) and "weights" not in given
     weights = ("base", "trained") if both else (drawing.weights,)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    least = logging.ERROR if remark else logging.WARNING  # what is cut off such a prompt says nothing more
+    least = (
+        logging.ERROR if remark else logging.WARNING
+    )  # what is cut off such a prompt says nothing more
     with without_remarks("transformers", least), without_remarks("diffusers", least):
         rows = [draw_row(o, replace(drawing, weights=one), device) for one in weights]
     place = free_name(place) if o.output is None else place
@@ -320,7 +388,13 @@ def check_sample(o: SampleOptions) -> None:
 # %% ../nbs/cli/01_commands.ipynb #910a3b37
 def doctor(given: dict[str, Any]) -> int:
     "Check machine, weights and prompts, and estimate a run's costs; loads no weights (code 1: something is missing)."
-    from branchgrpo.machine.doctor import all_findings, facts, report, verify_commands, while_hub_answers
+    from branchgrpo.machine.doctor import (
+        all_findings,
+        facts,
+        report,
+        verify_commands,
+        while_hub_answers,
+    )
     from branchgrpo.training.config import TrainConfig
     from branchgrpo.training.resolve import resolve
     from branchgrpo.training.seeds import read_seeds
@@ -343,7 +417,10 @@ def doctor(given: dict[str, Any]) -> int:
     if machine.json:
         print_json(table | {"verify": commands})
     elif machine.verify:
-        print("verify: " + ("run\n" + "\n".join(commands) if commands else "nothing was downloaded for this run"))
+        print(
+            "verify: "
+            + ("run\n" + "\n".join(commands) if commands else "nothing was downloaded for this run")
+        )
     return int(any(finding.state == "missing" for finding in found))
 
 # %% ../nbs/cli/01_commands.ipynb #39f68379
@@ -379,11 +456,18 @@ def print_recipe(recipe: Any) -> None:
     from branchgrpo.methods.papers import words_lines  # not above: the list needs no torch
     from branchgrpo.recipes import different_settings, nearest  # not above: the list needs no torch
 
-    print(*filter(None, (f"{recipe.name}: {recipe.summary}", recipe.paper, recipe.equation)), sep="\n")
+    print(
+        *filter(None, (f"{recipe.name}: {recipe.summary}", recipe.paper, recipe.equation)), sep="\n"
+    )
     for setting, value, source in recipe.rows():
         if source != "off":
             print(f"  {setting:22} {value!s:14} {source}")
-    print("off: " + ", ".join(f"{setting} {value}" for setting, value, source in recipe.rows() if source == "off"))
+    print(
+        "off: "
+        + ", ".join(
+            f"{setting} {value}" for setting, value, source in recipe.rows() if source == "off"
+        )
+    )
     if words := words_lines(recipe):
         print("the papers' words ([…]: left out):", *words, sep="\n  ")
     other = nearest(recipe)
@@ -398,13 +482,23 @@ def print_rows(rows: list[Row]) -> None:
     "Print a list: a line each with its name, what it is, and where it comes from."
     names = max(len(row["name"]) for row in rows)
     abouts = min(80, max(len(row["about"]) for row in rows))
-    print(*(f"{row['name']:{names}}  {row['about']:{abouts}}  {row['where'] or ''}".rstrip() for row in rows), sep="\n")
+    print(
+        *(
+            f"{row['name']:{names}}  {row['about']:{abouts}}  {row['where'] or ''}".rstrip()
+            for row in rows
+        ),
+        sep="\n",
+    )
 
 
 def print_row(row: Row) -> None:
     "Print what is known of one entry, a line each."
     print(f"{row['name']}: {row['about']}" if row["about"] else row["name"])
-    known = {key: value for key, value in row.items() if key not in ("name", "about") and value not in (None, "", [])}
+    known = {
+        key: value
+        for key, value in row.items()
+        if key not in ("name", "about") and value not in (None, "", [])
+    }
     for key, value in known.items():
         texts = value if isinstance(value, list) else [value]
         print(*(f"  {key if n == 0 else '':10} {text}" for n, text in enumerate(texts)), sep="\n")
@@ -428,7 +522,12 @@ def reward_row(name: str) -> Row:
 
     entry, where = split_name(name)
     gb = getattr(entry, "gb", 0.0)
-    return {"name": name, "about": about(entry), "where": where, "memory": f"{gb:g} GB" if gb else None}
+    return {
+        "name": name,
+        "about": about(entry),
+        "where": where,
+        "memory": f"{gb:g} GB" if gb else None,
+    }
 
 
 def show_rewards(given: dict[str, Any]) -> int:
@@ -438,10 +537,16 @@ def show_rewards(given: dict[str, Any]) -> int:
     o = options(RewardOptions, given)
     if o.reward is not None:
         check_name(o.reward)
-        rows = [reward_row(name) | {"train": f"branchgrpo train --reward {name}"} for _, name in terms(o.reward)[0]]
+        rows = [
+            reward_row(name) | {"train": f"branchgrpo train --reward {name}"}
+            for _, name in terms(o.reward)[0]
+        ]
         return show_table(rows, True, o.json)
     found = {name: REWARDS.get(name) for name in REWARDS.names()}
-    rows = [{"name": name, "about": about(e), "where": getattr(e, "where", None)} for name, e in found.items()]
+    rows = [
+        {"name": name, "about": about(e), "where": getattr(e, "where", None)}
+        for name, e in found.items()
+    ]
     return show_table(rows, False, o.json)
 
 # %% ../nbs/cli/01_commands.ipynb #a7d26502
@@ -456,9 +561,17 @@ def model_row(name: str) -> Row:
     if name in PUBLISHED:
         return {"name": name, "about": PUBLISHED[name].about, "where": "huggingface.co"}
     if name not in BACKBONES.names():
-        return {"name": name, "about": "", "where": "huggingface.co" if is_hub_model(name) else name}
+        return {
+            "name": name,
+            "about": "",
+            "where": "huggingface.co" if is_hub_model(name) else name,
+        }
     entry = BACKBONES.get(name)
-    return {"name": name, "about": entry.about, "where": IN_PACKAGE if entry.source != entry.where else entry.where}
+    return {
+        "name": name,
+        "about": entry.about,
+        "where": IN_PACKAGE if entry.source != entry.where else entry.where,
+    }
 
 
 def model_facts(name: str) -> Row:
@@ -529,7 +642,9 @@ def show_prompts(given: dict[str, Any]) -> int:
     o = options(PromptOptions, given)
     if o.prompts is not None:
         return show_table([prompts_facts(o.prompts)], True, o.json)
-    return show_table([prompts_row(name) for name in (*PROMPT_SETS.names(), *PAPER_SETS)], False, o.json)
+    return show_table(
+        [prompts_row(name) for name in (*PROMPT_SETS.names(), *PAPER_SETS)], False, o.json
+    )
 
 # %% ../nbs/cli/01_commands.ipynb #751dd6bf
 def check_hps(given: dict[str, Any]) -> int:
@@ -539,7 +654,9 @@ def check_hps(given: dict[str, Any]) -> int:
     o = options(HpsOptions, given, required=("images", "python"))
     rows = image_rows(o.images)[: o.limit]
     if shutil.which(o.python) is None:
-        raise ValueError(f"python: {o.python!r} is not a program; name the python of an environment with hpsv2")
+        raise ValueError(
+            f"python: {o.python!r} is not a program; name the python of an environment with hpsv2"
+        )
     found = hps.compare_with_hpsv2(rows, o.python)
     for row, (ours, theirs) in zip(rows, found):
         print(f"{ours:9.5f} {theirs:9.5f} {ours - theirs:+.1e}  {row['prompt'][:60]}")
@@ -555,28 +672,53 @@ def image_rows(path: str) -> list[dict[str, Any]]:
     except (OSError, ValueError, RecursionError):
         rows = []
     for n, row in enumerate(rows, 1):
-        place = Path(path).parent / str(row.get("image")) if isinstance(row, dict) and "prompt" in row else Path()
+        place = (
+            Path(path).parent / str(row.get("image"))
+            if isinstance(row, dict) and "prompt" in row
+            else Path()
+        )
         if not place.is_file():
-            raise ValueError(f"images: line {n} of {path!r} has no 'prompt', or no 'image' that is a file")
+            raise ValueError(
+                f"images: line {n} of {path!r} has no 'prompt', or no 'image' that is a file"
+            )
         row["image"] = place
     if not rows:
-        raise ValueError(f"images: {path!r} has no lines of {{image, prompt}}, as an evaluation's images.jsonl has")
+        raise ValueError(
+            f"images: {path!r} has no lines of {{image, prompt}}, as an evaluation's images.jsonl has"
+        )
     return rows
 
 # %% ../nbs/cli/01_commands.ipynb #c83867e4
-TABLE_1 = ("dancegrpo", "branchgrpo", "branchgrpo-widpru", "branchgrpo-deppru", "mixgrpo", "branchgrpo-mix")
+TABLE_1 = (
+    "dancegrpo",
+    "branchgrpo",
+    "branchgrpo-widpru",
+    "branchgrpo-deppru",
+    "mixgrpo",
+    "branchgrpo-mix",
+)
 
 
 @dataclass
 class BenchOptions:
     "What to measure"
 
-    backbone: str = "tiny-flux"  # a name, a pipeline's folder, a hub name, or your own: my_file.py:MyPolicy
-    recipes: tuple[str, ...] = TABLE_1  # recipes whose seconds per iteration are compared with the first's
+    backbone: str = (
+        "tiny-flux"  # a name, a pipeline's folder, a hub name, or your own: my_file.py:MyPolicy
+    )
+    recipes: tuple[str, ...] = (
+        TABLE_1  # recipes whose seconds per iteration are compared with the first's
+    )
     prompts: int = bounded(1, 1, 10_000)  # prompts per iteration
-    minutes: float = bounded(4.0, above=0, most=100_000)  # time for all tables together; the median of each job counts
-    factors: tuple[int, ...] = bounded((2, 3), 2, 16)  # children per split of the trees that are compared
-    settings: str | None = None  # a YAML file of training settings: adapter, precision, max_batch, reward
+    minutes: float = bounded(
+        4.0, above=0, most=100_000
+    )  # time for all tables together; the median of each job counts
+    factors: tuple[int, ...] = bounded(
+        (2, 3), 2, 16
+    )  # children per split of the trees that are compared
+    settings: str | None = (
+        None  # a YAML file of training settings: adapter, precision, max_batch, reward
+    )
     output: str | None = None  # a JSON file for the numbers
 
 # %% ../nbs/cli/01_commands.ipynb #29f7d418
@@ -607,7 +749,9 @@ def bench(given: dict[str, Any]) -> int:
     o = options(BenchOptions, given)
     check_bench(o)
     table = read_table(o.settings, "settings") if o.settings else {}
-    config = TrainConfig.from_dict(table | {"backbone": o.backbone, "prompts_per_iteration": o.prompts})
+    config = TrainConfig.from_dict(
+        table | {"backbone": o.backbone, "prompts_per_iteration": o.prompts}
+    )
     record = measure_speed(config, o.recipes, list(o.factors), o.minutes)
     for title, rows in record["tables"].items():
         print(table_text(title, rows), end="\n\n")

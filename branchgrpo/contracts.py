@@ -25,7 +25,9 @@ def check_takes(entry: Any, label: str, names: Sequence[str]) -> None:
     "Raise `ValueError` if an object cannot be called with the values `names`."
     wanted = f"({', '.join(names)})"
     if inspect.isclass(entry):
-        raise ValueError(f"{label} is a class; name a function {wanted}, or an object that is called like one")
+        raise ValueError(
+            f"{label} is a class; name a function {wanted}, or an object that is called like one"
+        )
     if not callable(entry):
         raise ValueError(f"{label} is of type {type(entry).__name__}, not a function {wanted}")
     takes = known_signature(entry)
@@ -42,7 +44,9 @@ def where_it_failed(error: BaseException) -> str:
 
 def failed_call_error(label: str, error: Exception) -> ValueError:
     "Return the one line for an error inside a function of yours."
-    return ValueError(f"{label} failed ({type(error).__name__}: {reason(error)}{where_it_failed(error)})")
+    return ValueError(
+        f"{label} failed ({type(error).__name__}: {reason(error)}{where_it_failed(error)})"
+    )
 
 # %% ../nbs/basics/06_contracts.ipynb #85547031
 class CheckedRule:
@@ -50,7 +54,13 @@ class CheckedRule:
 
     Its marks are the function's; what it changes of the process is put back."""
 
-    def __init__(self, function: Callable, label: str, check: Callable[..., Any], once: Callable | None = None):
+    def __init__(
+        self,
+        function: Callable,
+        label: str,
+        check: Callable[..., Any],
+        once: Callable | None = None,
+    ):
         self.function = function
         self.label = label
         self.check = check
@@ -78,7 +88,11 @@ class CheckedRule:
 
 # %% ../nbs/basics/06_contracts.ipynb #2ada0ce0
 def rule_of(
-    entry: Any, label: str, names: Sequence[str], check: Callable[..., Any], once: Callable | None = None
+    entry: Any,
+    label: str,
+    names: Sequence[str],
+    check: Callable[..., Any],
+    once: Callable | None = None,
 ) -> Any:
     """Return a function as it is used: one of this package as it is, one of yours with its contract.
 
@@ -95,12 +109,17 @@ def as_numbers(found: Any, label: str, wanted: str = "numbers") -> Tensor:
     try:
         return torch.as_tensor(found)
     except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"{label} returned {type(found).__name__}, not a tensor of {wanted}") from None
+        raise ValueError(
+            f"{label} returned {type(found).__name__}, not a tensor of {wanted}"
+        ) from None
 
 
 def is_of_kind(values: Tensor, kind: str) -> bool:
     "Return whether a tensor holds numbers, whole numbers, or true and false."
-    is_truth, is_whole = values.dtype == torch.bool, not (values.is_floating_point() or values.is_complex())
+    is_truth, is_whole = (
+        values.dtype == torch.bool,
+        not (values.is_floating_point() or values.is_complex()),
+    )
     kinds = {"true or false": is_truth, "whole numbers": is_whole and not is_truth}
     return kinds.get(kind, not (is_truth or values.is_complex()))
 
@@ -116,7 +135,9 @@ def checked_tensor(
     "Return what a function returned, numbers as float32. Raise `ValueError` on another shape or kind of numbers."
     values = as_numbers(found, label, kind)
     if not is_of_kind(values, kind):
-        raise ValueError(f"{label} returned {str(values.dtype).removeprefix('torch.')}{where}, not {kind}")
+        raise ValueError(
+            f"{label} returned {str(values.dtype).removeprefix('torch.')}{where}, not {kind}"
+        )
     if values.ndim != len(shape) or any(n not in (-1, m) for n, m in zip(shape, values.shape)):
         wanted = str(tuple(shape)).replace("-1", "any")
         raise ValueError(f"{label} returned the shape {tuple(values.shape)}{where}, not {wanted}")
@@ -124,7 +145,9 @@ def checked_tensor(
     return values if like is None else values.to(like.device)
 
 # %% ../nbs/basics/06_contracts.ipynb #e8de9775
-def checked_depths(found: Any, label: str, tree: Any, kind: str = "numbers", shared: bool = False) -> list[Tensor]:
+def checked_depths(
+    found: Any, label: str, tree: Any, kind: str = "numbers", shared: bool = False
+) -> list[Tensor]:
     """Return what a function returned for a tree: one tensor `(P, W_d)` per depth.
 
     With `shared`, a row `(1, W_d)` counts for all prompts. Raises `ValueError` on another number of depths or shape."""
@@ -138,7 +161,9 @@ def checked_depths(found: Any, label: str, tree: Any, kind: str = "numbers", sha
         values = as_numbers(values, label, kind)
         rows = 1 if shared and values.ndim == 2 and len(values) == 1 else len(parents)
         shape = (rows, parents.shape[1])
-        values = checked_tensor(values, label, shape, kind, like=parents, where=f" at depth {depth}")
+        values = checked_tensor(
+            values, label, shape, kind, like=parents, where=f" at depth {depth}"
+        )
         depths.append(values.expand(len(parents), -1))
     return depths
 

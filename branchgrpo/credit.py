@@ -68,7 +68,9 @@ def pooled_std(value: Tensor, reduce: Callable[[Tensor], Tensor] = own_process) 
 def global_std(value: Tensor, reduce: Callable[[Tensor], Tensor] = own_process) -> Tensor:
     "Return the population standard deviation of all values, 0-dim; `reduce` sums over processes. Source: Flow-GRPO."
     known = value.isfinite()
-    values = value.nan_to_num().double() * known  # float64: the difference of two large sums is small
+    values = (
+        value.nan_to_num().double() * known
+    )  # float64: the difference of two large sums is small
     sums = torch.stack([known.double().sum(), values.sum(), values.square().sum()])
     n, total, squares = reduce(sums)
     mean = total / n.clamp(min=1)
@@ -108,7 +110,9 @@ def depthwise_advantages(
     return advantages
 
 # %% ../nbs/09_credit.ipynb #35a14f00
-def checked_advantages(found: Any, label: str, tree: Tree, leaf_rewards: Tensor, options: Any) -> list[Tensor]:
+def checked_advantages(
+    found: Any, label: str, tree: Tree, leaf_rewards: Tensor, options: Any
+) -> list[Tensor]:
     "Return what an estimator of yours returned, `(P, W_d)` per depth. Raise `ValueError` if it is something else."
     advantages = checked_depths(found, label, tree)
     for depth, values in enumerate(advantages):
@@ -132,8 +136,12 @@ class CreditOptions:
     std: str = "own"  # a name in STDS: own, pooled, global, none
     min_nodes: int = 0  # depths with fewer nodes take the pooled standard deviation
     reduce: Callable[[Tensor], Tensor] = own_process  # sums a tensor over processes
-    clip: float | None = None  # A_max, for estimators that clip themselves; `estimate_advantages` sets it
-    previews: dict[int, Tensor] | None = None  # {depth: (P, W_d, m)} scores of its m completions; NaN where none
+    clip: float | None = (
+        None  # A_max, for estimators that clip themselves; `estimate_advantages` sets it
+    )
+    previews: dict[int, Tensor] | None = (
+        None  # {depth: (P, W_d, m)} scores of its m completions; NaN where none
+    )
 
 
 ADVANTAGES = Registry("advantage", "advantages", contract=advantage_contract)
@@ -175,10 +183,14 @@ def estimate_advantages(
 def depthwise(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> list[Tensor]:
     "Return the fused rewards normalised within each depth. Source: BranchGRPO Eq. 3 and 4."
     values = fuse_rewards(tree, leaf_rewards, options.beta, options.weights, options.leaf_mask)
-    return depthwise_advantages(values, clip=None, std=options.std, min_nodes=options.min_nodes, reduce=options.reduce)
+    return depthwise_advantages(
+        values, clip=None, std=options.std, min_nodes=options.min_nodes, reduce=options.reduce
+    )
 
 # %% ../nbs/09_credit.ipynb #8da7fa23
-def over_depths(values: list[Tensor], depths: Sequence[int], options: CreditOptions) -> list[Tensor]:
+def over_depths(
+    values: list[Tensor], depths: Sequence[int], options: CreditOptions
+) -> list[Tensor]:
     "Return `values`, per depth `(P, W_d)`, normalised over all nodes of some depths of a tree; 0 at the others."
     group = torch.cat([values[d] for d in depths], 1)
     together = depthwise_advantages([group], clip=None, std=options.std, reduce=options.reduce)[0]
@@ -225,7 +237,11 @@ def others_mean(
     "Return the mean of each entry's group without itself, and how many others it has, `(P, W)` each."
 
     def group_sum(x):
-        return torch.zeros(len(value), width, device=value.device).scatter_add(1, group, x).gather(1, group)
+        return (
+            torch.zeros(len(value), width, device=value.device)
+            .scatter_add(1, group, x)
+            .gather(1, group)
+        )
 
     known = value.isfinite()
     others = group_sum(known.float()) - known.float()
@@ -251,15 +267,21 @@ def leave_one_out(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> l
         of_siblings, n_siblings = others_mean(value, parents, r_bar[d - 1].shape[1])
         of_depth, n_depth = others_mean(value, torch.zeros_like(parents), 1)
         against_depth = torch.where(n_depth > 0, value - of_depth, 0.0)
-        advantage = torch.where(n_siblings > 0, (value - of_siblings) / max(private, 1e-6), against_depth)
+        advantage = torch.where(
+            n_siblings > 0, (value - of_siblings) / max(private, 1e-6), against_depth
+        )
         advantages.append((advantage / std).masked_fill(flat, 0.0))
     return advantages
 
 # %% ../nbs/09_credit.ipynb #0205dd53
-def normalised_leaves(leaf_rewards: Tensor, options: CreditOptions, clip: float | None = None) -> Tensor:
+def normalised_leaves(
+    leaf_rewards: Tensor, options: CreditOptions, clip: float | None = None
+) -> Tensor:
     "Return the leaves' rewards normalised within each tree, `(P, leaves)`; 0 where a leaf does not count."
     if options.leaf_mask is not None:
-        leaf_rewards = leaf_rewards.masked_fill(~options.leaf_mask.to(leaf_rewards.device), torch.nan)
+        leaf_rewards = leaf_rewards.masked_fill(
+            ~options.leaf_mask.to(leaf_rewards.device), torch.nan
+        )
     return depthwise_advantages([leaf_rewards], clip, std=options.std, reduce=options.reduce)[0]
 
 
@@ -267,7 +289,10 @@ def normalised_leaves(leaf_rewards: Tensor, options: CreditOptions, clip: float 
 def leaf_backup(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> list[Tensor]:
     "Return the normalised rewards of the leaves, fused upwards. Source: TreeGRPO (arXiv 2512.08153)."
     leaf = normalised_leaves(leaf_rewards, options)
-    return [v.nan_to_num() for v in fuse_rewards(tree, leaf, options.beta, options.weights, options.leaf_mask)]
+    return [
+        v.nan_to_num()
+        for v in fuse_rewards(tree, leaf, options.beta, options.weights, options.leaf_mask)
+    ]
 
 # %% ../nbs/09_credit.ipynb #3d535e4d
 @ADVANTAGES.register("broadcast")
@@ -294,7 +319,9 @@ ADVANTAGES.entries |= {
 REWARD_SUMS = ("together", "decoupled", "decoupled+batch")
 
 
-def over_all(value: Tensor, reduce: Callable[[Tensor], Tensor] = own_process, eps: float = 1e-8) -> Tensor:
+def over_all(
+    value: Tensor, reduce: Callable[[Tensor], Tensor] = own_process, eps: float = 1e-8
+) -> Tensor:
     "Return `value (P, W)` less the mean of all values, over their population standard deviation; 0 where it is NaN."
     known = value.isfinite()
     total, n = reduce(torch.stack([value.nan_to_num().double().sum(), known.double().sum()]))
@@ -307,19 +334,26 @@ def decoupled_advantages(
     parts: dict[str, tuple[float, Tensor]],  # {reward: (its weight, its scores (P, leaves))}
     estimator: str = "depthwise",  # a name in ADVANTAGES
     options: CreditOptions = CreditOptions(),
-    clip: float | None = 5.0,  # A_max, of the sum (of each reward if the estimator clips itself); None: no clipping
+    clip: float
+    | None = 5.0,  # A_max, of the sum (of each reward if the estimator clips itself); None: no clipping
     batch: bool = False,  # normalise the sums of a depth over all trees
 ) -> list[Tensor]:  # per depth (P, W_d)
     "Return the weighted sums of the advantages that each reward has alone. Source: GDPO; Multi-GRPO, its figure."
     alone = getattr(ADVANTAGES.get(estimator), "clips_itself", False)
     within = clip if alone else None
-    each = [(w, estimate_advantages(tree, part, estimator, options, within)) for w, part in parts.values()]
+    each = [
+        (w, estimate_advantages(tree, part, estimator, options, within))
+        for w, part in parts.values()
+    ]
     # S = Σ_k w_k A_k
     sums = [torch.stack([w * a[d] for w, a in each]).sum(0) for d in range(tree.steps + 1)]
     if batch:
         zeros = torch.zeros_like(next(iter(parts.values()))[1])
-        counted = fuse_rewards(tree, zeros, leaf_mask=options.leaf_mask)  # NaN: no counted leaf below
+        counted = fuse_rewards(
+            tree, zeros, leaf_mask=options.leaf_mask
+        )  # NaN: no counted leaf below
         sums = [
-            over_all(a.masked_fill(c.isnan().to(a.device), torch.nan), options.reduce) for a, c in zip(sums, counted)
+            over_all(a.masked_fill(c.isnan().to(a.device), torch.nan), options.reduce)
+            for a, c in zip(sums, counted)
         ]
     return sums if clip is None or alone else [a.clamp(-clip, clip) for a in sums]

@@ -184,7 +184,9 @@ def from_home(path: str | Path, setting: str = "output") -> str:
     text = str(path)
     found = os.path.expanduser(text)
     if text[:1] == "~" and found == text:
-        raise ValueError(f"{setting}: {shown(text)} names a home folder that this machine does not know; write it out")
+        raise ValueError(
+            f"{setting}: {shown(text)} names a home folder that this machine does not know; write it out"
+        )
     return found
 
 # %% ../nbs/basics/01_files.ipynb #1b896599
@@ -198,11 +200,15 @@ def check_path(path: str | Path) -> None:
     "Raise `ValueError` if no folder or file can have the name `path`."
     text = str(path)
     if not text.strip() or not text.isprintable():
-        raise ValueError(f"output: {shown(text)} is not a name of a folder or file: it is empty or not printable")
+        raise ValueError(
+            f"output: {shown(text)} is not a name of a folder or file: it is empty or not printable"
+        )
     try:
         Path(path).exists()
     except OSError as error:
-        raise ValueError(f"output: {shown(text)} is not a name of a folder or file ({error.strerror})") from None
+        raise ValueError(
+            f"output: {shown(text)} is not a name of a folder or file ({error.strerror})"
+        ) from None
     for place in (Path(path), *Path(path).absolute().parents):
         if place.is_symlink() and not place.exists():
             target = shown(os.readlink(place))
@@ -215,8 +221,14 @@ def check_output(path: str | Path, given: str | Path | None = None) -> None:
     check_path(path)
     given = path if given is None else given
     parent = next(p for p in (Path(path), *Path(path).absolute().parents) if p.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK) or Path("/proc") in (parent, *parent.parents):
-        raise ValueError(f"output: {str(given)!r} cannot be made, since {str(parent)!r} is not a writable folder")
+    if (
+        not parent.is_dir()
+        or not os.access(parent, os.W_OK)
+        or Path("/proc") in (parent, *parent.parents)
+    ):
+        raise ValueError(
+            f"output: {str(given)!r} cannot be made, since {str(parent)!r} is not a writable folder"
+        )
 
 # %% ../nbs/basics/01_files.ipynb #2503b2ef
 def check_file(path: str | Path, ending: str = "") -> None:
@@ -285,13 +297,19 @@ class Plain(SafeConstructor):
     "Makes plain values only, so that a file never runs code; a date stays a text."
 
     def flatten_mapping(self, node: MappingNode) -> None:
-        lists = [value for key, value in node.value if key.value == "<<" and isinstance(value, SequenceNode)]
+        lists = [
+            value
+            for key, value in node.value
+            if key.value == "<<" and isinstance(value, SequenceNode)
+        ]
         super().flatten_mapping(node)
         seen: set[str] = set()
         for table in (part for merged in lists for part in merged.value):
             names = {str(key.value) for key, _ in table.value}
             if names & seen:
-                raise ConstructorError(None, None, f"two merged tables name {min(names & seen)!r}", node.start_mark)
+                raise ConstructorError(
+                    None, None, f"two merged tables name {min(names & seen)!r}", node.start_mark
+                )
             seen |= names
 
 
@@ -342,21 +360,32 @@ def parse_table(text: str) -> Any:
         raise ValueError(f"{reason(error.problem or error.context)}{line}") from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    except (YAMLError, TypeError, ValueError, OverflowError) as error:  # also a number that Python cannot hold
+    except (
+        YAMLError,
+        TypeError,
+        ValueError,
+        OverflowError,
+    ) as error:  # also a number that Python cannot hold
         raise ValueError(reason(str(error), 80)) from None
 
 # %% ../nbs/basics/01_files.ipynb #fd338b41
 def yaml_text(path: Path, setting: str) -> str:
     "Return the text of a YAML file. Raise `ValueError` if it is missing or not UTF-8."
     if not path.is_file():
-        what = "is a folder, not a YAML file" if path.is_dir() else "is not there: there is no such file"
+        what = (
+            "is a folder, not a YAML file"
+            if path.is_dir()
+            else "is not there: there is no such file"
+        )
         raise ValueError(f"{setting}: {shown(str(path))} {what}")
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise ValueError(f"{setting}: {shown(str(path))} is not UTF-8 text") from None
     except OSError as error:
-        raise ValueError(f"{setting}: {shown(str(path))} cannot be read ({error.strerror})") from None
+        raise ValueError(
+            f"{setting}: {shown(str(path))} cannot be read ({error.strerror})"
+        ) from None
 
 # %% ../nbs/basics/01_files.ipynb #9bcdb0e3
 def read_table(path: str | Path, setting: str = "config") -> dict[str, Any]:
@@ -372,10 +401,14 @@ def read_table(path: str | Path, setting: str = "config") -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{setting}: {shown(str(path))} is not YAML ({error})") from None
     if not isinstance(table, dict):
-        raise ValueError(f"{setting}: {shown(str(path))} holds no table of settings, lines such as 'steps: 10'")
+        raise ValueError(
+            f"{setting}: {shown(str(path))} holds no table of settings, lines such as 'steps: 10'"
+        )
     for name in table:
         if not isinstance(name, str):
-            raise ValueError(f"{setting}: {shown(name)} in {shown(str(path))} is not the name of a setting")
+            raise ValueError(
+                f"{setting}: {shown(name)} in {shown(str(path))} is not the name of a setting"
+            )
     return table
 
 # %% ../nbs/basics/01_files.ipynb #9c9f7835
@@ -425,9 +458,17 @@ def behind(error: BaseException) -> Iterator[tuple[BaseException, bool]]:
         seen.add(id(this))
         yield this, direct
         failures = getattr(this, "failures", None)  # of torch.distributed.checkpoint, by process
-        waiting += [(failed, direct) for failed, _ in failures.values()] if isinstance(failures, dict) else []
+        waiting += (
+            [(failed, direct) for failed, _ in failures.values()]
+            if isinstance(failures, dict)
+            else []
+        )
         waiting += [(this.__cause__, direct)] if this.__cause__ else []
-        waiting += [(this.__context__, False)] if this.__context__ and not this.__suppress_context__ else []
+        waiting += (
+            [(this.__context__, False)]
+            if this.__context__ and not this.__suppress_context__
+            else []
+        )
 
 # %% ../nbs/basics/01_files.ipynb #61b10c25
 def number_in(text: str) -> int | None:
@@ -448,9 +489,17 @@ def refusal(error: BaseException) -> OSError | None:
 # %% ../nbs/basics/01_files.ipynb #af74c476
 def setting_of(path: str, settings: dict[str, Any]) -> str | None:
     "Return the name of the setting whose value is `path` or a folder above it, the longest; None if there is none."
-    found = {name: value for name, value in settings.items() if isinstance(value, (str, Path)) and str(value)}
+    found = {
+        name: value
+        for name, value in settings.items()
+        if isinstance(value, (str, Path)) and str(value)
+    }
     above = (Path(path).absolute(), *Path(path).absolute().parents)
-    holding = [(len(str(Path(v).absolute())), name) for name, v in found.items() if Path(v).absolute() in above]
+    holding = [
+        (len(str(Path(v).absolute())), name)
+        for name, v in found.items()
+        if Path(v).absolute() in above
+    ]
     return max(holding)[1] if holding else None
 
 # %% ../nbs/basics/01_files.ipynb #56f3af31
@@ -468,7 +517,9 @@ def in_words(error: OSError, settings: dict[str, Any], place: str | Path = "") -
 def without_handles(error: BaseException | None) -> OSError | None:
     "Return the refused file handle behind an error, even where that one names a setting; None if there is none."
     seen: set[int] = set()
-    while error is not None and id(error) not in seen:  # an error that is raised again may be behind itself
+    while (
+        error is not None and id(error) not in seen
+    ):  # an error that is raised again may be behind itself
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             return error
         seen.add(id(error))
@@ -476,7 +527,13 @@ def without_handles(error: BaseException | None) -> OSError | None:
     return None
 
 # %% ../nbs/basics/01_files.ipynb #23187120
-AS_IT_IS = (ValueError, Refused, KeyboardInterrupt, SystemExit, GeneratorExit)  # these say what they mean
+AS_IT_IS = (
+    ValueError,
+    Refused,
+    KeyboardInterrupt,
+    SystemExit,
+    GeneratorExit,
+)  # these say what they mean
 
 
 @contextmanager
@@ -492,4 +549,6 @@ def refusals_in_words(
         refused = without_handles(error) if isinstance(error, AS_IT_IS) else refusal(error)
         if refused is None:
             raise
-        raise Refused("; ".join(filter(None, [in_words(refused, settings, place), kept]))) from error
+        raise Refused(
+            "; ".join(filter(None, [in_words(refused, settings, place), kept]))
+        ) from error

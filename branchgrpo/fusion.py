@@ -26,7 +26,9 @@ def softmax_over_siblings(
     A parent without children, or with scores of −∞ only, has the log-sum-exp −∞; its children weigh 0.
     """
     # Subtract the largest score of the siblings, so that exp cannot overflow.
-    top = torch.full((len(score), width), -torch.inf, device=score.device).scatter_reduce(1, parents, score, "amax")
+    top = torch.full((len(score), width), -torch.inf, device=score.device).scatter_reduce(
+        1, parents, score, "amax"
+    )
     top = top.nan_to_num(neginf=0.0)
     exp = (score - top.gather(1, parents)).exp()
     total = torch.zeros_like(top).scatter_add(1, parents, exp)
@@ -34,14 +36,18 @@ def softmax_over_siblings(
     return weights, top + total.log()
 
 # %% ../nbs/08_fusion.ipynb #f1cb2133
-def leaf_values(tree: Tree, leaf_rewards: Tensor, leaf_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def leaf_values(
+    tree: Tree, leaf_rewards: Tensor, leaf_mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Return r̄ and log Z of the leaves, `(P, leaves)` float32 each.
 
     Raises `ValueError` if the rewards have a wrong shape or are not all finite.
     """
     rewards = torch.as_tensor(leaf_rewards).float()
     if rewards.shape != tree.parents[-1].shape:
-        raise ValueError(f"leaf_rewards: shape {tuple(rewards.shape)} is not {tuple(tree.parents[-1].shape)}")
+        raise ValueError(
+            f"leaf_rewards: shape {tuple(rewards.shape)} is not {tuple(tree.parents[-1].shape)}"
+        )
     if not rewards.isfinite().all():
         raise ValueError("leaf_rewards: not all finite")
     log_z = torch.zeros_like(rewards)
@@ -68,7 +74,9 @@ def fuse_rewards(
     r_bar = [value]
     for d in range(tree.steps, 0, -1):
         parents, width = tree.parents[d].to(value.device), tree.parents[d - 1].shape[1]
-        below = log_z if weights == "path" else log_z.where(log_z.isinf(), 0.0)  # an excluded child stays excluded
+        below = (
+            log_z if weights == "path" else log_z.where(log_z.isinf(), 0.0)
+        )  # an excluded child stays excluded
         # Eq. 3: w_c ∝ p(c|n)^β Z(c), a softmax over siblings per level in place of one over leaves per node
         w, log_z = softmax_over_siblings(beta * tree.log_probs[d].to(value) + below, parents, width)
         # Eq. 3: r̄(n) = Σ_c w_c r̄(c)

@@ -40,13 +40,17 @@ def gains_of(tree: Tree, values: list[Tensor]) -> list[Tensor]:
     for parents, above, value in zip(tree.parents[1:], values, values[1:]):
         # g(n) = V(n) − V(parent of n)
         found.append(value - above.gather(1, parents.to(value.device)))
-    largest, size = (torch.cat(x, 1).nan_to_num().abs().amax(1, keepdim=True) for x in (found, values))
+    largest, size = (
+        torch.cat(x, 1).nan_to_num().abs().amax(1, keepdim=True) for x in (found, values)
+    )
     return [torch.where(largest > ROUNDING * size, gain, 0.0 * gain) for gain in found]
 
 # %% ../nbs/10_gains.ipynb #282f9123
 def within_depths(tree: Tree, found: list[Tensor], o: CreditOptions) -> list[Tensor]:
     "Return values `found` of all edges, per depth `(P, W_d)`, normalised within each depth; 0 where no noise is drawn."
-    normed = depthwise_advantages(found, clip=None, std=o.std, min_nodes=o.min_nodes, reduce=o.reduce)
+    normed = depthwise_advantages(
+        found, clip=None, std=o.std, min_nodes=o.min_nodes, reduce=o.reduce
+    )
     return [a if d - 1 in tree.plan.drawn else torch.zeros_like(a) for d, a in enumerate(normed)]
 
 
@@ -95,7 +99,9 @@ def balanced(returns: Tensor, chosen: Tensor) -> Tensor:
     return kept
 
 # %% ../nbs/10_gains.ipynb #e03b8fdf
-def turned_gains(tree: Tree, leaf_rewards: Tensor, options: CreditOptions, consistent: bool) -> list[Tensor]:
+def turned_gains(
+    tree: Tree, leaf_rewards: Tensor, options: CreditOptions, consistent: bool
+) -> list[Tensor]:
     "Return each edge's gain, or its gain to the end where it turns the path, per depth `(P, W_d)`."
     values = node_values(tree, leaf_rewards, options)
     ends = fuse_rewards(tree, leaf_rewards, options.beta, options.weights, options.leaf_mask)
@@ -103,7 +109,9 @@ def turned_gains(tree: Tree, leaf_rewards: Tensor, options: CreditOptions, consi
     masks = torch.cat(turn_masks(tree, values, own, ends, consistent), 1)
     above = [value.gather(1, up.to(value.device)) for value, up in zip(values, tree.parents[1:])]
     # R − V(parent)
-    returns = torch.cat([torch.zeros_like(values[0]), *(end - v for end, v in zip(ends[1:], above))], 1)
+    returns = torch.cat(
+        [torch.zeros_like(values[0]), *(end - v for end, v in zip(ends[1:], above))], 1
+    )
     found = torch.where(balanced(returns, masks), returns, torch.cat(own, 1))
     return list(found.split([value.shape[1] for value in values], 1))
 

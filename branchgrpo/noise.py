@@ -115,7 +115,9 @@ class Noise:
 
     seed: int
     iteration: int
-    prompts: tuple[int, ...]  # this process's prompts, by their global position within the iteration
+    prompts: tuple[
+        int, ...
+    ]  # this process's prompts, by their global position within the iteration
 
     def generator(self, prompt: int, stream: int) -> Generator:
         "Return the generator of one prompt's draw in one stream (a step, or a constant above)."
@@ -126,10 +128,14 @@ class Noise:
     def roots(self, count: int, shape: Sequence[int], same: bool = False) -> Tensor:
         "Draw initial noise `(P, count, *shape)`; the `same` for all roots of a prompt, if wanted."
         rows = 1 if same else count
-        draws = torch.stack([draw_rows(rows, shape, self.generator(p, ROOTS)) for p in self.prompts])
+        draws = torch.stack(
+            [draw_rows(rows, shape, self.generator(p, ROOTS)) for p in self.prompts]
+        )
         return draws.expand(-1, count, *shape)
 
-    def children(self, step: int, lines: Tensor, siblings: Siblings, s: float, shape: Sequence[int]) -> Tensor:
+    def children(
+        self, step: int, lines: Tensor, siblings: Siblings, s: float, shape: Sequence[int]
+    ) -> Tensor:
         "Draw the noise `(P, C, *shape)` of children on `lines (P, C)` at `step`."
         count = int(lines.max()) + 1
         of_prompts = []

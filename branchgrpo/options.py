@@ -44,7 +44,10 @@ def comments_in(module: str) -> dict[str, dict[str, str]]:
     lines = source.splitlines()
     classes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
     texts = {node.name: "\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in classes}
-    return {name: dict(re.findall(r"^ +(\w+) *:.*?  # (.+)$", text, re.MULTILINE)) for name, text in texts.items()}
+    return {
+        name: dict(re.findall(r"^ +(\w+) *:.*?  # (.+)$", text, re.MULTILINE))
+        for name, text in texts.items()
+    }
 
 # %% ../nbs/cli/00_options.ipynb #f53539b3
 class LastCounts(argparse.Action):
@@ -54,7 +57,9 @@ class LastCounts(argparse.Action):
         before = getattr(namespace, self.dest)
         if before is not None and before != values:
             text = f"{self.dest}: it is given twice; {shown(values)} counts, not {shown(before)}"
-            warnings.warn_explicit(text, UserWarning, "options", 1)  # one line: no source line follows
+            warnings.warn_explicit(
+                text, UserWarning, "options", 1
+            )  # one line: no source line follows
         setattr(namespace, self.dest, values)
 
 # %% ../nbs/cli/00_options.ipynb #e352aee9
@@ -64,7 +69,11 @@ def flag_of(hint: Any, default: Any) -> dict[str, Any]:
         return {"action": "store_true"}
     if typing.get_origin(hint) is Literal:
         return {"metavar": f"{{{','.join(typing.get_args(hint))}}}", "action": LastCounts}
-    action = {"nargs": "+", "action": "extend"} if typing.get_origin(hint) is tuple else {"action": LastCounts}
+    action = (
+        {"nargs": "+", "action": "extend"}
+        if typing.get_origin(hint) is tuple
+        else {"action": LastCounts}
+    )
     return action | {"metavar": READERS[hint][1]}
 
 # %% ../nbs/cli/00_options.ipynb #5d0c91fe
@@ -119,7 +128,9 @@ class Parser(argparse.ArgumentParser):
         for action in texts:
             if self.first and action.dest not in (*self.first, "help", "help_all"):
                 action.help = argparse.SUPPRESS
-        print(self.format_help(), end="", file=file, flush=True)  # argparse keeps to itself that no one reads
+        print(
+            self.format_help(), end="", file=file, flush=True
+        )  # argparse keeps to itself that no one reads
         for action, text in texts.items():
             action.help = text
 
@@ -133,7 +144,9 @@ def show_first(parser: Parser, first: tuple[str, ...], examples: tuple[str, ...]
         parser.epilog = "\n  ".join(["Examples:", *examples])
 
 # %% ../nbs/cli/00_options.ipynb #8b34de53
-def fill_parser(parser: argparse.ArgumentParser, classes: tuple[type, ...], config: bool = False) -> None:
+def fill_parser(
+    parser: argparse.ArgumentParser, classes: tuple[type, ...], config: bool = False
+) -> None:
     "Add the fields of `classes` to a parser, and a YAML file of them if `config`."
     if config:
         about = "a YAML file of settings; flags override it"
@@ -150,9 +163,19 @@ def fill_parser(parser: argparse.ArgumentParser, classes: tuple[type, ...], conf
 
 def parser_of(prog: str, about: str, classes: tuple[type, ...], config: bool = False) -> Parser:
     "Return the parser of a command whose options are the fields of `classes`."
-    form = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=30)  # examples keep their lines
-    parser = Parser(prog=prog, usage="%(prog)s [options]", description=about, allow_abbrev=False, formatter_class=form)
-    parser._negative_number_matcher = re.compile(r"-([0-9.]|inf$|nan$)")  # argparse's own takes -1:2 for a flag
+    form = functools.partial(
+        argparse.RawDescriptionHelpFormatter, max_help_position=30
+    )  # examples keep their lines
+    parser = Parser(
+        prog=prog,
+        usage="%(prog)s [options]",
+        description=about,
+        allow_abbrev=False,
+        formatter_class=form,
+    )
+    parser._negative_number_matcher = re.compile(
+        r"-([0-9.]|inf$|nan$)"
+    )  # argparse's own takes -1:2 for a flag
     fill_parser(parser, classes, config)
     return parser
 
@@ -166,7 +189,9 @@ def parse(parser: Parser, words: list[str]) -> dict[str, Any]:
     for name in found.keys() & INSTEAD.keys():
         if found[name] is not None:
             given.pop(INSTEAD[name], None)  # a flag overrides a file
-    return given | without_retired({name: value for name, value in found.items() if value is not None})
+    return given | without_retired(
+        {name: value for name, value in found.items() if value is not None}
+    )
 
 # %% ../nbs/cli/00_options.ipynb #eff98d0c
 ONLY_FLAGS = ("help", "help_all", "config", "print_config")  # no settings of a file
@@ -180,14 +205,25 @@ def from_file(parser: Parser, path: str) -> dict[str, Any]:
     for name in [name for name in table if name not in names]:
         close = difflib.get_close_matches(name[:80], names, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"config: {shown(name)} in {shown(path)} is not the name of a setting{hint}")
+        raise ValueError(
+            f"config: {shown(name)} in {shown(path)} is not the name of a setting{hint}"
+        )
     return {name: value for name, value in table.items() if value is not None}
 
 # %% ../nbs/cli/00_options.ipynb #4268ea38
 MESSAGES = (  # what argparse says, and what is printed
-    (r"argument --([\w-]+): expected (?:one|at least one) argument", r"\1: needs a value: --\1 {metavar}"),
-    (r"argument --([\w-]+): ignored explicit argument (.*)", r"\1: takes no value, and \2 is one; write --\1 alone"),
-    (r"argument -h/--help: ignored explicit argument (.*)", r"help: takes no value, and \1 is one; write --help alone"),
+    (
+        r"argument --([\w-]+): expected (?:one|at least one) argument",
+        r"\1: needs a value: --\1 {metavar}",
+    ),
+    (
+        r"argument --([\w-]+): ignored explicit argument (.*)",
+        r"\1: takes no value, and \2 is one; write --\1 alone",
+    ),
+    (
+        r"argument -h/--help: ignored explicit argument (.*)",
+        r"help: takes no value, and \1 is one; write --help alone",
+    ),
     (r"argument --([\w-]+): (.*)", r"\1: \2"),
 )
 
@@ -201,7 +237,9 @@ def one_line(message: str, parser: Parser) -> str:
         if match := re.fullmatch(pattern, line):
             flags = {flag: action for action in parser._actions for flag in action.option_strings}
             metavar = getattr(flags.get(f"--{match[1]}"), "metavar", "")
-            name, _, rest = match.expand(replacement).replace("{metavar}", metavar or "").partition(":")
+            name, _, rest = (
+                match.expand(replacement).replace("{metavar}", metavar or "").partition(":")
+            )
             return f"{name.replace('-', '_')}:{rest}"
     return line
 

@@ -58,7 +58,9 @@ def import_own(name: str, setting: str = "reward") -> Any:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
         raise ValueError(f"{setting}: {name!r}: importing {place!r} failed ({reason})") from error
     if not hasattr(module, attribute):
-        near = did_you_mean(attribute, [known for known in vars(module) if not known.startswith("_")])
+        near = did_you_mean(
+            attribute, [known for known in vars(module) if not known.startswith("_")]
+        )
         raise ValueError(f"{setting}: {name!r}: the module {place!r} has no {attribute!r}{near}")
     return getattr(module, attribute)
 
@@ -141,8 +143,14 @@ def source_text(value: Any) -> str:
     try:
         return inspect.cleandoc(inspect.getsource(value))
     except (OSError, TypeError):
-        methods = [v for v in vars(value).values() if inspect.isfunction(v)] if inspect.isclass(value) else []
-        return " ".join([value.__qualname__, *map(source_text, methods)])  # a class of a notebook has only its methods'
+        methods = (
+            [v for v in vars(value).values() if inspect.isfunction(v)]
+            if inspect.isclass(value)
+            else []
+        )
+        return " ".join(
+            [value.__qualname__, *map(source_text, methods)]
+        )  # a class of a notebook has only its methods'
 
 # %% ../nbs/rewards/01_own.ipynb #67312582
 def object_values(value: Any) -> list[str]:
@@ -155,7 +163,11 @@ def object_values(value: Any) -> list[str]:
         return [value_text([*defaults, *cells])]
     if inspect.isclass(value):
         return []
-    return [f"{key}={value_text(v)}" for key, v in sorted(getattr(value, "__dict__", {}).items()) if key != "device"]
+    return [
+        f"{key}={value_text(v)}"
+        for key, v in sorted(getattr(value, "__dict__", {}).items())
+        if key != "device"
+    ]
 
 # %% ../nbs/rewards/01_own.ipynb #71fc82aa
 SOURCE = "source-"  # begins a digest of source
@@ -184,7 +196,10 @@ _TODAY = re.compile(rf"(lambda-)?{SOURCE}[0-9a-f]{{16}}")
 
 def is_moved(old: str, new: str) -> bool:
     "Return whether two names are of one object in files of one name; their digests say whether the code is the same."
-    both = [(Path(place).name, attribute) for place, _, attribute in (old.partition(":"), new.partition(":"))]
+    both = [
+        (Path(place).name, attribute)
+        for place, _, attribute in (old.partition(":"), new.partition(":"))
+    ]
     return both[0] == both[1] and all(is_own_name(name) and ".py:" in name for name in (old, new))
 
 

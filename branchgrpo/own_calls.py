@@ -113,14 +113,26 @@ def put_search_path_back(before: list[str]) -> None:
     sys.path[:] = [*before, *(folder for folder in sys.path if folder not in before)]
 
 # %% ../nbs/basics/06_own_calls.ipynb #c0a1100e
-WATCHED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGCHLD", "SIGPIPE")
+WATCHED = (
+    "SIGINT",
+    "SIGTERM",
+    "SIGHUP",
+    "SIGQUIT",
+    "SIGUSR1",
+    "SIGUSR2",
+    "SIGALRM",
+    "SIGCHLD",
+    "SIGPIPE",
+)
 
 
 def signal_handlers() -> dict[int, Any] | None:
     "Return who handles the signals; None outside of the main thread, where Python lets nobody change it."
     if threading.current_thread() is not threading.main_thread():
         return None
-    return {number: signal.getsignal(number) for number in (getattr(signal, name) for name in WATCHED)}
+    return {
+        number: signal.getsignal(number) for number in (getattr(signal, name) for name in WATCHED)
+    }
 
 
 def set_signal_handlers(handlers: dict[int, Any] | None) -> None:
@@ -144,7 +156,9 @@ def set_warning_filters(found: tuple) -> None:
 
 def log_levels() -> tuple:
     "Return the levels of all loggers, and the handlers of the first."
-    loggers = [one for one in logging.root.manager.loggerDict.values() if isinstance(one, logging.Logger)]
+    loggers = [
+        one for one in logging.root.manager.loggerDict.values() if isinstance(one, logging.Logger)
+    ]
     levels = {one: one.level for one in (logging.root, *loggers)}
     return levels, list(logging.root.handlers), logging.root.manager.disable
 
@@ -162,7 +176,10 @@ DEVICES = ("cpu", "cuda")
 
 def autocast_state() -> list[Any]:
     "Return where and with which type autocast is on."
-    on = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in DEVICES]
+    on = [
+        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        for device in DEVICES
+    ]
     return [*on, torch.is_autocast_cache_enabled()]
 
 
@@ -178,10 +195,17 @@ def set_autocast_state(found: list[Any]) -> None:
 def kernel_flags() -> list[Any]:
     "Return the flags by which PyTorch chooses its kernels."
     cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
-    strict = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    strict = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
     of_cudnn = cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32
-    attention = [cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()]
+    attention = [
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+    ]
     attention.append(cuda.cudnn_sdp_enabled())
     return [strict, anomaly, of_cudnn, attention, torch.get_float32_matmul_precision()]
 
@@ -193,7 +217,12 @@ def set_kernel_flags(found: list[Any]) -> None:
     torch.use_deterministic_algorithms(strict[0], warn_only=strict[1])
     torch.set_anomaly_enabled(*anomaly)
     cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32 = of_cudnn
-    setters = cuda.enable_flash_sdp, cuda.enable_mem_efficient_sdp, cuda.enable_math_sdp, cuda.enable_cudnn_sdp
+    setters = (
+        cuda.enable_flash_sdp,
+        cuda.enable_mem_efficient_sdp,
+        cuda.enable_math_sdp,
+        cuda.enable_cudnn_sdp,
+    )
     for switch, on in zip(setters, attention):
         switch(on)
     torch.set_float32_matmul_precision(precision)
@@ -266,7 +295,9 @@ def put_back(name: str, parts: dict[str, Part], before: dict[str, Any]) -> None:
         if not part.quiet and (name, what) not in SAID:
             SAID.add((name, what))
             text = f"{name} changed {what}; this was put back, as after each call"
-            warnings.warn_explicit(text, UserWarning, "own code", 1)  # one line: no source line follows
+            warnings.warn_explicit(
+                text, UserWarning, "own code", 1
+            )  # one line: no source line follows
 
 
 @contextmanager
@@ -276,7 +307,11 @@ def as_before(name: str, parts: dict[str, Part] = PARTS) -> Iterator[None]:
     Its random states and variables of the environment are its own, and the next code inside finds them.
     Raises `ValueError` if it leaves inference mode on."""
     before = {what: part.read() for what, part in parts.items()}
-    states, variables, inference = random_states(), dict(os.environ), torch.is_inference_mode_enabled()
+    states, variables, inference = (
+        random_states(),
+        dict(os.environ),
+        torch.is_inference_mode_enabled(),
+    )
     set_random_states(LEFT.get("states", states))
     set_variables(LEFT["variables"])
     try:

@@ -42,10 +42,18 @@ class RolloutPlan:
     trained: frozenset[int] = None  # steps with a gradient; None: the steps that draw noise
     noisy_last: bool = False  # the last step may draw noise, although its x̂₀ is the image
     same_root: bool = False  # all roots of a prompt have the same initial noise
-    side: dict[int, int] = field(default_factory=dict)  # {step: branches that leave a chain without noise there}
-    fans: dict[int, tuple[int, ...]] = field(default_factory=dict)  # {step: children of each node, not all alike}
-    previews: dict[int, tuple[int, ...]] = field(default_factory=dict)  # {depth: steps of each completion of a node}
-    preview_levels: str = "grid"  # levels of the completions: of the rollout's grid, or even parts of what is left
+    side: dict[int, int] = field(
+        default_factory=dict
+    )  # {step: branches that leave a chain without noise there}
+    fans: dict[int, tuple[int, ...]] = field(
+        default_factory=dict
+    )  # {step: children of each node, not all alike}
+    previews: dict[int, tuple[int, ...]] = field(
+        default_factory=dict
+    )  # {depth: steps of each completion of a node}
+    preview_levels: str = (
+        "grid"  # levels of the completions: of the rollout's grid, or even parts of what is left
+    )
 
     def __post_init__(self):
         _complete_fields(self)
@@ -62,24 +70,34 @@ class RolloutPlan:
     # Shapes with a name; `options` are further fields.
 
     @classmethod
-    def tree(cls, steps: int, splits: Iterable[int], branch_factor: int = 2, **options) -> "RolloutPlan":
+    def tree(
+        cls, steps: int, splits: Iterable[int], branch_factor: int = 2, **options
+    ) -> "RolloutPlan":
         "Return a tree from one noise with `branch_factor` children at each of `splits`. Source: BranchGRPO Sec. 4.2."
         return cls(steps, splits=dict.fromkeys(splits, branch_factor), **options)
 
     @classmethod
-    def chains(cls, steps: int, group_size: int, same_noise: bool = True, **options) -> "RolloutPlan":
+    def chains(
+        cls, steps: int, group_size: int, same_noise: bool = True, **options
+    ) -> "RolloutPlan":
         "Return chains from one noise (a star, split at step 0; DanceGRPO) or each from its own (Flow-GRPO)."
         if same_noise:
             return cls(steps, splits={0: group_size}, **options)
         return cls(steps, roots=group_size, **options)
 
     @classmethod
-    def funnel(cls, steps: int, group_sizes: Sequence[int], prune_at: Sequence[int], **options) -> "RolloutPlan":
+    def funnel(
+        cls, steps: int, group_sizes: Sequence[int], prune_at: Sequence[int], **options
+    ) -> "RolloutPlan":
         "Return chains of which `group_sizes[k + 1]` survive step `prune_at[k]`. Source: Pro-GRPO Sec. 3.3."
         if len(group_sizes) != len(prune_at) + 1:
-            raise ValueError(f"group_sizes: {len(group_sizes)} sizes for {len(prune_at)} pruning steps, not one more")
+            raise ValueError(
+                f"group_sizes: {len(group_sizes)} sizes for {len(prune_at)} pruning steps, not one more"
+            )
         _check_rising("prune_at", prune_at)
-        return cls(steps, roots=group_sizes[0], prune_at=dict(zip(prune_at, group_sizes[1:])), **options)
+        return cls(
+            steps, roots=group_sizes[0], prune_at=dict(zip(prune_at, group_sizes[1:])), **options
+        )
 
     # Nodes of one prompt's tree.
 
@@ -152,7 +170,10 @@ class RolloutPlan:
     @property
     def preview_calls(self) -> int:
         "Return the denoiser calls that previews add: n − 1 for a completion of n steps."
-        return sum(len(self.preview_nodes(d)) * sum(n - 1 for n in steps) for d, steps in self.previews.items())
+        return sum(
+            len(self.preview_nodes(d)) * sum(n - 1 for n in steps)
+            for d, steps in self.previews.items()
+        )
 
     @property
     def preview_images(self) -> int:
@@ -224,10 +245,14 @@ def _step_table(name: str, given: Mapping[int, int], steps: int, what: str) -> d
 PREVIEW_LEVELS = ("grid", "even")
 
 
-def _preview_table(given: Mapping[int, Iterable[int]], steps: int, levels: str) -> dict[int, tuple[int, ...]]:
+def _preview_table(
+    given: Mapping[int, Iterable[int]], steps: int, levels: str
+) -> dict[int, tuple[int, ...]]:
     "Return `given` sorted by depth, each completion checked to be possible; a depth without one is left out."
     check_one_of("preview_levels", levels, PREVIEW_LEVELS)
-    table = {int(depth): tuple(int(n) for n in numbers) for depth, numbers in sorted(dict(given).items())}
+    table = {
+        int(depth): tuple(int(n) for n in numbers) for depth, numbers in sorted(dict(given).items())
+    }
     for depth, numbers in table.items():
         left = steps - depth
         if not 0 <= depth < steps:
@@ -236,7 +261,9 @@ def _preview_table(given: Mapping[int, Iterable[int]], steps: int, levels: str) 
             if n < 1:
                 raise ValueError(f"previews: {n} steps at depth {depth} are below 1")
             if levels == "grid" and n > left:
-                raise ValueError(f"previews: {n} steps at depth {depth} are more than the {left} that are left there")
+                raise ValueError(
+                    f"previews: {n} steps at depth {depth} are more than the {left} that are left there"
+                )
     return {depth: numbers for depth, numbers in table.items() if numbers}
 
 # %% ../nbs/04_plan.ipynb #6c32b064
@@ -254,11 +281,20 @@ def _complete_fields(plan: RolloutPlan) -> None:
     put("splits", _step_table("splits", plan.splits, n, "factor"))
     put("prune_at", _step_table("prune_at", plan.prune_at, n, "number of survivors"))
     put("side", _step_table("side", plan.side, n, "number of branches"))
-    put("fans", {int(step): tuple(map(int, children)) for step, children in sorted(dict(plan.fans).items())})
+    put(
+        "fans",
+        {
+            int(step): tuple(map(int, children))
+            for step, children in sorted(dict(plan.fans).items())
+        },
+    )
     _step_set("fans", plan.fans, n)
     put("previews", _preview_table(plan.previews, n, plan.preview_levels))
     every = plan.side or range(n)
-    put("stochastic", _step_set("stochastic", every if plan.stochastic is None else plan.stochastic, n))
+    put(
+        "stochastic",
+        _step_set("stochastic", every if plan.stochastic is None else plan.stochastic, n),
+    )
     put("trained", plan.drawn if plan.trained is None else _step_set("trained", plan.trained, n))
 
 # %% ../nbs/04_plan.ipynb #324e0c9b
@@ -268,12 +304,18 @@ def _check_side(plan: RolloutPlan) -> None:
         return
     last, steps = plan.steps - 1, sorted(plan.side)
     if last in plan.side:
-        raise ValueError(f"side: step {last} is the last, whose branches are one image; 0…{last - 1} are allowed")
+        raise ValueError(
+            f"side: step {last} is the last, whose branches are one image; 0…{last - 1} are allowed"
+        )
     for name in ("splits", "prune_at", "noisy_last"):
         if getattr(plan, name):
-            raise ValueError(f"{name}: {getattr(plan, name)} is not possible with side branches, at steps {steps}")
+            raise ValueError(
+                f"{name}: {getattr(plan, name)} is not possible with side branches, at steps {steps}"
+            )
     if plan.stochastic != set(steps):
-        raise ValueError(f"stochastic: steps {sorted(plan.stochastic)} are not those of the side branches, {steps}")
+        raise ValueError(
+            f"stochastic: steps {sorted(plan.stochastic)} are not those of the side branches, {steps}"
+        )
 
 
 def _check_fields(plan: RolloutPlan) -> None:
@@ -282,15 +324,21 @@ def _check_fields(plan: RolloutPlan) -> None:
     for i in sorted(plan.trained - plan.stochastic):
         raise ValueError(f"trained: step {i} is not stochastic")
     if last in plan.trained and not plan.noisy_last:
-        raise ValueError(f"trained: step {last} is the last, which draws no noise without noisy_last")
+        raise ValueError(
+            f"trained: step {last} is the last, which draws no noise without noisy_last"
+        )
     for i, factor in plan.splits.items():
         if factor > 1 and i not in plan.stochastic:
             raise ValueError(f"splits: step {i} is not stochastic, so siblings would be equal")
         if factor > 1 and i == last:
-            raise ValueError(f"splits: step {i} is the last, whose siblings are one image; 0…{last - 1} are allowed")
+            raise ValueError(
+                f"splits: step {i} is the last, whose siblings are one image; 0…{last - 1} are allowed"
+            )
     for i, k in plan.prune_at.items():
         if k > plan.populations[i]:
-            raise ValueError(f"prune_at: {k} survivors at step {i} are more than the {plan.populations[i]} nodes there")
+            raise ValueError(
+                f"prune_at: {k} survivors at step {i} are more than the {plan.populations[i]} nodes there"
+            )
 
 
 def _check_fans(plan: RolloutPlan) -> None:
@@ -299,9 +347,13 @@ def _check_fans(plan: RolloutPlan) -> None:
         if i in plan.splits or i in plan.prune_at or plan.side:
             raise ValueError(f"fans: step {i} cannot split, prune or have side branches, too")
         if i not in plan.stochastic or i == plan.steps - 1:
-            raise ValueError(f"fans: step {i} draws no noise, or is the last, so siblings would be equal")
+            raise ValueError(
+                f"fans: step {i} draws no noise, or is the last, so siblings would be equal"
+            )
         if len(children) != plan.populations[i] or min(children) < 1:
-            raise ValueError(f"fans: {children} at step {i} are not {plan.populations[i]} numbers of at least 1")
+            raise ValueError(
+                f"fans: {children} at step {i} are not {plan.populations[i]} numbers of at least 1"
+            )
 
 
 def _check_rising(name: str, steps: Iterable[int]) -> None:

@@ -49,9 +49,13 @@ def make_window(s: MethodSettings) -> Window:
         raise ValueError(f"window_size: {size} steps do not fit before the last of {steps} steps")
     if max(start, stop) + size > steps:
         name, first = ("window_stop", stop) if stop >= start else ("window_start", start)
-        raise ValueError(f"{name}: {first} lets a window of {size} steps end after the last of {steps} steps")
+        raise ValueError(
+            f"{name}: {first} lets a window of {size} steps end after the last of {steps} steps"
+        )
     if s.window_stop is None and s.window_stride > 0 and start > stop:
-        raise ValueError(f"window_start: {start} is above {stop}; {size} steps must end before the last of {steps}")
+        raise ValueError(
+            f"window_start: {start} is above {stop}; {size} steps must end before the last of {steps}"
+        )
     return Window(size, stop, start, s.window_every, s.window_stride, s.window)
 
 
@@ -66,7 +70,9 @@ def at_places(s: MethodSettings) -> Iterator[MethodSettings]:
         yield s
         return
     for place in window_places(make_window(s)):
-        yield replace(s, window="progressive", window_start=place, window_stop=place, window_stride=1)
+        yield replace(
+            s, window="progressive", window_start=place, window_stop=place, window_stride=1
+        )
 
 # %% ../nbs/basics/03_planning.ipynb #73fe4047
 def _one_of(setting: str, value: str, table: dict):
@@ -122,7 +128,9 @@ def noise_grid(s: MethodSettings, iteration: int = 0, policy: Any = None) -> tup
     "Return the times `(T,)` and the levels `(T + 1,)` of an iteration, steps merged and a solver's tail thinned."
     times, sigmas = flow_levels(s, policy)
     left = merged_levels(s.steps, s.merged)
-    grids = [with_tail(s, iteration, grid[left]) for grid in (torch.cat([times, sigmas[-1:]]), sigmas)]
+    grids = [
+        with_tail(s, iteration, grid[left]) for grid in (torch.cat([times, sigmas[-1:]]), sigmas)
+    ]
     return grids[0][:-1], grids[1]
 
 # %% ../nbs/basics/03_planning.ipynb #44aba9a2
@@ -148,7 +156,9 @@ def completions_of(previews: str) -> list[str]:
             allowed = "none, or of x0, ode, ode/2 or a number of steps, joined by +"
             raise ValueError(f"previews: {shown(word)} in {shown(previews)} is not {allowed}")
     if len(words) > MOST_COMPLETIONS:
-        raise ValueError(f"previews: {len(words)} completions of a node are more than {MOST_COMPLETIONS}")
+        raise ValueError(
+            f"previews: {len(words)} completions of a node are more than {MOST_COMPLETIONS}"
+        )
     return words
 
 # %% ../nbs/basics/03_planning.ipynb #2fe23fd1
@@ -168,7 +178,13 @@ def preview_depths(at: tuple[int, ...] | str, plan: RolloutPlan) -> list[int]:
     if isinstance(at, str):
         last = max(plan.drawn, default=-1)
         around = {depth for i in plan.drawn for depth in (i, i + 1) if depth <= last}
-        return sorted(_one_of("preview_at", at, {"drawn": around, "after": {i + 1 for i in plan.drawn} - {plan.steps}}))
+        return sorted(
+            _one_of(
+                "preview_at",
+                at,
+                {"drawn": around, "after": {i + 1 for i in plan.drawn} - {plan.steps}},
+            )
+        )
     for depth in at:
         if not 0 <= depth < plan.steps:
             raise ValueError(f"preview_at: depth {depth} is outside 0…{plan.steps - 1}")
@@ -179,7 +195,9 @@ def with_previews(s: MethodSettings, plan: RolloutPlan) -> RolloutPlan:
     "Return `plan` with the previews of the settings. Raise `ValueError` naming the setting that is wrong."
     words, depths = completions_of(s.previews), preview_depths(s.preview_at, plan)
     if words and s.tail_ratio:
-        raise ValueError(f"previews: {s.previews!r} needs tail_ratio 0, not {s.tail_ratio}; a solver is not completed")
+        raise ValueError(
+            f"previews: {s.previews!r} needs tail_ratio 0, not {s.tail_ratio}; a solver is not completed"
+        )
     levels = s.preview_levels
     table = {d: tuple(steps_of(word, plan.steps - d, levels) for word in words) for d in depths}
     return replace(plan, previews=table if words else {}, preview_levels=levels)
@@ -209,7 +227,9 @@ def split_scales(s: MethodSettings, iteration: int) -> dict[str, Any]:  # {optio
     Raises `ValueError` if `split_density` is plain although no noise is scaled."""
     scaled = dict.fromkeys(split_steps(s, iteration), s.s)
     scales = _one_of("split_noise", s.split_noise, {"correlated": {}, "scaled": scaled})
-    option = _one_of("split_density", s.split_density, {"drawn": "amplitude", "plain": "draw_scale"})
+    option = _one_of(
+        "split_density", s.split_density, {"drawn": "amplitude", "plain": "draw_scale"}
+    )
     if (s.split_noise, s.split_density) == ("correlated", "plain"):
         raise ValueError("split_density: 'plain' needs split_noise 'scaled', not 'correlated'")
     return {option: scales}
@@ -229,7 +249,9 @@ def noise_factors(s: MethodSettings, iteration: int = 0) -> dict[int, float]:
             within = "the window's steps, " if inside else ""
             raise ValueError(f"noise_factors: step {step} is outside {within}0…{len(steps) - 1}")
         if not 0 <= factor <= sys.float_info.max:
-            raise ValueError(f"noise_factors: {shown(factor)} at step {step} is not a finite number of at least 0")
+            raise ValueError(
+                f"noise_factors: {shown(factor)} at step {step} is not a finite number of at least 0"
+            )
     return {steps[step]: factor for step, factor in s.noise_factors.items()}
 
 # %% ../nbs/basics/03_planning.ipynb #78080e6d
@@ -237,7 +259,9 @@ def flow_process(s: MethodSettings, policy=None, iteration: int = 0) -> Transiti
     "Return the reverse process of a flow model at `iteration`."
     (times, sigmas), start = noise_grid(s, iteration, policy), tail_start(s, iteration)
     tail = None if start is None else SolverTail(dpm_solver(sigmas[start:]), start)
-    process = flow_transition(s.transition, sigmas, s.eta, times, tail=tail, **split_scales(s, iteration))
+    process = flow_transition(
+        s.transition, sigmas, s.eta, times, tail=tail, **split_scales(s, iteration)
+    )
     return with_factors(process, noise_factors(s, iteration))
 
 # %% ../nbs/basics/03_planning.ipynb #7b0b4c8c
@@ -275,7 +299,9 @@ def sampling_process(policy, steps: int, shift: float | str | None = None) -> Tr
         return policy.own_process(steps)
     kinds = {"flow": "dance", "diffusion": "ddim"}
     shift = 3.0 if shift is None else shift
-    s = replace(NEUTRAL, steps=steps, shift=shift, transition=kinds[policy.kind], eta=0.0, splits=())
+    s = replace(
+        NEUTRAL, steps=steps, shift=shift, transition=kinds[policy.kind], eta=0.0, splits=()
+    )
     return process_of(s, policy)
 
 # %% ../nbs/basics/03_planning.ipynb #1d4310bf
@@ -287,8 +313,12 @@ def check_process(s: MethodSettings, kind: str) -> None:
     if kind == "flow":
         flow_process(s)
     elif s.transition != "ddim":
-        raise ValueError(f"transition: {s.transition!r} is not ddim, the only one of a diffusion model")
+        raise ValueError(
+            f"transition: {s.transition!r} is not ddim, the only one of a diffusion model"
+        )
     elif s.tail_ratio:
         raise ValueError(f"tail_ratio: {s.tail_ratio} is not 0, as a diffusion model needs")
     elif s.preview_levels != "grid":
-        raise ValueError(f"preview_levels: {s.preview_levels!r} is not grid, as a diffusion model needs")
+        raise ValueError(
+            f"preview_levels: {s.preview_levels!r} is not grid, as a diffusion model needs"
+        )

@@ -23,7 +23,9 @@ class Policy(Protocol):
     dtype: torch.dtype  # of the denoiser
     denoiser: nn.Module  # what is trained
     call: Any  # what `predict` calls: the denoiser, or the module that a trainer puts in its place
-    first_frames: Callable[[list[str]], Sequence[Tensor]] | None  # prompts -> P images that clips start from
+    first_frames: (
+        Callable[[list[str]], Sequence[Tensor]] | None
+    )  # prompts -> P images that clips start from
 
     def encode(self, prompts: list[str]) -> dict[str, Tensor]:
         "Return the conditioning of P prompts: tensors with P rows."

@@ -56,7 +56,10 @@ def rows_of(prompts: Sequence[str]) -> list[dict]:
 # %% ../nbs/basics/05_prompts.ipynb #46d396f9
 def plain_prompts(prompts: list[str]) -> set[str]:
     "Return the prompts in lower case with single spaces, each with its image if it has one."
-    return {f"{' '.join(p.lower().split())}\n{row.get('image', '')}" for p, row in zip(prompts, rows_of(prompts))}
+    return {
+        f"{' '.join(p.lower().split())}\n{row.get('image', '')}"
+        for p, row in zip(prompts, rows_of(prompts))
+    }
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,9 @@ class PromptSet:
 
     def without_repeats(self) -> "PromptSet":
         "Return the set with every prompt once in each part."
-        return replace(self, train=list(dict.fromkeys(self.train)), test=list(dict.fromkeys(self.test)))
+        return replace(
+            self, train=list(dict.fromkeys(self.train)), test=list(dict.fromkeys(self.test))
+        )
 
     def checks(self, images: Tensor, prompts: list[str]) -> dict[str, Tensor]:
         "Return what `check` says of images, `{aspect: (B,)}`; a check of yours gets copies."
@@ -128,7 +133,11 @@ def prompt_of(row: Any, key: str, where: str) -> str:
     found = row.get(key) if isinstance(row, dict) else None
     if not isinstance(found, str):
         has = isinstance(row, dict) and key in row
-        what = f"{shown(found)} in {key!r}, not a text" if has else f"no {key!r}, which other lines have"
+        what = (
+            f"{shown(found)} in {key!r}, not a text"
+            if has
+            else f"no {key!r}, which other lines have"
+        )
         raise ValueError(f"prompts: {where} has {what}")
     text = bare(found)
     if not text:
@@ -144,7 +153,9 @@ def table_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"it names {next(name for name in names if names.count(name) > 1)!r} twice")
+        raise ValueError(
+            f"it names {next(name for name in names if names.count(name) > 1)!r} twice"
+        )
     return table
 
 
@@ -168,7 +179,9 @@ def read_rows(path: str | Path) -> list[dict]:
     path = Path(path)
     name = shown(str(path))
     if path.suffix.lower() not in ENDINGS:
-        raise ValueError(f"prompts: {name} ends in {path.suffix!r}; only .txt and .jsonl files are read")
+        raise ValueError(
+            f"prompts: {name} ends in {path.suffix!r}; only .txt and .jsonl files are read"
+        )
     lines = {n: line for n, line in enumerate(read_lines(path), 1) if line}
     if path.suffix.lower() != ".jsonl":
         for n, line in lines.items():
@@ -179,7 +192,9 @@ def read_rows(path: str | Path) -> list[dict]:
     rows = {n: read_row(line, n, path) for n, line in lines.items()}
     key = prompt_key(list(rows.values()))
     if key is None:
-        raise ValueError(f"prompts: {name} has a line without a text in 'prompt', 'caption' or 'text'")
+        raise ValueError(
+            f"prompts: {name} has a line without a text in 'prompt', 'caption' or 'text'"
+        )
     return [row | {"prompt": prompt_of(row, key, f"line {n} of {name}")} for n, row in rows.items()]
 
 # %% ../nbs/basics/05_prompts.ipynb #59dbd502
@@ -202,10 +217,14 @@ def read_frame(path: Path, setting: str = "prompts") -> Tensor:
                 grey = torch.from_numpy(np.array(image).astype(np.float32) / 65535)
                 return grey.expand(3, -1, -1)
             if image.has_transparency_data and np.array(image.convert("RGBA"))[..., 3].min() < 255:
-                raise ValueError(f"{setting}: {shown(str(path))} has transparent pixels; save it without them")
+                raise ValueError(
+                    f"{setting}: {shown(str(path))} has transparent pixels; save it without them"
+                )
             return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1) / 255
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{setting}: {shown(str(path))} is not a readable image ({type(error).__name__})") from None
+        raise ValueError(
+            f"{setting}: {shown(str(path))} is not a readable image ({type(error).__name__})"
+        ) from None
 
 # %% ../nbs/basics/05_prompts.ipynb #f81d81df
 def frames_beside(rows: list[dict], folder: Path) -> Callable | None:
@@ -231,7 +250,9 @@ def from_rows(train: list[dict], test: list[dict], folder: str | Path = ".") -> 
     def prompts(part: list[dict]) -> list[str]:
         return [Prompt(row["prompt"], row if len(row) > 1 else {}) for row in part]
 
-    return PromptSet(prompts(train), prompts(test), first_frames=frames_beside([*train, *test], Path(folder)))
+    return PromptSet(
+        prompts(train), prompts(test), first_frames=frames_beside([*train, *test], Path(folder))
+    )
 
 # %% ../nbs/basics/05_prompts.ipynb #90d994c7
 def from_texts(texts: list[str]) -> PromptSet:
@@ -255,10 +276,14 @@ def part_file(folder: Path, part: str) -> Path | None:
     """Return the file of `part` (train or test) in a folder: train.jsonl, color_train.txt, …; None if there is none.
 
     Raises `ValueError` if several have such a name."""
-    texts = [path for path in sorted(folder.glob("*.*")) if path.suffix.lower() in (".jsonl", ".txt")]
+    texts = [
+        path for path in sorted(folder.glob("*.*")) if path.suffix.lower() in (".jsonl", ".txt")
+    ]
     stems = {path: path.stem.lower().removesuffix(METADATA) for path in texts if path.is_file()}
     for fits in (str.__eq__, lambda stem, name: stem.endswith(f"_{name}")):
-        found = [path for name in PART_NAMES[part] for path, stem in stems.items() if fits(stem, name)]
+        found = [
+            path for name in PART_NAMES[part] for path, stem in stems.items() if fits(stem, name)
+        ]
         if len(found) > 1:
             raise ValueError(
                 f"prompts: the folder {str(folder)!r} has {found[0].name!r} and {found[1].name!r}; name one"
@@ -279,8 +304,12 @@ def from_path(path: str | Path) -> PromptSet:
     if not path.is_dir():
         raise ValueError(f"prompts: {str(path)!r} is neither a file nor a folder")
     if not found:
-        raise ValueError(f"prompts: the folder {str(path)!r} has neither train.txt, test.txt, nor the same as .jsonl")
-    return from_rows(read_rows(found[0]), read_rows(found[-1]), path)  # one file serves as both parts
+        raise ValueError(
+            f"prompts: the folder {str(path)!r} has neither train.txt, test.txt, nor the same as .jsonl"
+        )
+    return from_rows(
+        read_rows(found[0]), read_rows(found[-1]), path
+    )  # one file serves as both parts
 
 # %% ../nbs/basics/05_prompts.ipynb #b8a6fce7
 COLUMNS = ("prompt", "Prompt", "Prompts", "caption", "text")
@@ -328,7 +357,9 @@ CONVERTED = "refs/convert/parquet"  # where the hub keeps what it has made of a 
 
 def why_unreadable(error: BaseException) -> str:
     "Return what `datasets` could not read: of an error that says only that there is one, its cause."
-    said = " ".join(str(error).removeprefix("An error occurred while generating the dataset").split())
+    said = " ".join(
+        str(error).removeprefix("An error occurred while generating the dataset").split()
+    )
     cause = error.__cause__ or error.__context__
     return reason(said, 200) if said or cause is None else why_unreadable(cause)
 
@@ -359,7 +390,9 @@ def read_dataset(where: str) -> dict:
     if str(failed).startswith("prompts: "):
         raise failed
     if not str(failed).startswith(SCRIPT):
-        raise ValueError(f"prompts: {where!r} cannot be read by datasets ({why_unreadable(failed)})") from None
+        raise ValueError(
+            f"prompts: {where!r} cannot be read by datasets ({why_unreadable(failed)})"
+        ) from None
     try:
         return prepared(where, revision=CONVERTED)
     except Exception:
@@ -373,7 +406,9 @@ def dataset_rows(name: str, data: Any, column: str) -> list[dict]:
     rows = []
     for n, row in enumerate(data, 1):
         if not isinstance(row[column], str):
-            raise ValueError(f"prompts: row {n} of {name!r} has {shown(row[column])} in {column!r}, not a text")
+            raise ValueError(
+                f"prompts: row {n} of {name!r} has {shown(row[column])} in {column!r}, not a text"
+            )
         text = bare(row[column])
         known = {key: value for key, value in row.items() if value is not None and key != column}
         rows += [known | {"prompt": text}] if text else []
@@ -386,7 +421,9 @@ def prompt_column(parts: dict) -> str | None:
     "Return the first of `COLUMNS` that has a value in any row of the parts of a data set."
     has = next(iter(parts.values())).features
     for column in COLUMNS:
-        if column in has and any(value is not None for data in parts.values() for value in data[column]):
+        if column in has and any(
+            value is not None for data in parts.values() for value in data[column]
+        ):
             return column
     return None
 
@@ -401,9 +438,15 @@ def from_hub(name: str) -> PromptSet:
     has = next(iter(parts.values())).features
     column = chosen or prompt_column(parts)
     if column is None or column not in has:
-        raise ValueError(f"prompts: {where!r} has no column {column or 'prompt'!r}; it has {', '.join(has)}")
-    plain = [column] if chosen else [key for key, kind in has.items() if not hasattr(kind, "decode")]  # no images
-    rows = {part: dataset_rows(name, data.select_columns(plain), column) for part, data in parts.items()}
+        raise ValueError(
+            f"prompts: {where!r} has no column {column or 'prompt'!r}; it has {', '.join(has)}"
+        )
+    plain = (
+        [column] if chosen else [key for key, kind in has.items() if not hasattr(kind, "decode")]
+    )  # no images
+    rows = {
+        part: dataset_rows(name, data.select_columns(plain), column) for part, data in parts.items()
+    }
     train = rows.get("train", rows[next(iter(rows))])
     return from_rows(train, rows.get("test") or rows.get("validation") or train)
 
@@ -417,12 +460,20 @@ class PaperSet(NamedTuple):
 
 _HPDV2 = "DanceGRPO's assets/prompts.txt as train.txt, HPSv2's benchmark as test.txt"
 PAPER_SETS = {
-    "hpdv2": PaperSet(None, f"HPDv2: 103k training and 400 test prompts (BranchGRPO Sec. 4.1); {_HPDV2}"),
-    "pickapic": PaperSet("yuvalkirstain/pickapic_v1_no_images:caption", "Pick-a-Pic (Pro-GRPO Sec. 6.1)"),
+    "hpdv2": PaperSet(
+        None, f"HPDv2: 103k training and 400 test prompts (BranchGRPO Sec. 4.1); {_HPDV2}"
+    ),
+    "pickapic": PaperSet(
+        "yuvalkirstain/pickapic_v1_no_images:caption", "Pick-a-Pic (Pro-GRPO Sec. 6.1)"
+    ),
     "drawbench": PaperSet("sayakpaul/drawbench:Prompts", "DrawBench: 200 prompts (Pro-GRPO)"),
     "partiprompts": PaperSet("nateraw/parti-prompts:Prompt", "PartiPrompts: 1,632 prompts"),
-    "geneval": PaperSet(None, "GenEval: Flow-GRPO's dataset/geneval as train.jsonl (metadata) and test.jsonl"),
-    "t2i-compbench": PaperSet(None, "T2I-CompBench++: its examples/dataset files, one category per file"),
+    "geneval": PaperSet(
+        None, "GenEval: Flow-GRPO's dataset/geneval as train.jsonl (metadata) and test.jsonl"
+    ),
+    "t2i-compbench": PaperSet(
+        None, "T2I-CompBench++: its examples/dataset files, one category per file"
+    ),
 }
 
 # %% ../nbs/basics/05_prompts.ipynb #8afa7443
@@ -454,7 +505,9 @@ def prompts_contract(entry: Any, label: str) -> Any:
 def checked_prompts(found: Any, label: str) -> Any:
     "Return the prompts that a function of yours returned. Raise `ValueError` if they are none."
     if not isinstance(found, (PromptSet, list, tuple)):
-        raise ValueError(f"{label} returned {type(found).__name__}, not a PromptSet or a list of texts")
+        raise ValueError(
+            f"{label} returned {type(found).__name__}, not a PromptSet or a list of texts"
+        )
     return found
 
 
@@ -508,7 +561,9 @@ def load_named(name: str) -> PromptSet:
     if Path(name).suffix in (".txt", ".jsonl"):
         raise ValueError(f"prompts: {shown(name)} is not there: there is no such file")
     known = unknown_name_error("prompts", name, [*PROMPT_SETS.names(), *PAPER_SETS])
-    others = "a .txt or .jsonl file, a folder, a hub name owner/data, or your own: my_prompts.py:name"
+    others = (
+        "a .txt or .jsonl file, a folder, a hub name owner/data, or your own: my_prompts.py:name"
+    )
     raise ValueError(f"{known} (also allowed: {others})")
 
 # %% ../nbs/basics/05_prompts.ipynb #7ec058ce
@@ -525,12 +580,17 @@ def remarks(prompts: PromptSet, count: int | None = None) -> list[str]:
     "Return lines about what one may not expect of a set: repeated prompts, and a sample of `count` test prompts."
     once = prompts.without_repeats()
     lines = []
-    parts = {"lines to train on": (prompts.train, once.train), "lines to test on": (prompts.test, once.test)}
+    parts = {
+        "lines to train on": (prompts.train, once.train),
+        "lines to test on": (prompts.test, once.test),
+    }
     if prompts.train == prompts.test:
         parts = {"lines": (prompts.test, once.test)}
     for what, (given, different) in parts.items():
         if len(different) < len(given):
-            lines.append(f"prompts: {len(given)} {what}, {len(different)} different; each line counts")
+            lines.append(
+                f"prompts: {len(given)} {what}, {len(different)} different; each line counts"
+            )
     if count is not None and count < len(prompts.test) and not prompts.shuffled:
         what = f"{count} of {len(prompts.test)} test prompts are drawn"
         lines.append(f"prompts: {what}, a random sample that stays the same")

@@ -47,7 +47,9 @@ def edges_kept(keep: list[Tensor]) -> Tensor:
 # %% ../nbs/12_pruning.ipynb #fd562fb1
 def checked_mask(found: Any, label: str, tree: Tree, *others: Any) -> list[Tensor] | None:
     "Return the depth mask that a rule of yours returned. Raise `ValueError` if it is none."
-    return None if found is None else checked_depths(found, label, tree, "true or false", shared=True)
+    return (
+        None if found is None else checked_depths(found, label, tree, "true or false", shared=True)
+    )
 
 
 def pruning_contract(entry: Any, label: str) -> Any:
@@ -77,7 +79,9 @@ def _none(tree, values, leaf_rewards, options):
 
 # %% ../nbs/12_pruning.ipynb #be55fc98
 @PRUNINGS.register("parent-top1")
-def parent_top1(tree: Tree, values: list[Tensor], leaf_rewards: Tensor, options: PruningOptions) -> list[Tensor]:
+def parent_top1(
+    tree: Tree, values: list[Tensor], leaf_rewards: Tensor, options: PruningOptions
+) -> list[Tensor]:
     """Return a depth mask that keeps, after the last split, only the chain of each parent's best child.
 
     `values`: fused rewards or advantages, `(P, W_d)` per depth. Source: BranchGRPO Sec. 4.4, WidPru.
@@ -95,7 +99,9 @@ def parent_top1(tree: Tree, values: list[Tensor], leaf_rewards: Tensor, options:
 
 # %% ../nbs/12_pruning.ipynb #b2a6bf40
 @PRUNINGS.register("extreme")
-def extreme(tree: Tree, values: list[Tensor], leaf_rewards: Tensor, options: PruningOptions) -> list[Tensor]:
+def extreme(
+    tree: Tree, values: list[Tensor], leaf_rewards: Tensor, options: PruningOptions
+) -> list[Tensor]:
     """Return a depth mask that keeps the chains of each tree's b best and b worst leaves; b is `prune_keep`.
 
     Raises `ValueError` if b is below 1. Source: BranchGRPO Sec. 4.4 (which does not give b).
@@ -113,7 +119,9 @@ def _depth_window(tree, values, leaf_rewards, o):
     return depth_window(tree.plan, o.iteration, *window)
 
 # %% ../nbs/12_pruning.ipynb #67661bcb
-def random_steps(tree: Tree, fraction: float, generators: Sequence[torch.Generator]) -> list[Tensor]:
+def random_steps(
+    tree: Tree, fraction: float, generators: Sequence[torch.Generator]
+) -> list[Tensor]:
     """Return a depth mask that keeps ⌊fraction · trained steps⌋ (at least one) of the trained steps, drawn per leaf.
 
     Raises `ValueError` if the fraction is not above 0 and at most 1.
@@ -123,7 +131,9 @@ def random_steps(tree: Tree, fraction: float, generators: Sequence[torch.Generat
         raise ValueError(f"train_fraction: {fraction} is not above 0 and at most 1")
     steps, leaves = sorted(tree.plan.trained), tree.parents[-1].shape[1]
     # (P, leaves, steps): each step's place in the leaf's random order
-    place = torch.stack([torch.rand(leaves, len(steps), generator=g).argsort(1).argsort(1) for g in generators])
+    place = torch.stack(
+        [torch.rand(leaves, len(steps), generator=g).argsort(1).argsort(1) for g in generators]
+    )
     chosen = (place < max(1, int(fraction * len(steps)))).to(tree.device)
     keep = [torch.ones_like(parents, dtype=torch.bool) for parents in tree.parents]
     first = first_leaves(tree)
@@ -147,7 +157,9 @@ def keep_edges(
     masks = [paths(tree, leaf_mask), *([] if pruned is None else [pruned]), *more]
     keep = []
     for depth, of_depth in enumerate(zip(*masks)):
-        joined = torch.stack([mask.to(tree.device).expand(tree.prompts, -1) for mask in of_depth]).all(0)
+        joined = torch.stack(
+            [mask.to(tree.device).expand(tree.prompts, -1) for mask in of_depth]
+        ).all(0)
         is_trained = depth - 1 in tree.plan.trained
         keep.append(joined & tree.drawn[depth] & is_trained)
     return keep

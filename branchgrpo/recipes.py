@@ -24,7 +24,14 @@ from .registry import Registry, check_one_of, shown
 from .settings import MethodSettings, OptimiserSettings, SizeSettings, field_types
 
 # %% ../nbs/basics/04_recipes.ipynb #1901560d
-TEXTS = ("name", "summary", "base", "paper", "equation", "family")  # of a recipe, besides its values
+TEXTS = (
+    "name",
+    "summary",
+    "base",
+    "paper",
+    "equation",
+    "family",
+)  # of a recipe, besides its values
 
 
 def stated_in(table: dict[str, Any], path: Path) -> dict[str, Sourced]:
@@ -42,12 +49,18 @@ def read_recipe_table(path: Path) -> dict[str, Any]:
     "Return the table of a YAML file. Raise `ValueError` if it is missing, not YAML, or has unknown keys."
     table = files.read_table(path, "recipe")
     for key in table.keys() - {*TEXTS, "values"}:
-        raise ValueError(f"recipe: {str(path)!r} may hold {', '.join(TEXTS)} and values, not {key!r}")
+        raise ValueError(
+            f"recipe: {str(path)!r} may hold {', '.join(TEXTS)} and values, not {key!r}"
+        )
     for key in table.keys() & set(TEXTS):
         if not isinstance(table[key], str):
-            raise ValueError(f"recipe: the {key} {shown(table[key])} in {str(path)!r} is not a text")
+            raise ValueError(
+                f"recipe: the {key} {shown(table[key])} in {str(path)!r} is not a text"
+            )
     if not isinstance(table.get("values") or {}, dict):
-        raise ValueError(f"recipe: the values {shown(table['values'])} in {str(path)!r} are no table of settings")
+        raise ValueError(
+            f"recipe: the values {shown(table['values'])} in {str(path)!r} are no table of settings"
+        )
     for key in table.get("values") or {}:
         check_one_of("setting", key, sorted(field_types(MethodSettings)))
     return table
@@ -62,7 +75,9 @@ def sourced(key: str, value: Any, path: Path) -> tuple[Any, str]:
         value, source = value["value"], str(value.get("source", source))
         may_be_none = type(None) in typing.get_args(field_types(MethodSettings)[key])
     if value is None and not may_be_none:
-        raise ValueError(f"{key}: there is no value in {str(path)!r}; leave the line out for that of the base")
+        raise ValueError(
+            f"{key}: there is no value in {str(path)!r}; leave the line out for that of the base"
+        )
     if isinstance(value, str):
         value = whole_name(value, path.parent)
     return value, source
@@ -72,7 +87,9 @@ def file_name(name: str, path: Path) -> str:
     "Return the name of a recipe, which becomes part of a run's folder. Raise `ValueError` if it cannot be one."
     if not re.fullmatch(r"\w[\w.+ -]{0,79}", name):
         allowed = "letters, digits, '.', '-', '+', '_' and spaces, 80 at most"
-        raise ValueError(f"recipe: the name {shown(name)} in {str(path)!r} is not made of {allowed}")
+        raise ValueError(
+            f"recipe: the name {shown(name)} in {str(path)!r} is not made of {allowed}"
+        )
     return name
 
 # %% ../nbs/basics/04_recipes.ipynb #b0408fd9
@@ -89,7 +106,11 @@ def from_yaml(path: Path, within: tuple[Path, ...] = ()) -> Recipe:
     return base.changed(stated_in(table, path), **texts_in(table, name, base))
 
 # %% ../nbs/basics/04_recipes.ipynb #019dd547
-FILES = ("branchgrpo.yaml", "pro_grpo.yaml", "others.yaml")  # in branchgrpo/methods; a recipe stands after its base
+FILES = (
+    "branchgrpo.yaml",
+    "pro_grpo.yaml",
+    "others.yaml",
+)  # in branchgrpo/methods; a recipe stands after its base
 BASES = ("neutral", "shared", "sd")  # what is no method by itself
 
 
@@ -101,14 +122,18 @@ def packaged() -> dict[str, Recipe]:
         with resources.as_file(resources.files("branchgrpo") / "methods" / file) as path:
             for name, table in files.read_table(path, "recipe").items():
                 base = found[table["base"]]
-                found[name] = base.with_values(stated_in(table, path), **texts_in(table, name, base))
+                found[name] = base.with_values(
+                    stated_in(table, path), **texts_in(table, name, base)
+                )
     return found
 
 
 def recipe_contract(entry: Any, label: str) -> Recipe:
     "Return a recipe. Raise `ValueError` if the object is none."
     if not isinstance(entry, Recipe):
-        raise ValueError(f"{label} is of type {type(entry).__name__}, not a Recipe; a YAML file makes one, too")
+        raise ValueError(
+            f"{label} is of type {type(entry).__name__}, not a Recipe; a YAML file makes one, too"
+        )
     return entry
 
 
@@ -136,7 +161,10 @@ def get(name: str, within: tuple[Path, ...] = ()) -> Recipe:
 # %% ../nbs/basics/04_recipes.ipynb #ea8f00a9
 def written(name: str) -> str:
     "Return the lines of a recipe of the package, or of a base, as its file has them; empty if no file has it."
-    texts = [(resources.files("branchgrpo") / "methods" / file).read_text(encoding="utf-8") for file in FILES]
+    texts = [
+        (resources.files("branchgrpo") / "methods" / file).read_text(encoding="utf-8")
+        for file in FILES
+    ]
     return "".join(re.findall(rf"^{re.escape(name)}:\n(?:  .*\n)+", "\n".join(texts), re.MULTILINE))
 
 # %% ../nbs/basics/04_recipes.ipynb #50edc6bb
@@ -166,14 +194,27 @@ def at_kind(recipe: Recipe, kind: str) -> Recipe:
 # %% ../nbs/basics/04_recipes.ipynb #a46632f2
 def method_settings() -> list[str]:
     "Return the settings that make a method: all but its sizes, its optimiser and the seed."
-    others = {field.name for cls in (SizeSettings, OptimiserSettings) for field in dataclasses.fields(cls)}
-    return [field.name for field in dataclasses.fields(MethodSettings) if field.name not in others | {"seed"}]
+    others = {
+        field.name for cls in (SizeSettings, OptimiserSettings) for field in dataclasses.fields(cls)
+    }
+    return [
+        field.name
+        for field in dataclasses.fields(MethodSettings)
+        if field.name not in others | {"seed"}
+    ]
 
 
 def different_settings(recipe: Recipe, other: Recipe) -> list[tuple[str, Any, Any, str]]:
     "Return `(setting, value, the other's value, source)` where two methods differ."
-    pairs = [(name, getattr(recipe.values, name), getattr(other.values, name)) for name in method_settings()]
-    return [(name, own, their, recipe.sources.get(name, "")) for name, own, their in pairs if own != their]
+    pairs = [
+        (name, getattr(recipe.values, name), getattr(other.values, name))
+        for name in method_settings()
+    ]
+    return [
+        (name, own, their, recipe.sources.get(name, ""))
+        for name, own, their in pairs
+        if own != their
+    ]
 
 # %% ../nbs/basics/04_recipes.ipynb #f946cc2c
 def nearest(recipe: Recipe) -> Recipe:

@@ -63,7 +63,9 @@ def first_of(names: Iterable[Any], most: int = 8) -> str:
 def unknown_name_error(setting: str, value: Any, allowed: Iterable[str]) -> ValueError:
     "Return the error for a `value` that is not one of `allowed`, with the nearest name."
     allowed = list(allowed)
-    return ValueError(f"{setting}: {shown(value)} is not one of {', '.join(allowed)}{did_you_mean(value, allowed)}")
+    return ValueError(
+        f"{setting}: {shown(value)} is not one of {', '.join(allowed)}{did_you_mean(value, allowed)}"
+    )
 
 
 def check_one_of(setting: str, value: Any, allowed: Iterable[str]) -> None:
@@ -97,7 +99,9 @@ def load_installed(point: Any, setting: str) -> Any:
         return point.load()
     except (Exception, SystemExit) as error:
         why = reason(f"{type(error).__name__}: {error}")
-        raise ValueError(f"{setting}: {point.name!r}: importing {point.value!r} failed ({why})") from error
+        raise ValueError(
+            f"{setting}: {point.name!r}: importing {point.value!r} failed ({why})"
+        ) from error
 
 # %% ../nbs/basics/00_registry.ipynb #2171a329
 OWN_FORMS = "(also allowed, of your own: file.py:name, module:name)"
@@ -106,7 +110,9 @@ OWN_FORMS = "(also allowed, of your own: file.py:name, module:name)"
 def no_entry_error(setting: str, value: Any, allowed: Iterable[str], takes_own: bool) -> ValueError:
     "Return the error for a name that stands for nothing; with `takes_own`, names of your own code are allowed too."
     if takes_own and str(value).removesuffix(":").endswith(".py"):
-        return ValueError(f"{setting}: {shown(value)} names a file and nothing in it; write file.py:name")
+        return ValueError(
+            f"{setting}: {shown(value)} names a file and nothing in it; write file.py:name"
+        )
     unknown = unknown_name_error(setting, value, allowed)
     return ValueError(f"{unknown} {OWN_FORMS}") if takes_own else unknown
 
@@ -121,8 +127,12 @@ class Registry:
     group: str
     entries: dict[str, Any] = field(default_factory=dict)
     contract: Callable[[Any, str], Any] | None = None  # none: the table takes no file.py:name
-    imported: dict[str, Any] = field(default_factory=dict, init=False, repr=False)  # your own, by name
-    ready: dict[str, tuple[Any, Any]] = field(default_factory=dict, init=False, repr=False)  # an entry, and its use
+    imported: dict[str, Any] = field(
+        default_factory=dict, init=False, repr=False
+    )  # your own, by name
+    ready: dict[str, tuple[Any, Any]] = field(
+        default_factory=dict, init=False, repr=False
+    )  # an entry, and its use
 
     def register(self, name: str) -> Callable:
         "Return a decorator that adds an object under `name`; the latest entry of a name counts."

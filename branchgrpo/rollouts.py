@@ -32,7 +32,11 @@ def chunks(n: int, size: int | None) -> list[tuple[int, int]]:
 def filled(values: Tensor, size: int | None) -> Tensor:
     "Return `values (n, …)`, with its first row repeated at the end up to `size` rows; `None`: as it is."
     missing = (size or 0) - len(values)
-    return values if missing <= 0 else torch.cat([values, values[:1].expand(missing, *values.shape[1:])])
+    return (
+        values
+        if missing <= 0
+        else torch.cat([values, values[:1].expand(missing, *values.shape[1:])])
+    )
 
 # %% ../nbs/07_rollouts.ipynb #2dc4ca5b
 class Predict(Protocol):
@@ -73,8 +77,12 @@ class Predictor:
         outputs = []
         for start, end in chunks(len(flat), self.max_batch):
             rows = filled(prompt[start:end], size)
-            batch = {name: values[rows.to(values.device)] for name, values in self.conditioning.items()}
-            outputs.append(self.policy.predict(filled(flat[start:end], size), time, batch)[: end - start])
+            batch = {
+                name: values[rows.to(values.device)] for name, values in self.conditioning.items()
+            }
+            outputs.append(
+                self.policy.predict(filled(flat[start:end], size), time, batch)[: end - start]
+            )
         return torch.cat(outputs).unflatten(0, (prompts, width))
 
 # %% ../nbs/07_rollouts.ipynb #6f480d7b
@@ -85,7 +93,9 @@ class Judge:
 
     def survivors(self, step: int, x0_hat: Tensor, k: int) -> Tensor:
         "Return the nodes `(P, k)` int64 that survive a pruning step, from the x̂₀ `(P, W, …)` of all."
-        raise ValueError("judge: the plan has pruning steps, and the judge has no method `survivors`")
+        raise ValueError(
+            "judge: the plan has pruning steps, and the judge has no method `survivors`"
+        )
 
     def split(self, step: int, x0_hat: Tensor) -> int:
         "Return the factor of a split that is added at `step`, or 0 for none."
@@ -103,7 +113,9 @@ class Judge:
         "See the x̂₀ `(P, W, …)` of all nodes of a step."
 
 # %% ../nbs/07_rollouts.ipynb #5db8ae07
-def completion_grid(process: Transition, depth: int, n: int, levels: str = "grid") -> tuple[Tensor, Tensor]:
+def completion_grid(
+    process: Transition, depth: int, n: int, levels: str = "grid"
+) -> tuple[Tensor, Tensor]:
     "Return the times `(n,)` and the levels `(n + 1,)` of a completion in `n` steps."
     if levels == "even":
         even = torch.linspace(float(process.levels[depth]), float(process.levels[-1]), n + 1)
@@ -191,7 +203,9 @@ def show_previews(g: Growth, i: int, x: Tensor, output: Tensor) -> None:
     nodes = plan.preview_nodes(i)
     for number, n in enumerate(plan.previews.get(i, ())):
         grid = completion_grid(g.process, i, n, plan.preview_levels)
-        start = nodes[0]  # the branches of a side step come last, so a slice has them; a list would be sent to the GPU
+        start = nodes[
+            0
+        ]  # the branches of a side step come last, so a slice has them; a list would be sent to the GPU
         ends = complete(g.process, grid, x[:, start:], output[:, start:], g.predict)
         g.judge.preview(i, number, ends)
 
@@ -227,7 +241,9 @@ def draw_children(g: Growth, i: int, siblings: Siblings, x: Tensor, output: Tens
     log_probs = log_density(children, dist.mean, dist.std, batch_dims=2)
     if not all(drawn):  # the others have gone on without noise
         some = tree.drawn[i + 1]
-        children = children.where(some.reshape(*some.shape, *[1] * (x.ndim - 2)), tree.latents[i + 1])
+        children = children.where(
+            some.reshape(*some.shape, *[1] * (x.ndim - 2)), tree.latents[i + 1]
+        )
         log_probs = log_probs.where(some, 0.0)
     tree.latents[i + 1] = children
     tree.log_probs[i + 1] = log_probs
@@ -240,11 +256,21 @@ def check_rollout(plan: RolloutPlan, process: Transition, judge: Judge | None) -
     if process.steps != plan.steps:
         raise ValueError(f"steps: the plan has {plan.steps}, the transition {process.steps}")
     if judge is None and (plan.prune_at or plan.previews):
-        raise ValueError(f"judge: the plan has {'pruning steps' if plan.prune_at else 'previews'}, so it needs a judge")
-    if plan.previews and plan.preview_levels == "even" and not torch.equal(process.times, process.levels[:-1]):
-        raise ValueError("preview_levels: 'even' needs a flow model; a diffusion model's levels are those of the grid")
+        raise ValueError(
+            f"judge: the plan has {'pruning steps' if plan.prune_at else 'previews'}, so it needs a judge"
+        )
+    if (
+        plan.previews
+        and plan.preview_levels == "even"
+        and not torch.equal(process.times, process.levels[:-1])
+    ):
+        raise ValueError(
+            "preview_levels: 'even' needs a flow model; a diffusion model's levels are those of the grid"
+        )
     last, one = plan.steps - 1, torch.ones(1, 1)
-    if last in plan.drawn and (process.tail is not None or not process.step(last, one, one).std > 0):
+    if last in plan.drawn and (
+        process.tail is not None or not process.step(last, one, one).std > 0
+    ):
         raise ValueError(f"noisy_last: the transition draws no noise at step {last}, its std is 0")
 
 # %% ../nbs/07_rollouts.ipynb #a7b839cf
@@ -254,7 +280,9 @@ def rollout(
     predict: Predict,  # for P prompts, as a `Predictor`
     process: Transition,
     noise: Noise,  # of P prompts
-    s: float = float("inf"),  # s of Eq. 2: siblings' noise has the correlation 1 / (1 + s²); inf: independent
+    s: float = float(
+        "inf"
+    ),  # s of Eq. 2: siblings' noise has the correlation 1 / (1 + s²); inf: independent
     dtype: torch.dtype = torch.float32,  # how latents are stored
     judge: Judge | None = None,  # needed by pruning steps and previews
 ) -> Tree:

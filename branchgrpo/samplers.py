@@ -24,7 +24,11 @@ def log_density(
     "Return the log-density of `value` under N(mean, std²), averaged over a latent's elements."
     z = (value.float() - mean) / std
     # mean over elements of −z²/2, then −log std − log(2π)/2
-    return -0.5 * z.square().flatten(batch_dims).mean(batch_dims) - torch.log(std) - 0.5 * math.log(2 * math.pi)
+    return (
+        -0.5 * z.square().flatten(batch_dims).mean(batch_dims)
+        - torch.log(std)
+        - 0.5 * math.log(2 * math.pi)
+    )
 
 # %% ../nbs/01_samplers.ipynb #149bd5fc
 @dataclass
@@ -77,9 +81,13 @@ def merged_levels(steps: int, merged: Mapping[int, int]) -> list[int]:
         if not 0 <= first < steps:
             raise ValueError(f"merged: step {first} is outside 0…{steps - 1}")
         if count < 1 or first + count > steps:
-            raise ValueError(f"merged: {count} is not within 1…{steps - first}, the steps from step {first} on")
+            raise ValueError(
+                f"merged: {count} is not within 1…{steps - first}, the steps from step {first} on"
+            )
         if first < end:
-            raise ValueError(f"merged: step {first} is among the steps that an earlier one takes, up to {end - 1}")
+            raise ValueError(
+                f"merged: step {first} is among the steps that an earlier one takes, up to {end - 1}"
+            )
         end = first + count
         left = [i for i in left if not first < i < end]
     return left
@@ -122,7 +130,9 @@ def flow_step(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, g:
     return Gaussian(mean, torch.as_tensor(g * h**0.5, dtype=torch.float32), x0_hat)
 
 # %% ../nbs/01_samplers.ipynb #358f8899
-def _with_fresh_noise(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, std: Tensor) -> Gaussian:
+def _with_fresh_noise(
+    x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, std: Tensor
+) -> Gaussian:
     "Return the step to level σ' in which noise of `std` is fresh, and the rest is the predicted one."
     x, v = x.float(), velocity.float()
     # x̂₀ = x − σ·v, x̂₁ = x + (1 − σ)·v
@@ -132,14 +142,18 @@ def _with_fresh_noise(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Te
     return Gaussian((1 - sigma_next) * x0_hat + old_noise * x1_hat, std, x0_hat)
 
 # %% ../nbs/01_samplers.ipynb #3b95e978
-def cps_step(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, eta: float) -> Gaussian:
+def cps_step(
+    x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, eta: float
+) -> Gaussian:
     "Return one coefficients-preserving step; `eta` in 0…1: how much noise is fresh. Source: arXiv 2509.05952."
     # std = σ'·sin(η·π/2)
     std = torch.as_tensor(sigma_next * math.sin(eta * math.pi / 2), dtype=torch.float32)
     return _with_fresh_noise(x, velocity, sigma, sigma_next, std)
 
 # %% ../nbs/01_samplers.ipynb #a46b4ca4
-def flow_ddim_step(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, eta: float) -> Gaussian:
+def flow_ddim_step(
+    x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, eta: float
+) -> Gaussian:
     "Return one DDIM step of a flow model; `eta` 0 is the ODE step, 1 ancestral. Source: DDIM Eq. 12 and 16."
     sigma, sigma_next = torch.as_tensor(sigma).float(), torch.as_tensor(sigma_next).float()
     # (α/α')·σ' with α = 1 − σ
@@ -169,7 +183,9 @@ def alpha_bars(
     return alphas_cumprod.float()[torch.cat([timesteps, after])]
 
 # %% ../nbs/01_samplers.ipynb #cfccc330
-def _x0_and_noise(x: Tensor, output: Tensor, alpha_bar: Tensor, prediction_type: str) -> tuple[Tensor, Tensor]:
+def _x0_and_noise(
+    x: Tensor, output: Tensor, alpha_bar: Tensor, prediction_type: str
+) -> tuple[Tensor, Tensor]:
     "Return the predictions x̂₀ and ε̂ of a variance-preserving model; x = √ᾱ·x₀ + √(1 − ᾱ)·ε."
     signal, noise = alpha_bar**0.5, (1 - alpha_bar) ** 0.5
     if prediction_type == "epsilon":
@@ -178,7 +194,9 @@ def _x0_and_noise(x: Tensor, output: Tensor, alpha_bar: Tensor, prediction_type:
         return signal * x - noise * output, signal * output + noise * x
     if prediction_type == "sample":
         return output, (x - signal * output) / noise
-    raise ValueError(f"prediction_type: {prediction_type!r} is not one of epsilon, v_prediction, sample")
+    raise ValueError(
+        f"prediction_type: {prediction_type!r} is not one of epsilon, v_prediction, sample"
+    )
 
 # %% ../nbs/01_samplers.ipynb #cd764d98
 def ddim_step(
@@ -199,4 +217,6 @@ def ddim_step(
     # std = η·√((1 − ᾱ')/(1 − ᾱ)·(1 − ᾱ/ᾱ'))
     std = eta * ((1 - ab_next) / (1 - ab) * (1 - ab / ab_next)) ** 0.5
     # μ = √ᾱ'·x̂₀ + √(1 − ᾱ' − std²)·ε̂
-    return Gaussian(ab_next**0.5 * x0_hat + (1 - ab_next - std**2).clamp(min=0) ** 0.5 * noise, std, x0_hat)
+    return Gaussian(
+        ab_next**0.5 * x0_hat + (1 - ab_next - std**2).clamp(min=0) ** 0.5 * noise, std, x0_hat
+    )

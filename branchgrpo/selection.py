@@ -81,7 +81,11 @@ def select_max_variance(
 # %% ../nbs/11_selection.ipynb #52318adb
 def checked_selection(found: Any, label: str, rewards: Tensor, k: int, *others: Any) -> Tensor:
     "Return the indices `(P, k)` that a rule of yours returned, ascending. Raise `ValueError` if they are none."
-    kept = checked_tensor(found, label, (len(rewards), k), "whole numbers", like=rewards).sort(-1).values
+    kept = (
+        checked_tensor(found, label, (len(rewards), k), "whole numbers", like=rewards)
+        .sort(-1)
+        .values
+    )
     group = rewards.shape[1]
     if kept.min() < 0 or kept.max() >= group:
         raise ValueError(f"{label} returned indices that are not all within 0…{group - 1}")
@@ -92,7 +96,9 @@ def checked_survivors(found: Any, label: str, *given: Any) -> Tensor:
     "Return the indices as `checked_selection`. Raise `ValueError` too if one stands there twice."
     kept = checked_selection(found, label, *given)
     if (kept.diff(dim=-1) == 0).any():
-        raise ValueError(f"{label} returned an index twice for one prompt; mark a rule that may with may_repeat")
+        raise ValueError(
+            f"{label} returned an index twice for one prompt; mark a rule that may with may_repeat"
+        )
     return kept
 
 
@@ -204,7 +210,10 @@ def pilot(
     alive = torch.arange(previews.shape[2]).expand(previews.shape[1], -1)
     for step, k in zip(prune_at, group_sizes[1:]):
         alive = alive.gather(1, select_max_variance(previews[step].gather(1, alive), k))
-    rho = [spearman_corrcoef(previews[t].T.contiguous(), final.T.contiguous()).mean().item() for t in prune_at]
+    rho = [
+        spearman_corrcoef(previews[t].T.contiguous(), final.T.contiguous()).mean().item()
+        for t in prune_at
+    ]
     return {
         "spearman": rho,
         "variance": final.gather(1, alive).var(1, correction=0).mean().item(),
@@ -272,7 +281,9 @@ def after_swaps(table: Tensor, kept: Tensor) -> Tensor:
 def diverse(rewards: Tensor, k: int, generators, seen: Seen) -> Tensor:
     "Return the indices `(P, k)` of images that differ in reward and in looks, by `seen.diversity`. Ours."
     check_selection(rewards, k)
-    kept = torch.zeros_like(rewards, dtype=torch.bool).scatter(1, ends_of_rows(rewards.float(), k), True)
+    kept = torch.zeros_like(rewards, dtype=torch.bool).scatter(
+        1, ends_of_rows(rewards.float(), k), True
+    )
     table = pair_table(rewards, seen.features.to(rewards.device), seen.diversity)
     kept = torch.stack([after_swaps(*row) for row in zip(table, kept)])
     return kept.nonzero()[:, 1].reshape(len(rewards), k)
@@ -281,7 +292,9 @@ def diverse(rewards: Tensor, k: int, generators, seen: Seen) -> Tensor:
 def mean_known(values: Tensor, reduce: Callable[[Tensor], Tensor]) -> float:
     "Return the mean, over all processes, of those of `values (P,)` that are not NaN; 0 without any."
     known = values.isfinite()
-    total, count = reduce(torch.stack([values.masked_fill(~known, 0.0).sum(), known.sum().to(values)])).tolist()
+    total, count = reduce(
+        torch.stack([values.masked_fill(~known, 0.0).sum(), known.sum().to(values)])
+    ).tolist()
     return total / max(count, 1)
 
 # %% ../nbs/11_selection.ipynb #31e0f316
@@ -291,12 +304,16 @@ class AdaptiveSplits:
 
     `previews` counts the scored previews. Raises `ValueError` if the splits do not fit."""
 
-    score: Callable[[int, Tensor], Tensor]  # (step, x0_hat (P, W, …)) -> rewards (P, W); NaN of a prompt left out
+    score: Callable[
+        [int, Tensor], Tensor
+    ]  # (step, x0_hat (P, W, …)) -> rewards (P, W); NaN of a prompt left out
     count: int  # splits that are left
     factor: int  # children per split
     last: int  # latest step of the last split
     growth: float = 0.1  # a step splits if the std grew by a smaller fraction
-    reduce: Callable[[Tensor], Tensor] = own_process  # sum over processes, so that all of them split alike
+    reduce: Callable[[Tensor], Tensor] = (
+        own_process  # sum over processes, so that all of them split alike
+    )
     previews: int = field(default=0, init=False)
     std_before: float | None = field(default=None, init=False)
 

@@ -34,13 +34,17 @@ from branchgrpo.samplers import (
 class Transition:
     "A reverse process of T steps."
 
-    step_dist: Callable[..., Gaussian]  # (x, output, level, next level, noise) -> the step's Gaussian
+    step_dist: Callable[
+        ..., Gaussian
+    ]  # (x, output, level, next level, noise) -> the step's Gaussian
     times: Tensor  # (T,) σ or timestep, which the model is conditioned on
     levels: Tensor  # (T + 1,) σ or ᾱ
     noise: Tensor  # (T,) noise of each step, as `step_dist` takes it
     per_root_h: bool = False  # whether `noise` is a level g, so that std = g·√h
     amplitude: dict[int, float] = field(default_factory=dict)  # {step: factor of its std}
-    draw_scale: dict[int, float] = field(default_factory=dict)  # {step: factor of its noise, not of its density}
+    draw_scale: dict[int, float] = field(
+        default_factory=dict
+    )  # {step: factor of its noise, not of its density}
     tail: "SolverTail | None" = None  # takes the steps from `tail.start` on
     ends: Tensor | None = None  # (T,) level after each step, where it is not the one of the next
 
@@ -63,7 +67,9 @@ class Transition:
 
     def noise_scale(self, i: int, dist: Gaussian) -> Tensor:
         "Return what the KL term divides by: g = std/√h where `noise` is a level g, else the std."
-        return dist.std / (self.levels[i] - self.levels[i + 1]) ** 0.5 if self.per_root_h else dist.std
+        return (
+            dist.std / (self.levels[i] - self.levels[i + 1]) ** 0.5 if self.per_root_h else dist.std
+        )
 
 # %% ../nbs/02_transition.ipynb #8199ffa6
 @dataclass(frozen=True)
@@ -78,7 +84,9 @@ class Sampler:
 def checked_gaussian(found: Any, label: str, x: Tensor, *others: Any) -> Gaussian:
     "Return the Gaussian that a step of yours returned. Raise `ValueError` if it is none, or of another shape."
     if not isinstance(found, Gaussian):
-        raise ValueError(f"{label} returned {type(found).__name__}, not a branchgrpo.samplers.Gaussian")
+        raise ValueError(
+            f"{label} returned {type(found).__name__}, not a branchgrpo.samplers.Gaussian"
+        )
     for name in ("mean", "x0_hat"):
         checked_tensor(getattr(found, name), f"{label} {name},", x.shape)
     return found
@@ -94,7 +102,9 @@ def checked_levels(found: Any, label: str, sigmas: Tensor, noise_level: float) -
 def transition_contract(entry: Any, label: str) -> Sampler:
     "Return a sampler as it is used. Raise `ValueError` if it is no `Sampler`, or if its functions take other values."
     if not isinstance(entry, Sampler):
-        raise ValueError(f"{label} is of type {type(entry).__name__}, not a branchgrpo.transition.Sampler")
+        raise ValueError(
+            f"{label} is of type {type(entry).__name__}, not a branchgrpo.transition.Sampler"
+        )
     names = ("x", "velocity", "sigma", "next_sigma", "noise")
     step = rule_of(entry.step, f"{label}, step,", names, checked_gaussian)
     noise = rule_of(entry.noise, f"{label}, noise,", ("sigmas", "noise_level"), checked_levels)
@@ -115,7 +125,9 @@ TRANSITIONS = Registry(
 )
 
 # %% ../nbs/02_transition.ipynb #9c4cd0a1
-def flow_transition(kind: str, sigmas: Tensor, noise_level: float, times: Tensor | None = None, **more) -> Transition:
+def flow_transition(
+    kind: str, sigmas: Tensor, noise_level: float, times: Tensor | None = None, **more
+) -> Transition:
     """Return a flow model's reverse process on `sigmas (T + 1,)`; `more` are the other fields of a `Transition`.
 
     `kind` names an entry of `TRANSITIONS`; `noise_level` is η for `dance`, `cps`, `ddim`, and a for `flow`, `linear`.
@@ -126,7 +138,14 @@ def flow_transition(kind: str, sigmas: Tensor, noise_level: float, times: Tensor
     if not noise_level >= 0:
         raise ValueError(f"eta: {noise_level} is not 0 or above")
     noise = sampler.noise(sigmas, noise_level)
-    return Transition(sampler.step, sigmas[:-1] if times is None else times, sigmas, noise, sampler.per_root_h, **more)
+    return Transition(
+        sampler.step,
+        sigmas[:-1] if times is None else times,
+        sigmas,
+        noise,
+        sampler.per_root_h,
+        **more,
+    )
 
 # %% ../nbs/02_transition.ipynb #b2d21088
 def ddim_transition(
@@ -138,7 +157,9 @@ def ddim_transition(
 ) -> Transition:
     "Return a variance-preserving model's reverse process: DDIM on `timesteps`."
     step_dist = partial(ddim_step, prediction_type=prediction_type)
-    return Transition(step_dist, timesteps, levels, torch.full((len(timesteps),), float(eta)), **more)
+    return Transition(
+        step_dist, timesteps, levels, torch.full((len(timesteps),), float(eta)), **more
+    )
 
 # %% ../nbs/02_transition.ipynb #1669863f
 def with_factors(process: Transition, factors: Mapping[int, float]) -> Transition:
@@ -180,7 +201,9 @@ class SolverTail:
         "Return step `i` as a Gaussian of std 0, whose x̂₀ is not computed. The scheduler starts anew at step `start`."
         if i == self.start:
             self.solver = copy.deepcopy(self.scheduler)
-        mean = self.solver.step(output.float(), self.solver.timesteps[i - self.start], x.float()).prev_sample
+        mean = self.solver.step(
+            output.float(), self.solver.timesteps[i - self.start], x.float()
+        ).prev_sample
         return Gaussian(mean, torch.zeros(()), mean)
 
 
@@ -189,7 +212,10 @@ def dpm_solver(sigmas: Tensor):
     from diffusers import DPMSolverMultistepScheduler
 
     solver = DPMSolverMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, solver_order=2, final_sigmas_type="zero"
+        prediction_type="flow_prediction",
+        use_flow_sigmas=True,
+        solver_order=2,
+        final_sigmas_type="zero",
     )
     left = sigmas.float().cpu()
     solver.set_timesteps(len(left) - 1)

@@ -23,7 +23,11 @@ from .registry import Registry, first_of, shown
 def checked_place(found: Any, label: str, window: "Window", iteration: int, seed: int) -> int:
     "Return the first step that a rule of yours returned. Raise `ValueError` if it is no place of the window."
     places = window_places(window)
-    place = None if isinstance(found, bool) or not hasattr(found, "__index__") else operator.index(found)
+    place = (
+        None
+        if isinstance(found, bool) or not hasattr(found, "__index__")
+        else operator.index(found)
+    )
     if place not in places:
         first = f"{shown(found)} at iteration {iteration}"
         raise ValueError(f"{label} returned {first}, not one of the places {first_of(places)}")
@@ -58,9 +62,13 @@ class Window:
             if getattr(self, name) < low:
                 raise ValueError(f"window_{name}: {getattr(self, name)} is below {low}")
         if self.every > 10**9:
-            raise ValueError(f"window_every: {shown(self.every)} is above {10**9}, the most iterations of a run")
+            raise ValueError(
+                f"window_every: {shown(self.every)} is above {10**9}, the most iterations of a run"
+            )
         if not self.stride or (self.stop - self.start) * self.stride < 0:
-            raise ValueError(f"window_stride: {self.stride} does not lead from {self.start} to {self.stop}")
+            raise ValueError(
+                f"window_stride: {self.stride} does not lead from {self.start} to {self.stop}"
+            )
 
     def place(self, iteration: int, seed: int = 0) -> int:
         "Return the first step of the window at `iteration` (from 0)."
@@ -123,6 +131,10 @@ def depth_window(
     window = Window(size, stop=stop, start=start, every=every, stride=stride)
     for name, most in {"size": plan.steps, "start": plan.steps - 1, "stop": plan.steps - 1}.items():
         if getattr(window, name) > most:
-            raise ValueError(f"window_{name}: {getattr(window, name)} is above {most}; the plan has {plan.steps} steps")
+            raise ValueError(
+                f"window_{name}: {getattr(window, name)} is above {most}; the plan has {plan.steps} steps"
+            )
     dropped = window.at(iteration)
-    return [torch.full((1, width), d - 1 not in dropped) for d, width in enumerate(plan.populations)]
+    return [
+        torch.full((1, width), d - 1 not in dropped) for d, width in enumerate(plan.populations)
+    ]

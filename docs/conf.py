@@ -27,7 +27,12 @@ myst_enable_extensions = ["amsmath", "dollarmath"]
 myst_heading_anchors = 3
 
 autosummary_generate = ["docs/reference.md"]
-autodoc_default_options = {"members": True, "undoc-members": True, "member-order": "bysource", "no-value": True}
+autodoc_default_options = {
+    "members": True,
+    "undoc-members": True,
+    "member-order": "bysource",
+    "no-value": True,
+}
 autodoc_preserve_defaults = True
 default_role = "code"
 highlight_language = "bash"  # of a block that names none: commands
@@ -50,27 +55,41 @@ html_copy_source = html_show_sourcelink = html_show_copyright = False
 
 
 LIST = re.compile(
-    r'<p class="caption" role="heading">(.*?)</p>\s*(<ul.*?)(?=<p class="caption"|</div>\s*$|\Z)', re.DOTALL
+    r'<p class="caption" role="heading">(.*?)</p>\s*(<ul.*?)(?=<p class="caption"|</div>\s*$|\Z)',
+    re.DOTALL,
 )
 
 
 def page_source(app, docname, source):
     "Replace the text of a notebook by what its page shows; put the explorer into its page."
-    root, file = Path(app.srcdir), Path(app.env.doc2path(docname)).relative_to(app.srcdir).as_posix()
+    root, file = (
+        Path(app.srcdir),
+        Path(app.env.doc2path(docname)).relative_to(app.srcdir).as_posix(),
+    )
     if file == EXPLORER:
         source[0] += WHOLE
     if not file.endswith(".ipynb"):
         return
     notebook = json.loads(source[0])
     if file == FRONT_PAGE:
-        notebook = front_page(notebook, (root / "docs/templates/navigation.md").read_text(encoding="utf-8"))
-    found = f"figures/{file_of(file.removeprefix('reproduce/'))}.md" if file.startswith("reproduce/") else ""
+        notebook = front_page(
+            notebook, (root / "docs/templates/navigation.md").read_text(encoding="utf-8")
+        )
+    found = (
+        f"figures/{file_of(file.removeprefix('reproduce/'))}.md"
+        if file.startswith("reproduce/")
+        else ""
+    )
     source[0] = json.dumps(shown_notebook(notebook, found))
 
 
 def skip_field(app, what, name, item, skip, options):
     "Return True for a field of a class, which has its comment beside the class's arguments; None: autodoc decides."
-    return True if what == "class" and not (callable(item) or isinstance(item, property | cached_property)) else None
+    return (
+        True
+        if what == "class" and not (callable(item) or isinstance(item, property | cached_property))
+        else None
+    )
 
 
 def own_branch(app, page, template, context, doctree):

@@ -59,7 +59,10 @@ class Flux:
         self.height, self.width, self.guidance_scale = height, width, guidance_scale
         patch = 2 * pipeline.vae_scale_factor
         self.grid = (height // patch, width // patch)
-        self.latent_shape = (self.grid[0] * self.grid[1], self.denoiser.config.in_channels)  # packed tokens
+        self.latent_shape = (
+            self.grid[0] * self.grid[1],
+            self.denoiser.config.in_channels,
+        )  # packed tokens
 
     @torch.no_grad()
     def encode(self, prompt: str) -> dict[str, Tensor]:
@@ -71,7 +74,9 @@ class Flux:
     def velocity(self, latents: Tensor, sigma: Tensor, text: dict[str, Tensor]) -> Tensor:
         "Return v (B, …) of `latents (B, …)`; `text` has B rows. FLUX.1-dev takes its guidance as an input."
         dtype, device = self.denoiser.dtype, latents.device
-        ids = torch.zeros(*self.grid, 3, device=device, dtype=dtype)  # row and column of every token
+        ids = torch.zeros(
+            *self.grid, 3, device=device, dtype=dtype
+        )  # row and column of every token
         ids[..., 1] += torch.arange(self.grid[0], device=device)[:, None]
         ids[..., 2] += torch.arange(self.grid[1], device=device)[None, :]
         row = latents.new_ones(len(latents), dtype=torch.float32)
@@ -90,9 +95,13 @@ class Flux:
     def decode(self, latents: Tensor, at_once: int) -> Tensor:
         "Return images (B, 3, H, W) in [0, 1]."
         config, packed = self.vae.config, latents.to(self.vae.dtype)
-        z = self.pipeline._unpack_latents(packed, self.height, self.width, self.pipeline.vae_scale_factor)
+        z = self.pipeline._unpack_latents(
+            packed, self.height, self.width, self.pipeline.vae_scale_factor
+        )
         z = z / config.scaling_factor + config.shift_factor
-        images = torch.cat([self.vae.decode(part, return_dict=False)[0] for part in z.split(at_once)])
+        images = torch.cat(
+            [self.vae.decode(part, return_dict=False)[0] for part in z.split(at_once)]
+        )
         return images.float().div(2).add(0.5).clamp(0, 1)
 
 
@@ -105,7 +114,9 @@ def flow_sigmas(steps: int, shift: float) -> Tensor:
     return (shift * t / (1 + (shift - 1) * t)).float()
 
 
-def flow_step(x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, g: float) -> tuple[Tensor, Tensor]:
+def flow_step(
+    x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, g: float
+) -> tuple[Tensor, Tensor]:
     """Return mean (B, …) and std of the next latents: one Euler step of Eq. 1, in float32. Without noise, g = 0.
 
     Eq. 1: dz = (f z − (1 + ε²)/2 · g² ∇log p) dt + ε g dw. For a flow model a step is Gaussian:
@@ -183,7 +194,9 @@ def rollout(model: Flux, text: dict[str, Tensor], o: Options, noise: Noise) -> T
         x = tree.latents[i].flatten(0, 1)
         width, branches = len(x) // prompts, o.branch_factor if i in o.splits else 1
         everyone = torch.arange(len(x), device=device).split(o.max_batch or len(x))
-        v = torch.cat([model.velocity(x[rows], sigmas[i], rows_of(text, rows, width)) for rows in everyone])
+        v = torch.cat(
+            [model.velocity(x[rows], sigmas[i], rows_of(text, rows, width)) for rows in everyone]
+        )
         if i < o.steps - 1:
             mean, std = flow_step(x, v, sigmas[i], sigmas[i + 1], o.eta)
             # x'_b = mean + std·ξ_b. Who stores latents in bfloat16 rounds them here: the log-density is of what is
@@ -229,7 +242,9 @@ def depthwise_advantages(values: list[Tensor], clip: float, eps: float = 1e-8) -
     for value in values:
         width = value.shape[1]
         low, high = value.amin(1, keepdim=True), value.amax(1, keepdim=True)
-        alike = high - low <= 8 * torch.finfo(torch.float32).eps * torch.maximum(low.abs(), high.abs())
+        alike = high - low <= 8 * torch.finfo(torch.float32).eps * torch.maximum(
+            low.abs(), high.abs()
+        )
         deviation = torch.where(alike, 0.0, value - value.sum(1, keepdim=True) / width)
         std = (deviation.square().sum(1, keepdim=True) / max(1, width - 1)).sqrt()
         advantages.append((deviation / (std + eps)).clamp(-clip, clip))
@@ -239,14 +254,23 @@ def depthwise_advantages(values: list[Tensor], clip: float, eps: float = 1e-8) -
 # -------------------------------------------------------------------------------------------------------- the update
 
 
-def edge_loss(log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, clip_range: float) -> Tensor:
+def edge_loss(
+    log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, clip_range: float
+) -> Tensor:
     "Return −min(ρA, clip(ρ, 1 − ε, 1 + ε)·A) of every edge, ρ = p_θ / p_old. Eq. 5 is its mean over edges; no KL."
     ratio = torch.exp(log_prob - old_log_prob)
-    return -torch.minimum(ratio * advantage, ratio.clamp(1 - clip_range, 1 + clip_range) * advantage)
+    return -torch.minimum(
+        ratio * advantage, ratio.clamp(1 - clip_range, 1 + clip_range) * advantage
+    )
 
 
 def accumulate(
-    model: Flux, text: dict[str, Tensor], tree: Tree, advantages: list[Tensor], o: Options, first: bool = True
+    model: Flux,
+    text: dict[str, Tensor],
+    tree: Tree,
+    advantages: list[Tensor],
+    o: Options,
+    first: bool = True,
 ) -> float:
     """Add the gradient of the mean loss over all edges that drew noise, and return that loss.
 
@@ -260,10 +284,14 @@ def accumulate(
         family = (len(parents), -1)  # siblings share their parent's call of the model
         children = tree.latents[i + 1].reshape(*family, *model.latent_shape)
         old, advantage = tree.log_probs[i + 1].reshape(family), advantages[i + 1].reshape(family)
-        for rows in torch.arange(len(parents), device=parents.device).split(o.max_batch or len(parents)):
+        for rows in torch.arange(len(parents), device=parents.device).split(
+            o.max_batch or len(parents)
+        ):
             x = parents[rows]
             v = model.velocity(x, sigmas[i], rows_of(text, rows, width))
-            log_prob = log_density(children[rows], *flow_step(x, v, sigmas[i], sigmas[i + 1], o.eta))
+            log_prob = log_density(
+                children[rows], *flow_step(x, v, sigmas[i], sigmas[i + 1], o.eta)
+            )
             before = log_prob.detach() if first else old[rows]
             loss = edge_loss(log_prob, before, advantage[rows], o.clip_range).sum() / edges
             loss.backward()
@@ -273,16 +301,26 @@ def accumulate(
 
 # ---------------------------------------------------------------------------------------------------------- training
 
-Reward = Callable[[Tensor, list[str]], Tensor]  # images (B, 3, H, W) in [0, 1] and their B prompts → B scores
+Reward = Callable[
+    [Tensor, list[str]], Tensor
+]  # images (B, 3, H, W) in [0, 1] and their B prompts → B scores
 
 
-def train(model: Flux, reward: Reward, draws: Iterable[list[str]], o: Options, noise_of: Callable[[int], Noise]):
+def train(
+    model: Flux,
+    reward: Reward,
+    draws: Iterable[list[str]],
+    o: Options,
+    noise_of: Callable[[int], Noise],
+):
     "Train on the prompts of every iteration in `draws`; yield (iteration, mean reward, loss, averaged weights)."
     parameters = list(model.denoiser.requires_grad_(True).parameters())
     optimizer = torch.optim.AdamW(parameters, lr=o.learning_rate, weight_decay=o.weight_decay)
     average = [p.detach().clone() for p in parameters]
     for iteration, prompts in enumerate(draws):
-        encoded = [model.encode(prompt) for prompt in prompts]  # one by one: neighbours change the last bits
+        encoded = [
+            model.encode(prompt) for prompt in prompts
+        ]  # one by one: neighbours change the last bits
         text = {name: torch.cat([one[name] for one in encoded]) for name in encoded[0]}
         tree = rollout(model, text, o, noise_of(iteration))
         leaves = tree.latents[-1]
@@ -312,26 +350,43 @@ def redness(images: Tensor, prompts: list[str]) -> Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="BranchGRPO in one file.")
-    parser.add_argument("--model", required=True, help="a folder of a tiny FLUX pipeline; a large one needs Options()")
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="a folder of a tiny FLUX pipeline; a large one needs Options()",
+    )
     parser.add_argument("--prompts", help="a text file, one prompt per line")
     parser.add_argument("--size", type=int, default=32, help="height and width in pixels")
-    parser.add_argument("--guidance-scale", type=float, default=1.0, help="what the model was made for")
+    parser.add_argument(
+        "--guidance-scale", type=float, default=1.0, help="what the model was made for"
+    )
     parser.add_argument("--iterations", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    o = Options(steps=6, splits=(0, 2), eta=0.9, prompts=4, learning_rate=2e-4)  # Options() is the paper's
+    o = Options(
+        steps=6, splits=(0, 2), eta=0.9, prompts=4, learning_rate=2e-4
+    )  # Options() is the paper's
     pipeline = DiffusionPipeline.from_pretrained(given.model, dtype=torch.float32)
     pipeline = pipeline.to("cuda" if torch.cuda.is_available() else "cpu")
     for part in pipeline.components.values():
         if isinstance(part, torch.nn.Module):
             part.requires_grad_(False).eval()
     model = Flux(pipeline, given.size, given.size, given.guidance_scale)
-    lines = Path(given.prompts).read_text(encoding="utf-8").splitlines() if given.prompts else ["a red 3", "a blue 7"]
+    lines = (
+        Path(given.prompts).read_text(encoding="utf-8").splitlines()
+        if given.prompts
+        else ["a red 3", "a blue 7"]
+    )
     texts = [line.strip() for line in lines if line.strip()]
     generator = torch.Generator().manual_seed(given.seed)
-    places = (torch.randint(len(texts), (o.prompts,), generator=generator) for _ in range(given.iterations))
+    places = (
+        torch.randint(len(texts), (o.prompts,), generator=generator)
+        for _ in range(given.iterations)
+    )
     draws = ([texts[i] for i in some] for some in places)
-    for iteration, mean, loss, _ in train(model, redness, draws, o, lambda _: Noise(generator, o.s)):
+    for iteration, mean, loss, _ in train(
+        model, redness, draws, o, lambda _: Noise(generator, o.s)
+    ):
         print(f"iteration {iteration + 1}: reward {mean:.4f}, loss {loss:.2e}")
 
 

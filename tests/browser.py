@@ -30,10 +30,18 @@ from branchgrpo.site.explorer import explorer_page
 
 QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
 QUIET += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
-PAGES = ["nbs/index.html", "nbs/00_tour.html", "docs/explorer.html", "nbs/24_gallery.html", "figures/README.html"]
+PAGES = [
+    "nbs/index.html",
+    "nbs/00_tour.html",
+    "docs/explorer.html",
+    "nbs/24_gallery.html",
+    "figures/README.html",
+]
 SIZES = {"narrow": (390, 844), "wide": (1400, 900)}
 ROOT = Path(__file__).parents[1]
-TOKEN = secrets.token_hex(16)  # of the JupyterLab that is started: nobody else on this machine may use it
+TOKEN = secrets.token_hex(
+    16
+)  # of the JupyterLab that is started: nobody else on this machine may use it
 GRID = "#grid [data-row][data-step]"
 
 
@@ -47,7 +55,9 @@ def choose(page, draw, selector):
 def random_change(page, draw):
     "Do what a hand does: press a cell of the grid, move a slider, type a number, choose from a list, tick a box."
     kind = draw.choice(("cell", "cell", "cell", "range", "number", "select", "checkbox"))
-    selector = {"cell": GRID, "select": "#controls select"}.get(kind, f"#controls input[type={kind}]")
+    selector = {"cell": GRID, "select": "#controls select"}.get(
+        kind, f"#controls input[type={kind}]"
+    )
     field = choose(page, draw, selector)
     if field is None:
         return
@@ -67,14 +77,24 @@ def random_change(page, draw):
 def shown_counts(page):
     "Return the numbers of the tiles by name."
     texts = "all => all.map(e => [e.querySelector('span').textContent, e.querySelector('b').textContent])"
-    found = {name: float(value.replace(",", "")) for name, value in page.locator("#tiles .tile").evaluate_all(texts)}
+    found = {
+        name: float(value.replace(",", ""))
+        for name, value in page.locator("#tiles .tile").evaluate_all(texts)
+    }
     of = next(name for name in found if name.startswith("of "))
-    return found | {"edges": float(re.search(r"[\d,]+", of)[0].replace(",", "")), "trained edges": found[of]}
+    return found | {
+        "edges": float(re.search(r"[\d,]+", of)[0].replace(",", "")),
+        "trained edges": found[of],
+    }
 
 
 def shown_plan(page):
     "Return the plan that the page offers as code."
-    line = next(line for line in page.locator("#python").inner_text().splitlines() if line.startswith("plan = "))
+    line = next(
+        line
+        for line in page.locator("#python").inner_text().splitlines()
+        if line.startswith("plan = ")
+    )
     return eval(line.removeprefix("plan = "), {"RolloutPlan": RolloutPlan})
 
 
@@ -91,8 +111,14 @@ def compare(page):
     )
     if drawn:
         assert sum(drawn) == found["edges"], (sum(drawn), found, plan)
-    pruned = option["prune"] != "none" or option["group_selection"] != "all" or option["train_fraction"] < 1
-    pruned = pruned or bool(plan.prune_at and plan.splits)  # the library's number is the most there can be
+    pruned = (
+        option["prune"] != "none"
+        or option["group_selection"] != "all"
+        or option["train_fraction"] < 1
+    )
+    pruned = pruned or bool(
+        plan.prune_at and plan.splits
+    )  # the library's number is the most there can be
     if pruned:
         assert found["trained calls"] <= cost.trained_calls, (found, cost, plan)
     else:
@@ -167,9 +193,24 @@ def jupyter_lab():
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         free.close()
-        words = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}"]
-        words += [f"--ServerApp.root_dir={folder}", f"--IdentityProvider.token={TOKEN}", "--LabApp.news_url="]
-        own = {"JUPYTERLAB_SETTINGS_DIR": folder, "JUPYTERLAB_WORKSPACES_DIR": folder, "JUPYTER_RUNTIME_DIR": folder}
+        words = [
+            sys.executable,
+            "-m",
+            "jupyterlab",
+            "--no-browser",
+            "--allow-root",
+            f"--port={port}",
+        ]
+        words += [
+            f"--ServerApp.root_dir={folder}",
+            f"--IdentityProvider.token={TOKEN}",
+            "--LabApp.news_url=",
+        ]
+        own = {
+            "JUPYTERLAB_SETTINGS_DIR": folder,
+            "JUPYTERLAB_WORKSPACES_DIR": folder,
+            "JUPYTER_RUNTIME_DIR": folder,
+        }
         shutil.copy(ROOT / "nbs/site/01_explorer.ipynb", folder)
         with open(Path(folder) / "log", "w") as log:
             server = subprocess.Popen(words, env=os.environ | own, stdout=log, stderr=log)
@@ -208,7 +249,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--site", default="_site", help="a built site (make site)")
     parser.add_argument("--out", default="build/browser", help="where screenshots go")
-    parser.add_argument("--pages", nargs="*", default=PAGES, help="pages of the site, or other pages in its folder")
+    parser.add_argument(
+        "--pages", nargs="*", default=PAGES, help="pages of the site, or other pages in its folder"
+    )
     parser.add_argument("--plans", type=int, default=100)
     parser.add_argument("--only", choices=("explorer", "site", "lab"))
     given = parser.parse_args()
@@ -225,7 +268,9 @@ def main():
             check_lab(browser, out)
         if given.only in (None, "site"):
             if not Path(given.site, "index.html").exists():
-                raise SystemExit(f"browser: {given.site}/index.html is not there; make site builds it")
+                raise SystemExit(
+                    f"browser: {given.site}/index.html is not there; make site builds it"
+                )
             address = served(str(Path(given.site).resolve()))
             check_search(browser, address)
             photograph(browser, address, given.pages, out)

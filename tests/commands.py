@@ -14,7 +14,13 @@ from multiprocessing import reduction
 from pathlib import Path
 from types import ModuleType
 
-FIXED = ("HF_", "TRANSFORMERS_", "DIFFUSERS_", "PYTHON", "LD_")  # beginnings of variables that are read only at a start
+FIXED = (
+    "HF_",
+    "TRANSFORMERS_",
+    "DIFFUSERS_",
+    "PYTHON",
+    "LD_",
+)  # beginnings of variables that are read only at a start
 server = multiprocessing.get_context("forkserver")
 server.set_forkserver_preload(
     [
@@ -23,7 +29,15 @@ server.set_forkserver_preload(
         "diffusers.pipelines.flux.pipeline_flux",
         "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3",
         "diffusers.pipelines.wan.pipeline_wan_i2v",
-        *("accelerate", "peft", "torchmetrics", "papermill", "matplotlib.pyplot", "scipy.stats", "sklearn.datasets"),
+        *(
+            "accelerate",
+            "peft",
+            "torchmetrics",
+            "papermill",
+            "matplotlib.pyplot",
+            "scipy.stats",
+            "sklearn.datasets",
+        ),
     ]
 )
 
@@ -53,7 +67,9 @@ def _number(copy):
 def _become(words, environment, folder, out, err):
     "Be `python WORDS`, in a session of its own."
     os.setsid()
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # end with the fork server, which ends with the tests
+    ctypes.CDLL(None).prctl(
+        1, signal.SIGTERM
+    )  # end with the fork server, which ends with the tests
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, file in ((out, 1), (err, 2)):
         if number is not None:
@@ -65,7 +81,9 @@ def _become(words, environment, folder, out, err):
     sys.modules["numpy"].random.seed()
     threads = environment.get("OMP_NUM_THREADS", "1")
     sys.modules["torch"].set_num_threads(int(threads) if threads.isdigit() else 1)
-    multiprocessing.current_process()._config["daemon"] = False  # a command may have processes of its own
+    multiprocessing.current_process()._config["daemon"] = (
+        False  # a command may have processes of its own
+    )
     try:
         _run(words)
     except Exception as error:
@@ -83,7 +101,11 @@ def _run(words):
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         return
     main = sys.modules["__main__"] = ModuleType("__main__")
-    code, name, folder = (words[1], "<string>", "") if words[0] == "-c" else (None, words[0], os.path.dirname(words[0]))
+    code, name, folder = (
+        (words[1], "<string>", "")
+        if words[0] == "-c"
+        else (None, words[0], os.path.dirname(words[0]))
+    )
     sys.argv, sys.path[0] = ["-c", *words[2:]] if code is not None else words, folder
     if code is None:
         code, main.__file__ = Path(name).read_bytes(), name
@@ -122,8 +144,12 @@ def popen(words, env=None, cwd=None, stdout=None, stderr=None):
     "Start `python …` in a session of its own; variables that are read at a start are set by a fresh interpreter."
     words = [str(word) for word in words]
     env, cwd = dict(os.environ if env is None else env), str(cwd or os.getcwd())
-    if fixed_variables(env) != START or os.path.abspath(words[0]) != os.path.abspath(sys.executable):
-        return subprocess.Popen(words, env=env, cwd=cwd, stdout=stdout, stderr=stderr, start_new_session=True)
+    if fixed_variables(env) != START or os.path.abspath(words[0]) != os.path.abspath(
+        sys.executable
+    ):
+        return subprocess.Popen(
+            words, env=env, cwd=cwd, stdout=stdout, stderr=stderr, start_new_session=True
+        )
     rest = [word for word in words[1:] if not word.startswith("-X")]
     files = [file and Passed(file) for file in (stdout, stderr)]
     process = server.Process(target=_become, args=(rest, env, cwd, *files), daemon=True)

@@ -7,7 +7,9 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "agg")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two processes run the suite
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # the suite compares bits of a CPU; tests/gpu_bench.py uses a GPU
+os.environ.setdefault(
+    "CUDA_VISIBLE_DEVICES", ""
+)  # the suite compares bits of a CPU; tests/gpu_bench.py uses a GPU
 HERE = Path(__file__).parent
 
 
@@ -22,16 +24,31 @@ def golden():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--slow", action="store_true", help="run the tests marked slow too: every parameter (`make slow`)")
-    parser.addoption("--faults", action="store_true", help="run the whole suite of tests/faults and write its tables")
+    parser.addoption(
+        "--slow",
+        action="store_true",
+        help="run the tests marked slow too: every parameter (`make slow`)",
+    )
+    parser.addoption(
+        "--faults",
+        action="store_true",
+        help="run the whole suite of tests/faults and write its tables",
+    )
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: one more parameter of a property that `make test` tries; by `make slow`")
+    config.addinivalue_line(
+        "markers", "slow: one more parameter of a property that `make test` tries; by `make slow`"
+    )
 
 
 # the longest tests
-HEAVY = ("test_every_notebook_executes", "test_near_its_time_limit", "test_a_checkpoint_is_read_by", "test_lesson[")
+HEAVY = (
+    "test_every_notebook_executes",
+    "test_near_its_time_limit",
+    "test_a_checkpoint_is_read_by",
+    "test_lesson[",
+)
 
 
 def weight(item):
@@ -45,7 +62,9 @@ def pytest_collection_modifyitems(config, items):
     Each process starts on one half of the list, and what is left at the end is short.
     """
     if not config.getoption("--slow"):
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("slow")])
+        config.hook.pytest_deselected(
+            items=[item for item in items if item.get_closest_marker("slow")]
+        )
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
     items.sort(key=weight)
     items[:] = items[::2] + items[1::2]

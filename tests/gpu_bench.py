@@ -56,13 +56,25 @@ from branchgrpo.training.learner import autocast
 from branchgrpo.training.runs import Run, environment
 from branchgrpo.training.speed import checkpoint_blocks, compile_blocks, set_attention, use_tf32
 from branchgrpo.training.trainer import Trainer
-from branchgrpo.training.update import MISMATCH_LIMIT, edge_sums, edge_terms, shared_micro_batches, update
+from branchgrpo.training.update import (
+    MISMATCH_LIMIT,
+    edge_sums,
+    edge_terms,
+    shared_micro_batches,
+    update,
+)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PROMPTS = PromptSet([f"prompt {n}" for n in range(64)], [f"test {n}" for n in range(16)])
 SHORT = {"steps": 6, "splits": (0, 2)}  # 17 calls: enough for a mismatch
 TINY = {"steps": 3, "splits": (0, 1)}
-FLUX_RECIPES = ("branchgrpo", "dancegrpo", "branchgrpo-mix", "branchgrpo-deppru", "mixgrpo")  # the claim first
+FLUX_RECIPES = (
+    "branchgrpo",
+    "dancegrpo",
+    "branchgrpo-mix",
+    "branchgrpo-deppru",
+    "mixgrpo",
+)  # the claim first
 
 
 class Lines:
@@ -70,7 +82,13 @@ class Lines:
 
     def __init__(self, part: str, tiny: bool, limit: float, path: str | None):
         self.start, self.limit, self.tiny, self.path = time.time(), limit, tiny, path
-        self.record = {"part": part, "tiny": tiny, "date": time.strftime("%Y-%m-%d"), **environment(), "lines": []}
+        self.record = {
+            "part": part,
+            "tiny": tiny,
+            "date": time.strftime("%Y-%m-%d"),
+            **environment(),
+            "lines": [],
+        }
         if path and part == "first-half-hour" and Path(path).is_file():  # it goes on
             known = json.loads(Path(path).read_text())
             if (known["tiny"], known["device"]) == (tiny, self.record["device"]):
@@ -97,11 +115,17 @@ class Lines:
                 raise TimeoutError(f"left out: {self.left():.0f} s left, {needed:.0f} s needed")
             return job()
         except Exception as error:
-            self.add(table, name=name, error=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+            self.add(
+                table,
+                name=name,
+                error=f"{type(error).__name__}: {' '.join(str(error).split())[:200]}",
+            )
             if not isinstance(error, TimeoutError):
                 traceback.print_exc(limit=-4)
         gc.collect()
-        with contextlib.suppress(RuntimeError):  # after an illegal access the device answers nothing more
+        with contextlib.suppress(
+            RuntimeError
+        ):  # after an illegal access the device answers nothing more
             torch.cuda.empty_cache()
         return None
 
@@ -114,10 +138,27 @@ def config_of(**changes) -> TrainConfig:
 
 def large(lines: Lines, policy, reward, **changes) -> Trainer:
     "Return a trainer of one prompt with an adapter on a bfloat16 base, as one would train on a GPU."
-    table = {"backbone": "random", "reward": "random", "prompts": "random", "prompts_per_iteration": 1}
-    table |= {"mixed_precision": "bf16", "lora_rank": 32, "base_dtype": "bfloat16", "gradient_checkpointing": True}
-    table |= {"max_batch": 4} | (TINY if lines.tiny else {}) | changes | ({"lora_rank": 4} if lines.tiny else {})
-    return Trainer(config_of(**table), policy=without_adapter(policy), reward=reward, prompts=PROMPTS)
+    table = {
+        "backbone": "random",
+        "reward": "random",
+        "prompts": "random",
+        "prompts_per_iteration": 1,
+    }
+    table |= {
+        "mixed_precision": "bf16",
+        "lora_rank": 32,
+        "base_dtype": "bfloat16",
+        "gradient_checkpointing": True,
+    }
+    table |= (
+        {"max_batch": 4}
+        | (TINY if lines.tiny else {})
+        | changes
+        | ({"lora_rank": 4} if lines.tiny else {})
+    )
+    return Trainer(
+        config_of(**table), policy=without_adapter(policy), reward=reward, prompts=PROMPTS
+    )
 
 
 def short(lines: Lines, policy, reward, **changes) -> Trainer:
@@ -158,7 +199,9 @@ def per_latent(policy, batch: int, backward: bool = False, rounds: int = 3) -> f
     return took
 
 
-def iteration(trainer: Trainer, lines: Lines, table: str, name: str, floors: dict[str, float] | None = None) -> None:
+def iteration(
+    trainer: Trainer, lines: Lines, table: str, name: str, floors: dict[str, float] | None = None
+) -> None:
     "Add the line of one iteration: seconds of its parts, peaks, mismatch; and its ratios to the floors."
     start = time.perf_counter()
     x, rollout_peak = peak_memory(lambda: trainer.collect(0))
@@ -168,14 +211,22 @@ def iteration(trainer: Trainer, lines: Lines, table: str, name: str, floors: dic
     end = time.perf_counter()
     plan, images = x.tree.plan, x.images
     decode = seconds_of(lambda: trainer.policy.decode(x.tree.latents[-1].flatten(0, 1)), DEVICE)
-    reward = seconds_of(lambda: trainer.scorer(images, ["x"] * len(images), [{}] * len(images)), DEVICE)
-    line = {"calls": plan.denoiser_calls, "trained_calls": stats["calls"], "rollout": middle - start}
+    reward = seconds_of(
+        lambda: trainer.scorer(images, ["x"] * len(images), [{}] * len(images)), DEVICE
+    )
+    line = {
+        "calls": plan.denoiser_calls,
+        "trained_calls": stats["calls"],
+        "rollout": middle - start,
+    }
     line |= {"update": end - middle, "decode": decode, "reward": reward}
     line |= {"rollout_peak_gb": rollout_peak, "update_peak_gb": update_peak}
     line |= {key: float(stats[key]) for key in ("rollout_mismatch", "clip_fraction", "grad_norm")}
     if floors:
         scoring = (decode + reward) * (1 + x.previews / len(images))
-        line["rollout_over_floor"] = (middle - start - scoring) / (line["calls"] * floors["forward"])
+        line["rollout_over_floor"] = (middle - start - scoring) / (
+            line["calls"] * floors["forward"]
+        )
         line["update_over_floor"] = (end - middle) / (line["trained_calls"] * floors["backward"])
     lines.add(table, name=name, **line)
 
@@ -193,12 +244,22 @@ def roofs(lines: Lines) -> None:
 
 
 CLIPS = {"prompts": "clips", "reward": "motion"}
-RUNS = [("tiny-flux", recipe, {}) for recipe in ("branchgrpo", "dancegrpo", "mixgrpo-flash", "branchgrpo-adaptive")]
+RUNS = [
+    ("tiny-flux", recipe, {})
+    for recipe in ("branchgrpo", "dancegrpo", "mixgrpo-flash", "branchgrpo-adaptive")
+]
 FUNNEL = {"max_batch": 8}  # rows are pruned: one batch size for rollout and update
-RUNS += [("tiny-sd3", "pro-grpo", FUNNEL), ("tiny-sd", "pro-grpo-sd", FUNNEL), ("tiny-wan", "branchgrpo", CLIPS)]
+RUNS += [
+    ("tiny-sd3", "pro-grpo", FUNNEL),
+    ("tiny-sd", "pro-grpo-sd", FUNNEL),
+    ("tiny-wan", "branchgrpo", CLIPS),
+]
 RUNS += [("tiny-wan-i2v", "branchgrpo", CLIPS), ("tiny-flux", "flow-grpo", {"lora_rank": 4})]
 RUNS += [("tiny-flux", f"branchgrpo-{name}", {}) for name in ("widpru", "extreme", "deppru", "mix")]
-RUNS += [("tiny-flux", "treegrpo", {}), ("tiny-flux", "branch-pro", {"gradient_checkpointing": True})]
+RUNS += [
+    ("tiny-flux", "treegrpo", {}),
+    ("tiny-flux", "branch-pro", {"gradient_checkpointing": True}),
+]
 RUNS += [("tiny-flux", "branchgrpo", {"sharding": "full"})]
 BATCHES = [
     {},
@@ -212,14 +273,22 @@ BATCHES = [
 def whole_run(lines: Lines, backbone: str, recipe: str, precision: str, more: dict) -> None:
     "Train two iterations, resume for a third, and add the run's line."
     table = {"backbone": backbone, "recipe": recipe, "mixed_precision": precision, "iterations": 2}
-    table |= {"prompts_per_iteration": 2, "evaluate_every": 2, "evaluation_prompts": 4, "checkpoint_every": 1}
+    table |= {
+        "prompts_per_iteration": 2,
+        "evaluate_every": 2,
+        "evaluation_prompts": 4,
+        "checkpoint_every": 1,
+    }
     config = config_of(**table | {"ema_used": True} | more | (TINY if lines.tiny else {}))
     start = time.perf_counter()
     Trainer(config).fit()
     run = Trainer(replace(config, iterations=3)).fit()
     rows = run.metrics
     written = [place for place in ("model", "lora") if (run.path / place).is_dir()]
-    numbers = {key: torch.tensor([row[key] for row in rows]).max().item() for key in ("rollout_mismatch", "grad_norm")}
+    numbers = {
+        key: torch.tensor([row[key] for row in rows]).max().item()
+        for key in ("rollout_mismatch", "grad_norm")
+    }
     took = time.perf_counter() - start
     name = f"{backbone} {recipe} {precision} {more or ''}".strip()
     lines.add("runs", name=name, iterations=len(rows), exported=written, seconds=took, **numbers)
@@ -227,14 +296,23 @@ def whole_run(lines: Lines, backbone: str, recipe: str, precision: str, more: di
 
 def mismatch(lines: Lines, more: dict) -> None:
     "Add an iteration of tiny-flux whose update has other batches or kernels than its rollout."
-    table = {"prompts_per_iteration": 2, "max_batch": 4, "mixed_precision": "bf16"} | (TINY if lines.tiny else SHORT)
-    iteration(Trainer(config_of(**table | more)), lines, "mismatch", f"tiny-flux {more or 'the same batches'}")
+    table = {"prompts_per_iteration": 2, "max_batch": 4, "mixed_precision": "bf16"} | (
+        TINY if lines.tiny else SHORT
+    )
+    iteration(
+        Trainer(config_of(**table | more)),
+        lines,
+        "mismatch",
+        f"tiny-flux {more or 'the same batches'}",
+    )
 
 
 def compiled_run(lines: Lines) -> None:
     "Add how many graphs are compiled in each of three iterations: only the first may compile."
     backend = "eager" if lines.tiny else "inductor"
-    trainer = Trainer(config_of(prompts_per_iteration=2, max_batch=4, **TINY if lines.tiny else SHORT))
+    trainer = Trainer(
+        config_of(prompts_per_iteration=2, max_batch=4, **TINY if lines.tiny else SHORT)
+    )
     compile_blocks(trainer.policy.denoiser, backend)
     graphs = [counters["stats"]["unique_graphs"]]
     for _ in range(3):
@@ -282,7 +360,9 @@ def floors_of(lines: Lines, name: str, policy, batches: tuple[int, ...]) -> dict
     for kind, values in found.items():
         for batch in batches if kind == "forward" else batches[:3]:
             took = lines.attempt(
-                "floors", f"{name} {kind} {batch}", partial(per_latent, policy, batch, kind == "backward")
+                "floors",
+                f"{name} {kind} {batch}",
+                partial(per_latent, policy, batch, kind == "backward"),
             )
             if took:
                 lines.add("floors", name=name, kind=kind, batch=batch, seconds_per_latent=took)
@@ -312,7 +392,11 @@ def funnel(lines: Lines, reward, prompts: int = 1, **changes) -> None:
     chains = {"roots": 4, "prune_at": {1: 2}, "splits": ()} if lines.tiny else {}
     chains |= {"prompts_per_iteration": prompts, "max_batch": 2 if lines.tiny else 12} | changes
     trainer = large(lines, policy, reward, recipe="pro-grpo", **chains)
-    floors = floors_of(lines, "SD3.5-M", policy, (1, 2) if lines.tiny else (1, 4, 12)) if not changes else None
+    floors = (
+        floors_of(lines, "SD3.5-M", policy, (1, 2) if lines.tiny else (1, 4, 12))
+        if not changes
+        else None
+    )
     name = " ".join(["pro-grpo", f"{prompts} prompts" * (prompts > 1), str(changes or "")]).strip()
     iteration(trainer, lines, "SD3.5-M", name, floors)
 
@@ -328,11 +412,19 @@ def train(lines: Lines) -> None:
 def kernels(lines: Lines, policy, batch: int) -> None:
     "Add by attention kernel seconds per latent, without and with gradient, and whether the gradient is finite."
     trained = [p for p in policy.denoiser.parameters() if p.requires_grad]
-    for name in ("native", "_native_flash", "_native_efficient", "_native_cudnn"):  # what may break the process last
+    for name in (
+        "native",
+        "_native_flash",
+        "_native_efficient",
+        "_native_cudnn",
+    ):  # what may break the process last
 
         def job(name=name):
             set_attention(policy.denoiser, name)
-            took = {"forward": per_latent(policy, batch), "with_backward": per_latent(policy, batch, True)}
+            took = {
+                "forward": per_latent(policy, batch),
+                "with_backward": per_latent(policy, batch, True),
+            }
             call(policy, batch, True)()
             finite = all(bool(p.grad.isfinite().all()) for p in trained if p.grad is not None)
             lines.add("attention", name=name, batch=batch, **took, finite=finite)
@@ -347,7 +439,9 @@ def casts(lines: Lines, policy, batch: int) -> None:
     with torch.autocast(DEVICE.type, enabled=False), torch.no_grad():
         x = torch.randn(batch, *policy.latent_shape, device=DEVICE)
         rows = policy.encode(["x"] * batch)
-        bare = interleaved({"call": lambda: policy.predict(x, torch.tensor(0.5), rows)}, 3, DEVICE)["call"]
+        bare = interleaved({"call": lambda: policy.predict(x, torch.tensor(0.5), rows)}, 3, DEVICE)[
+            "call"
+        ]
     lines.add("casts", name="frozen, no autocast", seconds_per_latent=bare / batch)
     lines.add("casts", name="frozen, autocast", seconds_per_latent=per_latent(policy, batch))
 
@@ -361,8 +455,12 @@ def decoding(lines: Lines, policy) -> None:
 
         def job(latents=latents, size=size):
             more = () if size is None else (size,)
-            took, peak = peak_memory(lambda: seconds_of(lambda: policy.decode(latents, *more), DEVICE))
-            lines.add("decode", name=f"{len(latents)} images", per_call=size, seconds=took, peak_gb=peak)
+            took, peak = peak_memory(
+                lambda: seconds_of(lambda: policy.decode(latents, *more), DEVICE)
+            )
+            lines.add(
+                "decode", name=f"{len(latents)} images", per_call=size, seconds=took, peak_gb=peak
+            )
 
         lines.attempt("decode", f"{count} images", job)
 
@@ -376,7 +474,9 @@ def activations(lines: Lines, policy, reward) -> None:
             if every:
                 checkpoint_blocks(trainer.policy.denoiser, every)
             took, peak = peak_memory(lambda: per_latent(policy, 1, True, 2))
-            lines.add("checkpoint", name=f"every {every or 'none'}", seconds_per_latent=took, peak_gb=peak)
+            lines.add(
+                "checkpoint", name=f"every {every or 'none'}", seconds_per_latent=took, peak_gb=peak
+            )
 
         lines.attempt("checkpoint", f"every {every}", job, 15)
 
@@ -386,12 +486,17 @@ def compiled(lines: Lines, policy, reward, batch: int) -> None:
     trainer = short(lines, policy, reward)
     compile_blocks(policy.denoiser, "eager" if lines.tiny else "inductor")
     first = seconds_of(call(policy, batch), DEVICE)
-    lines.add("compiled", name="first call", seconds=first, graphs=counters["stats"]["unique_graphs"])
+    lines.add(
+        "compiled", name="first call", seconds=first, graphs=counters["stats"]["unique_graphs"]
+    )
     for backward in (False, True):
         name = "forward and backward" if backward else "forward"
         lines.add("compiled", name=name, seconds_per_latent=per_latent(policy, batch, backward))
     lines.attempt(
-        "compiled", "17 calls", lambda: iteration(trainer, lines, "compiled", "17 calls"), 0 if lines.tiny else 90
+        "compiled",
+        "17 calls",
+        lambda: iteration(trainer, lines, "compiled", "17 calls"),
+        0 if lines.tiny else 90,
     )
     lines.add("compiled", name="all", graphs=counters["stats"]["unique_graphs"])
 
@@ -404,7 +509,11 @@ def variants(lines: Lines) -> None:
     decoding(lines, policy)
     reward = RandomReward(DEVICE, lines.tiny)
     images = torch.rand(4 if lines.tiny else 16, 3, 224, 224, device=DEVICE)
-    lines.add("tf32", name="reward, float32", seconds=interleaved({"r": lambda: reward(images, None)}, 3, DEVICE)["r"])
+    lines.add(
+        "tf32",
+        name="reward, float32",
+        seconds=interleaved({"r": lambda: reward(images, None)}, 3, DEVICE)["r"],
+    )
     large(lines, policy, reward)
     lines.add("casts", name="adapter", seconds_per_latent=per_latent(policy, batch))
     lines.add("casts", name="adapter, backward", seconds_per_latent=per_latent(policy, batch, True))
@@ -419,7 +528,11 @@ def variants(lines: Lines) -> None:
         lines.attempt("mismatch", f"train_batch {train_batch}", job, 20)
     lines.attempt("compiled", "all", lambda: compiled(lines, policy, reward, batch), 60)
     use_tf32()  # after compiling, which torch before 2.13 refuses once TF32 is on
-    lines.add("tf32", name="reward, TF32", seconds=interleaved({"r": lambda: reward(images, None)}, 3, DEVICE)["r"])
+    lines.add(
+        "tf32",
+        name="reward, TF32",
+        seconds=interleaved({"r": lambda: reward(images, None)}, 3, DEVICE)["r"],
+    )
 
 
 def by_step(lines: Lines, trainer: Trainer, name: str) -> None:
@@ -434,11 +547,20 @@ def by_step(lines: Lines, trainer: Trainer, name: str) -> None:
         found[batch.step] = max(found.get(batch.step, 0.0), worst)
     worst = max(found.values())
     cures = (
-        [f"--max-batch {s.max_batch} without --train-batch"] if worst > min(s.clip_range / 4, MISMATCH_LIMIT) else []
+        [f"--max-batch {s.max_batch} without --train-batch"]
+        if worst > min(s.clip_range / 4, MISMATCH_LIMIT)
+        else []
     )
     cures += ["--recompute-old"] if cures and s.steps_per_pass > 1 else []
     values = {"by_step": {step: round(value, 7) for step, value in found.items()}, "worst": worst}
-    lines.add("guided", name=name, **values, clip_range=s.clip_range, stops=worst > MISMATCH_LIMIT, remedy=cures)
+    lines.add(
+        "guided",
+        name=name,
+        **values,
+        clip_range=s.clip_range,
+        stops=worst > MISMATCH_LIMIT,
+        remedy=cures,
+    )
 
 
 GUIDED = ({}, {"train_batch": 1}, {"gradient_checkpointing": False})
@@ -447,14 +569,23 @@ GUIDED = ({}, {"train_batch": 1}, {"gradient_checkpointing": False})
 def guided(lines: Lines) -> None:
     "SD-1.5 with Pro-GRPO's funnel and Wan: the mismatch of rollout and update under guidance, by step."
     reward = RandomReward(DEVICE, lines.tiny)
-    funnel = {"recipe": "pro-grpo-sd"} | ({"roots": 4, "prune_at": {1: 3}, "group_keep": 2} if lines.tiny else {})
+    funnel = {"recipe": "pro-grpo-sd"} | (
+        {"roots": 4, "prune_at": {1: 3}, "group_keep": 2} if lines.tiny else {}
+    )
     funnel |= {"splits": (), "max_batch": 2 if lines.tiny else 8}
-    for name, model, changes in (("SD-1.5", sd, funnel), ("Wan2.1-1.3B", wan, {} if lines.tiny else SHORT)):
+    for name, model, changes in (
+        ("SD-1.5", sd, funnel),
+        ("Wan2.1-1.3B", wan, {} if lines.tiny else SHORT),
+    ):
         policy = lines.attempt("guided", name, partial(model, DEVICE, lines.tiny))
         for more in GUIDED[:2] if lines.tiny else GUIDED:
 
             def job(policy=policy, name=name, changes=changes, more=more):
-                by_step(lines, large(lines, policy, reward, **changes | more), f"{name} {more or 'the same batches'}")
+                by_step(
+                    lines,
+                    large(lines, policy, reward, **changes | more),
+                    f"{name} {more or 'the same batches'}",
+                )
 
             lines.attempt("guided", f"{name} {more}", job, 1 if lines.tiny else 30)
 
@@ -469,7 +600,15 @@ def start(lines: Lines) -> None:
 def commands(lines: Lines) -> None:
     "`sample` and `evaluate` on the device; a run that is told to stop, and started again, has the rows of a whole one."
     place = Path(tempfile.mkdtemp())
-    drawn = ["sample", "--prompt", "a red 3", "--backbone", "tiny-flux", "--output", f"{place}/drawn.png"]
+    drawn = [
+        "sample",
+        "--prompt",
+        "a red 3",
+        "--backbone",
+        "tiny-flux",
+        "--output",
+        f"{place}/drawn.png",
+    ]
     scored = ["evaluate", "--backbone", "tiny-flux", "--limit", "4", "--output", f"{place}/scored"]
     for words in (drawn, scored):
         gc.collect()
@@ -478,8 +617,19 @@ def commands(lines: Lines) -> None:
         used = peak * 1e9 > before + 1e6 if DEVICE.type == "cuda" else None
         lines.add("commands", name=words[0], code=code, peak_gb=peak, cuda_used=used)
     iterations = 4 if lines.tiny else 30
-    (place / "run.yaml").write_text(f"{{steps: 3, splits: [0, 1], prompts_per_iteration: 2, iterations: {iterations}}}")
-    words = ["train", "--config", f"{place}/run.yaml", "--evaluate-every", "0", "--tracker", "none", "--output"]
+    (place / "run.yaml").write_text(
+        f"{{steps: 3, splits: [0, 1], prompts_per_iteration: 2, iterations: {iterations}}}"
+    )
+    words = [
+        "train",
+        "--config",
+        f"{place}/run.yaml",
+        "--evaluate-every",
+        "0",
+        "--tracker",
+        "none",
+        "--output",
+    ]
     assert cli.main([*words, f"{place}/whole"]) == 0
     run = [sys.executable, "-m", "branchgrpo.cli", *words, f"{place}/told"]
     told, metrics = subprocess.Popen(run), place / "told/metrics.jsonl"
@@ -501,7 +651,12 @@ def small_card(lines: Lines) -> None:
     reward = RandomReward(DEVICE, lines.tiny)
     funnel(lines, reward)
     if not lines.tiny:
-        lines.attempt("SD3.5-M", "8 prompts", lambda: funnel(lines, reward, 8, steps=4, prune_at={1: 24, 2: 12}), 60)
+        lines.attempt(
+            "SD3.5-M",
+            "8 prompts",
+            lambda: funnel(lines, reward, 8, steps=4, prune_at={1: 24, 2: 12}),
+            60,
+        )
 
 
 def no_errors(found: list[dict]) -> bool:
@@ -520,7 +675,9 @@ def commands_work(found: list[dict]) -> bool:
 
 def peaks_below(gb: float):
     peaks = ("rollout_peak_gb", "update_peak_gb")
-    return lambda found: no_errors(found) and all(line.get(peak, 0) <= gb for line in found for peak in peaks)
+    return lambda found: (
+        no_errors(found) and all(line.get(peak, 0) <= gb for line in found for peak in peaks)
+    )
 
 
 STEPS = {  # seconds that a step may take, and what it does
@@ -534,14 +691,20 @@ STEPS = {  # seconds that a step may take, and what it does
 }
 RULES = {  # of a step's lines: whether it holds, and what to do if not
     "start": (trains, "stop, and repair this first: no other step runs"),
-    "smoke": (trains, "leave out the families with an error, or without a finite gradient, in what follows"),
+    "smoke": (
+        trains,
+        "leave out the families with an error, or without a finite gradient, in what follows",
+    ),
     "commands": (
         commands_work,
         "sample or evaluate ran on the CPU, or a stopped run does not go on: repair before any long run",
     ),
     "train": (peaks_below(40), "correct the doctor's memory, and its speed by the floors"),
     "small card": (peaks_below(0.9 * 25.7), "a card of 24 GB does not hold what the page says"),
-    "guided": (lambda found: not any(line.get("stops") for line in found), "train only with the remedy of the line"),
+    "guided": (
+        lambda found: not any(line.get("stops") for line in found),
+        "train only with the remedy of the line",
+    ),
     "variants": (no_errors, "leave the setting off whose line has an error"),
 }
 
@@ -554,7 +717,11 @@ def first_half_hour(lines: Lines, steps: list[str] | None = None) -> None:
     """Make the steps that are not done yet, in order, each within its time; stop before one that may end too late.
 
     No step follows a first step that failed; the next call makes it again. A step that was cut off stays as it is."""
-    done = {name: step for name, step in lines.record.get("steps", {}).items() if name != "start" or step["holds"]}
+    done = {
+        name: step
+        for name, step in lines.record.get("steps", {}).items()
+        if name != "start" or step["holds"]
+    }
     lines.record["steps"] = done
     limit, before = lines.limit, signal.signal(signal.SIGALRM, told_to_end)
     for name in steps or STEPS:
@@ -563,10 +730,14 @@ def first_half_hour(lines: Lines, steps: list[str] | None = None) -> None:
             continue
         lines.limit = limit
         if lines.left() < seconds:
-            lines.add("steps", name=name, next_call=f"{lines.left():.0f} s left, {seconds} s needed")
+            lines.add(
+                "steps", name=name, next_call=f"{lines.left():.0f} s left, {seconds} s needed"
+            )
             break
         first, began = len(lines.record["lines"]), time.time()
-        lines.limit = began - lines.start + seconds  # nothing of the step begins that would end later
+        lines.limit = (
+            began - lines.start + seconds
+        )  # nothing of the step begins that would end later
         signal.alarm(seconds)
         lines.attempt(name, "the whole step", partial(job, lines), 0)
         signal.alarm(0)
@@ -583,12 +754,20 @@ PARTS = {"smoke": smoke, "train": train, "variants": variants, "first-half-hour"
 
 def main(words: list[str] | None = None) -> dict:
     "Run one part; return its record."
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--json", help="the file of the numbers")
-    parser.add_argument("--tiny", action="store_true", help="the same at a small size, on any machine")
-    parser.add_argument("--seconds", type=float, default=540, help="no new measurement begins that would end later")
-    parser.add_argument("--steps", nargs="+", choices=STEPS, help="steps of the first half hour, in this order: all")
+    parser.add_argument(
+        "--tiny", action="store_true", help="the same at a small size, on any machine"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=540, help="no new measurement begins that would end later"
+    )
+    parser.add_argument(
+        "--steps", nargs="+", choices=STEPS, help="steps of the first half hour, in this order: all"
+    )
     given = parser.parse_args(words)
     quiet()
     warnings.filterwarnings("ignore")

@@ -16,7 +16,12 @@ from branchgrpo.backbones.wan import WanPolicy
 from branchgrpo.rewards.hps import VIT_H14, pad_square
 
 SMALL = {"num_layers": 2, "num_attention_heads": 2}
-SMALL_TOWER = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+SMALL_TOWER = {
+    "num_hidden_layers": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+}
 VAE = {
     "in_channels": 3,
     "out_channels": 3,
@@ -51,7 +56,11 @@ def random_rows(policy, prompts: list[str], tokens: int) -> dict[str, torch.Tens
         seed = int(hashlib.md5(prompt.encode()).hexdigest()[:8], 16)
         generator = torch.Generator().manual_seed(seed)
         for name, value in policy.blank().items():
-            shape = value.shape[1:] if value.dim() == 2 else (min(tokens, value.shape[1]), *value.shape[2:])
+            shape = (
+                value.shape[1:]
+                if value.dim() == 2
+                else (min(tokens, value.shape[1]), *value.shape[2:])
+            )
             rows[name].append(torch.randn(*shape, generator=generator))
     return policy.on_device(**{name: torch.stack(values) for name, values in rows.items()})
 
@@ -121,20 +130,45 @@ class RandomWan(WanPolicy):
         return random_rows(self, prompts, 512)
 
 
-SMALL_UNET = {"block_out_channels": (32, 32), "layers_per_block": 1, "norm_num_groups": 8, "cross_attention_dim": 32}
+SMALL_UNET = {
+    "block_out_channels": (32, 32),
+    "layers_per_block": 1,
+    "norm_num_groups": 8,
+    "cross_attention_dim": 32,
+}
 SMALL_UNET |= {"down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "attention_head_dim": 8}
 SMALL_UNET |= {"up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D")}
-SMALL_WAN = {"num_attention_heads": 2, "attention_head_dim": 12, "ffn_dim": 32, "num_layers": 1, "text_dim": 32}
+SMALL_WAN = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "ffn_dim": 32,
+    "num_layers": 1,
+    "text_dim": 32,
+}
 
 
 def sd(device, tiny: bool, dtype: torch.dtype = torch.bfloat16) -> RandomSD:
     "Return Stable Diffusion 1.5 at 512 × 512 pixels, guided by 5."
     from diffusers import AutoencoderKL, DDIMScheduler, UNet2DConditionModel
 
-    betas = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}  # runwayml's scheduler
+    betas = {
+        "beta_start": 0.00085,
+        "beta_end": 0.012,
+        "beta_schedule": "scaled_linear",
+    }  # runwayml's scheduler
     parts = SimpleNamespace(
-        unet=built(UNet2DConditionModel, SDPolicy.published[1] | (SMALL_UNET if tiny else {}), device, dtype),
-        vae=built(AutoencoderKL, SMALL_VAE | {"latent_channels": 4} if tiny else kl_config(4, True), device, dtype),
+        unet=built(
+            UNet2DConditionModel,
+            SDPolicy.published[1] | (SMALL_UNET if tiny else {}),
+            device,
+            dtype,
+        ),
+        vae=built(
+            AutoencoderKL,
+            SMALL_VAE | {"latent_channels": 4} if tiny else kl_config(4, True),
+            device,
+            dtype,
+        ),
         scheduler=DDIMScheduler(**betas, clip_sample=False, set_alpha_to_one=False, steps_offset=1),
         vae_scale_factor=8,
     )
@@ -149,7 +183,9 @@ def wan(device, tiny: bool, dtype: torch.dtype = torch.bfloat16) -> RandomWan:
     config = WanPolicy.published[1] | (SMALL_WAN if tiny else {})
     parts = SimpleNamespace(
         transformer=built(WanTransformer3DModel, config, device, dtype),
-        vae=built(AutoencoderKLWan, {"base_dim": 8, "num_res_blocks": 1} if tiny else {}, device, dtype),
+        vae=built(
+            AutoencoderKLWan, {"base_dim": 8, "num_res_blocks": 1} if tiny else {}, device, dtype
+        ),
         vae_scale_factor_spatial=8,
         vae_scale_factor_temporal=4,
     )
@@ -163,16 +199,32 @@ class RandomReward:
     def __init__(self, device, tiny: bool):
         from transformers import CLIPVisionConfig, CLIPVisionModel
 
-        config = {name: value for name, value in VIT_H14["vision_config"].items() if name != "projection_dim"}
+        config = {
+            name: value
+            for name, value in VIT_H14["vision_config"].items()
+            if name != "projection_dim"
+        }
         config |= SMALL_TOWER if tiny else {}
         self.device = device
-        self.model = built(lambda **known: CLIPVisionModel(CLIPVisionConfig(**known)), config, device, torch.float32)
-        self.weights = torch.randn(config["hidden_size"], generator=torch.Generator().manual_seed(0)).to(device) / 36
+        self.model = built(
+            lambda **known: CLIPVisionModel(CLIPVisionConfig(**known)),
+            config,
+            device,
+            torch.float32,
+        )
+        self.weights = (
+            torch.randn(config["hidden_size"], generator=torch.Generator().manual_seed(0)).to(
+                device
+            )
+            / 36
+        )
 
     @torch.no_grad()
     def __call__(self, images, prompts, metadata=None):
         images = images[:, :, 0] if images.dim() == 5 else images  # the first frame of a clip
-        return self.model(pad_square(images.to(self.device).float(), 224)).pooler_output @ self.weights
+        return (
+            self.model(pad_square(images.to(self.device).float(), 224)).pooler_output @ self.weights
+        )
 
 
 def without_adapter(policy):

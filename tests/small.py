@@ -10,7 +10,9 @@ def rows(folder, file="metrics.jsonl"):
     "Return what a run has recorded, without seconds; nothing if there is no such file."
     path = Path(folder) / file
     found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [{key: value for key, value in row.items() if not key.startswith("seconds")} for row in found]
+    return [
+        {key: value for key, value in row.items() if not key.startswith("seconds")} for row in found
+    ]
 
 
 def wait_for(condition, seconds=300):
@@ -35,5 +37,10 @@ def entries(text):
 
 def requirements():
     "Return the requirements of settings.ini: of the package under '', and of each extra under its name."
-    fields = {key: value for key, value in package_settings().items() if key.endswith("requirements")}
-    return {key.removesuffix("requirements").removesuffix("_"): entries(text) for key, text in fields.items()}
+    fields = {
+        key: value for key, value in package_settings().items() if key.endswith("requirements")
+    }
+    return {
+        key.removesuffix("requirements").removesuffix("_"): entries(text)
+        for key, text in fields.items()
+    }

@@ -145,8 +145,12 @@ def counted(name: str, folder) -> tuple[Counter, dict, Trainer]:
     policy = GaussianFlow(shape=(4,))
     counter = Counter(policy)
     small = dict(iterations=1, prompts_per_iteration=PROMPTS, evaluate_every=0, tracker="none")
-    config = TrainConfig(recipe=name, output=str(folder), lora_rank=0, **small)  # the flow has nothing to adapt
-    trainer = Trainer(config, policy=policy, reward=reward, prompts=[f"prompt {n}" for n in range(8)])
+    config = TrainConfig(
+        recipe=name, output=str(folder), lora_rank=0, **small
+    )  # the flow has nothing to adapt
+    trainer = Trainer(
+        config, policy=policy, reward=reward, prompts=[f"prompt {n}" for n in range(8)]
+    )
     trainer.learner.optimizer.optimizer.register_step_post_hook(counter.step)
     return counter, trainer.step(), trainer
 
@@ -164,10 +168,18 @@ def test_every_recipe_is_counted():
 def test_iteration_costs_what_the_paper_counts(name, tmp_path):
     expected = EXPECTED[name]
     counter, row, trainer = counted(name, tmp_path / "run")
-    rollout_calls = counter.quiet - (counter.trained if expected.reference else 0) - PROMPTS * expected.again
-    assert within(rollout_calls, expected.rollout), f"{rollout_calls / PROMPTS} rollout calls per prompt"
-    assert within(counter.trained, expected.trained), f"{counter.trained / PROMPTS} trained calls per prompt"
-    assert within(row["edges"], expected.edges), f"{row['edges'] / PROMPTS} trained edges per prompt"
+    rollout_calls = (
+        counter.quiet - (counter.trained if expected.reference else 0) - PROMPTS * expected.again
+    )
+    assert within(rollout_calls, expected.rollout), (
+        f"{rollout_calls / PROMPTS} rollout calls per prompt"
+    )
+    assert within(counter.trained, expected.trained), (
+        f"{counter.trained / PROMPTS} trained calls per prompt"
+    )
+    assert within(row["edges"], expected.edges), (
+        f"{row['edges'] / PROMPTS} trained edges per prompt"
+    )
     assert counter.steps == expected.steps
     reported = (row["denoiser_calls"], row["trained_calls"], row["optimiser_steps"])
     assert reported == (rollout_calls, counter.trained, counter.steps)
@@ -177,14 +189,25 @@ def test_iteration_costs_what_the_paper_counts(name, tmp_path):
 
 @pytest.mark.parametrize("estimator", ADVANTAGES.names())
 @pytest.mark.parametrize("std", STDS)
-@pytest.mark.parametrize("shape", [{"roots": 2, "splits": {0: 3, 1: 7}}, {"roots": 12}], ids=["tree", "chains"])
+@pytest.mark.parametrize(
+    "shape", [{"roots": 2, "splits": {0: 3, 1: 7}}, {"roots": 12}], ids=["tree", "chains"]
+)
 def test_equal_rewards_teach_nothing(estimator, std, shape):
     "The mean of equal numbers is rounded, and over a standard deviation of rounding that would be an advantage of one."
     plan = RolloutPlan(4, **shape, previews={1: (1,), 2: (1,)})
     tree = Tree.from_plan(plan, prompts=200)
-    rewards = torch.randn(200, 1, generator=torch.Generator().manual_seed(0)).expand(200, plan.leaves).clone()
+    rewards = (
+        torch.randn(200, 1, generator=torch.Generator().manual_seed(0))
+        .expand(200, plan.leaves)
+        .clone()
+    )
     seen = {d: rewards[:, : plan.populations[d], None] for d in plan.previews}
     found = estimate_advantages(tree, rewards, estimator, CreditOptions(std=std, previews=seen))
-    one = rewards[:1].expand_as(rewards)  # of all prompts, so that none differs from the mean of all
-    for advantages in (found, estimate_advantages(tree, one, estimator, CreditOptions(std=std, previews=None))):
+    one = rewards[:1].expand_as(
+        rewards
+    )  # of all prompts, so that none differs from the mean of all
+    for advantages in (
+        found,
+        estimate_advantages(tree, one, estimator, CreditOptions(std=std, previews=None)),
+    ):
         assert max(float(a.abs().max()) for a in advantages) < 1e-4

@@ -29,15 +29,31 @@ PROMPTS = {
 
 def config(folder, backbone, **changes):
     clips = {"reward": "motion", "prompts": "clips"} if "wan" in backbone else {"prompts": "digits"}
-    base = dict(backbone=backbone, steps=6, splits=(0, 2), prompts_per_iteration=2, iterations=2, guidance_scale=3.0)
+    base = dict(
+        backbone=backbone,
+        steps=6,
+        splits=(0, 2),
+        prompts_per_iteration=2,
+        iterations=2,
+        guidance_scale=3.0,
+    )
     return TrainConfig.from_dict(
         base | clips | {"evaluate_every": 0, "tracker": "none", "output": str(folder)} | changes
     )
 
 
-WAYS = {"plain": {}, "guidance with gradient": {"guidance_grad": True}, "bf16": {"mixed_precision": "bf16"}}
+WAYS = {
+    "plain": {},
+    "guidance with gradient": {"guidance_grad": True},
+    "bf16": {"mixed_precision": "bf16"},
+}
 FLUX = [("tiny-flux", "plain"), ("tiny-flux", "bf16")]
-TRIED = [("tiny-sd", "plain"), ("tiny-wan-i2v", "plain"), ("tiny-sd3", "guidance with gradient"), ("tiny-wan", "bf16")]
+TRIED = [
+    ("tiny-sd", "plain"),
+    ("tiny-wan-i2v", "plain"),
+    ("tiny-sd3", "guidance with gradient"),
+    ("tiny-wan", "bf16"),
+]
 TRIED += FLUX
 
 
@@ -61,19 +77,40 @@ pipe.set_progress_bar_config(disable=True)
 out = pipe(output_type="pt", **draw, **given)
 torch.save(out.frames if hasattr(out, "frames") else out.images, sys.argv[2])
 """
-SIZED = {"use_dynamic_shifting": True, "shift": 1.0}  # FLUX.1-dev's own: the shift follows the image's size
+SIZED = {
+    "use_dynamic_shifting": True,
+    "shift": 1.0,
+}  # FLUX.1-dev's own: the shift follows the image's size
 PNDM = {"_class_name": "PNDMScheduler", "skip_prk_steps": True}  # Stable Diffusion's
-UNIPC = {"_class_name": "UniPCMultistepScheduler", "prediction_type": "flow_prediction", "use_flow_sigmas": True}
+UNIPC = {
+    "_class_name": "UniPCMultistepScheduler",
+    "prediction_type": "flow_prediction",
+    "use_flow_sigmas": True,
+}
 UNIPC |= {"flow_shift": 3.0}  # Wan's
-FILES = {"tiny-flux": SIZED, "tiny-sd": PNDM, "tiny-sd3": {}, "tiny-wan": UNIPC, "tiny-wan-i2v": UNIPC}
+FILES = {
+    "tiny-flux": SIZED,
+    "tiny-sd": PNDM,
+    "tiny-sd3": {},
+    "tiny-wan": UNIPC,
+    "tiny-wan-i2v": UNIPC,
+}
 SHIFTS = (5.0, "scheduler")
-TRIED_RESULTS = [("tiny-flux", 5.0, 4), ("tiny-sd", 5.0, 0), ("tiny-sd3", "scheduler", 0), ("tiny-wan-i2v", 5.0, 0)]
+TRIED_RESULTS = [
+    ("tiny-flux", 5.0, 4),
+    ("tiny-sd", 5.0, 0),
+    ("tiny-sd3", "scheduler", 0),
+    ("tiny-wan-i2v", 5.0, 0),
+]
 
 
 def published_like(backbone, folder):
     "A tiny model's folder with a scheduler of the class and fields that the published model has."
     shutil.copytree(folder_of(backbone), folder)
-    for file, changes in (("scheduler/scheduler_config.json", FILES[backbone]), ("model_index.json", {})):
+    for file, changes in (
+        ("scheduler/scheduler_config.json", FILES[backbone]),
+        ("model_index.json", {}),
+    ):
         table = json.loads((folder / file).read_text()) | changes
         if "scheduler" in table and "_class_name" in FILES[backbone]:
             table["scheduler"] = ["diffusers", FILES[backbone]["_class_name"]]
@@ -81,27 +118,45 @@ def published_like(backbone, folder):
     return folder
 
 
-@pytest.mark.parametrize("backbone, shift, lora", often(product(TINY, SHIFTS, (0, 4)), TRIED_RESULTS))
+@pytest.mark.parametrize(
+    "backbone, shift, lora", often(product(TINY, SHIFTS, (0, 4)), TRIED_RESULTS)
+)
 def test_plain_diffusers_draws_the_result_as_written_beside_it(tmp_path, backbone, shift, lora):
     "A fresh process with diffusers alone, by the lines in how_to_draw.md, draws what the run's evaluations draw."
     rate, place = (1e-2 if lora else 1e-4), published_like(backbone, tmp_path / "files")
-    changes = {"lora_rank": lora, "lora_alpha": 16, "learning_rate": rate, "height": 32, "width": 32, "shift": shift}
+    changes = {
+        "lora_rank": lora,
+        "lora_alpha": 16,
+        "learning_rate": rate,
+        "height": 32,
+        "width": 32,
+        "shift": shift,
+    }
     changes |= {"evaluation_steps": 4} | ({"frames": 9} if "wan" in backbone else {})
     trainer = Trainer(replace(config(tmp_path / "run", backbone, **changes), backbone=str(place)))
     run = trainer.fit()
-    prompts = PROMPTS.get(backbone, ["a red 3", "two blue 5s"])[: 1 if backbone == "tiny-wan-i2v" else 2]
+    prompts = PROMPTS.get(backbone, ["a red 3", "two blue 5s"])[
+        : 1 if backbone == "tiny-wan-i2v" else 2
+    ]
     policy = load_policy(str(run.path))
     policy.first_frames = trainer.prompts.first_frames
     ours = sample_block(policy, prompts, list(range(len(prompts))), 4, 0)
-    given = {"prompt": prompts, "latents": Noise(0, 0, tuple(range(len(prompts)))).roots(1, policy.latent_shape)[:, 0]}
+    given = {
+        "prompt": prompts,
+        "latents": Noise(0, 0, tuple(range(len(prompts)))).roots(1, policy.latent_shape)[:, 0],
+    }
     if backbone == "tiny-wan-i2v":  # its pipeline takes one image per call
         given |= {"prompt": prompts[0], "image": trainer.prompts.first_frames(prompts)}
     torch.save(given, tmp_path / "images.pt")
     written = run.path / ("lora" if lora else "model") / "how_to_draw.md"
-    plain = run_python([sys.executable, "-c", PLAIN, written, tmp_path / "images.pt"], cwd=written.parent)
+    plain = run_python(
+        [sys.executable, "-c", PLAIN, written, tmp_path / "images.pt"], cwd=written.parent
+    )
     assert plain.returncode == 0, plain.stdout[-3000:]
     theirs = torch.load(tmp_path / "images.pt")
-    torch.testing.assert_close(ours, theirs.transpose(1, 2) if ours.ndim == 5 else theirs, rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        ours, theirs.transpose(1, 2) if ours.ndim == 5 else theirs, rtol=0, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("given", [None, "float32"])
@@ -127,7 +182,9 @@ def test_the_doctor_knows_it(backbone):
     s = resolve(config("unused", backbone))
     text = report(s)
     assert "MISSING" not in text and "leaves" in text
-    assert estimate(s).tflop > 0  # the report leaves it out, since a small model's FLOPs decide nothing
+    assert (
+        estimate(s).tflop > 0
+    )  # the report leaves it out, since a small model's FLOPs decide nothing
 
 
 KNOWN_TO_COMFYUI = {"tiny-flux": True, "tiny-sd3": True, "tiny-sd": False, "tiny-wan": False}

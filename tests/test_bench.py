@@ -19,9 +19,28 @@ ROOT = Path(__file__).parents[1]
 TABLES = {
     "smoke": {"machine", "runs", "mismatch", "compiled"},
     "train": {"machine", "floors", "FLUX.1-dev", "SD3.5-M"},
-    "first-half-hour": {"steps", "machine", "runs", "mismatch", "commands", "floors", "FLUX.1-dev", "SD3.5-M", "guided"}
+    "first-half-hour": {
+        "steps",
+        "machine",
+        "runs",
+        "mismatch",
+        "commands",
+        "floors",
+        "FLUX.1-dev",
+        "SD3.5-M",
+        "guided",
+    }
     | {"attention", "casts", "decode", "tf32", "checkpoint", "compiled"},
-    "variants": {"machine", "attention", "casts", "decode", "tf32", "checkpoint", "compiled", "mismatch"},
+    "variants": {
+        "machine",
+        "attention",
+        "casts",
+        "decode",
+        "tf32",
+        "checkpoint",
+        "compiled",
+        "mismatch",
+    },
 }
 NEEDS_A_GPU = {"_native_cudnn", "_native_efficient"}
 CPU = torch.device("cpu")
@@ -47,7 +66,9 @@ def test_jobs_take_turns_until_the_time_of_their_table_is_up():
     jobs["slow"] = lambda: time.sleep(0.6)
     took = interleaved(jobs, math.inf, CPU, watch=watch)
     assert took.keys() == jobs.keys()
-    assert watch.measured == "processor seconds, medians of 1", "the round that should warm up is what counts"
+    assert watch.measured == "processor seconds, medians of 1", (
+        "the round that should warm up is what counts"
+    )
 
 
 def test_bench_keeps_to_minutes_and_says_what_is_left(tmp_path, capfd):
@@ -69,7 +90,9 @@ def test_a_policy_of_your_own_is_measured(tmp_path, capsys):
         "from branchgrpo import GaussianFlow\n\n\ndef make():\n    return GaussianFlow(shape=(3, 8, 8))\n"
     )
     (tmp_path / "small.yaml").write_text("steps: 4\nsplits: [0, 2]\n")
-    words = f"bench --backbone {tmp_path}/mine.py:make --minutes 0.01 --settings {tmp_path}/small.yaml"
+    words = (
+        f"bench --backbone {tmp_path}/mine.py:make --minutes 0.01 --settings {tmp_path}/small.yaml"
+    )
     assert cli.main([*words.split(), "--recipes", "dancegrpo", "branchgrpo", "--factors", "2"]) == 0
     assert f"{tmp_path}/mine.py:make, 1 prompt," in capsys.readouterr().out
 
@@ -105,7 +128,9 @@ def test_a_part_at_a_small_size(part, tmp_path, capsys):
     gpu_bench.main([part, "--tiny", "--json", str(path)])
     record = json.loads(path.read_text(encoding="utf-8"))
     assert {line["table"] for line in record["lines"]} == TABLES[part]
-    errors = [line for line in record["lines"] if "error" in line and line["name"] not in NEEDS_A_GPU]
+    errors = [
+        line for line in record["lines"] if "error" in line and line["name"] not in NEEDS_A_GPU
+    ]
     assert not errors
     assert record["device"] and record["packages"]["torch"]
     failed = [name for name, step in record.get("steps", {}).items() if not step["holds"]]
@@ -115,7 +140,9 @@ def test_a_part_at_a_small_size(part, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert f"{part}: {record['device']}" in printed and "small sizes, not the real ones" in printed
     assert all(f"\n{table}\n" in printed for table in TABLES[part])
-    assert [row["recipe"] for row in shown["rows"]] == (["branchgrpo"] if part in ("train", "first-half-hour") else [])
+    assert [row["recipe"] for row in shown["rows"]] == (
+        ["branchgrpo"] if part in ("train", "first-half-hour") else []
+    )
 
 
 def test_what_fails_becomes_a_line(tmp_path):
@@ -153,10 +180,23 @@ def test_the_first_half_hour_goes_on_where_it_stopped(tmp_path, monkeypatch):
 
 def test_chosen_steps_of_the_first_half_hour_at_a_small_size(tmp_path):
     "A loan may be shorter than half an hour; a step that was made is not made again, and a start that failed is."
-    words = ["first-half-hour", "--tiny", "--json", str(tmp_path / "first.json"), "--steps", "start", "small card"]
-    (tmp_path / "first.json").write_text(json.dumps(gpu_bench.Lines("", True, 1, None).record | {"steps": FAILED}))
+    words = [
+        "first-half-hour",
+        "--tiny",
+        "--json",
+        str(tmp_path / "first.json"),
+        "--steps",
+        "start",
+        "small card",
+    ]
+    (tmp_path / "first.json").write_text(
+        json.dumps(gpu_bench.Lines("", True, 1, None).record | {"steps": FAILED})
+    )
     record = gpu_bench.main([*words, "--seconds", "900"])
-    assert {name: step["holds"] for name, step in record["steps"].items()} == {"start": True, "small card": True}
+    assert {name: step["holds"] for name, step in record["steps"].items()} == {
+        "start": True,
+        "small card": True,
+    }
     assert gpu_bench.main(words)["lines"][:-1] == record["lines"]
 
 
@@ -164,7 +204,9 @@ FAILED = {"start": {"seconds": 1, "holds": False}}
 
 
 def test_nothing_follows_a_start_that_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_bench, "STEPS", {"start": (5, lambda lines: 1 / 0), "next": (5, lambda lines: 1 / 0)})
+    monkeypatch.setattr(
+        gpu_bench, "STEPS", {"start": (5, lambda lines: 1 / 0), "next": (5, lambda lines: 1 / 0)}
+    )
     record = gpu_bench.main(["first-half-hour", "--tiny", "--json", str(tmp_path / "first.json")])
     assert list(record["steps"]) == ["start"] and "repair this first" in str(record["lines"])
 

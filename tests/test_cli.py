@@ -36,10 +36,14 @@ def called(capsys, *words):
 def test_a_printed_config_can_be_read_back(tmp_path, capsys):
     for recipe in recipes.names():
         backbone = "tiny-sd" if recipe == "pro-grpo-sd" else "tiny-flux"
-        code, printed, _ = called(capsys, "train", "--recipe", recipe, "--backbone", backbone, "--print-config")
+        code, printed, _ = called(
+            capsys, "train", "--recipe", recipe, "--backbone", backbone, "--print-config"
+        )
         assert code == 0
         (tmp_path / "run.yaml").write_text(printed)
-        code, again, _ = called(capsys, "train", "--config", tmp_path / "run.yaml", "--print-config")
+        code, again, _ = called(
+            capsys, "train", "--config", tmp_path / "run.yaml", "--print-config"
+        )
         assert (code, again) == (0, printed)
 
 
@@ -57,19 +61,26 @@ def test_the_doctor_does_not_wait_for_a_hub_that_is_silent(tmp_path, words):
     place = {"HF_ENDPOINT": f"http://127.0.0.1:{stays.getsockname()[1]}", "HF_HOME": str(tmp_path)}
     place |= {"NO_PROXY": "*", "HF_HUB_OFFLINE": "0"}
     found = run(
-        [sys.executable, "-m", "branchgrpo.cli", "doctor", *words], env=os.environ | place | {"HF_HUB_OFFLINE": "0"}
+        [sys.executable, "-m", "branchgrpo.cli", "doctor", *words],
+        env=os.environ | place | {"HF_HUB_OFFLINE": "0"},
     )
     stays.close()
     assert len(asked) == 1
-    lines = [line for line in found.stdout.splitlines() if words[1] in line or "yuvalkirstain" in line]
+    lines = [
+        line for line in found.stdout.splitlines() if words[1] in line or "yuvalkirstain" in line
+    ]
     assert len(lines) == 1 and ("MISSING" in lines[0] or found.returncode == 2), found.stdout
 
 
 def test_every_flag_has_a_help_text():
     for name, command in cli.COMMANDS.items():
         assert command.run.__doc__
-        for action in parser_of(name, command.run.__doc__, command.classes(), command.config)._actions:
-            assert action.help and (action.help != argparse.SUPPRESS or action.dest in RETIRED), action.dest
+        for action in parser_of(
+            name, command.run.__doc__, command.classes(), command.config
+        )._actions:
+            assert action.help and (action.help != argparse.SUPPRESS or action.dest in RETIRED), (
+                action.dest
+            )
 
 
 def test_a_setting_that_is_gone_is_ignored_with_one_line(tmp_path, capsys):
@@ -99,10 +110,14 @@ def test_help_and_lists_are_light():
     "In a fresh process: nothing that takes seconds is imported, whichever command says what it does."
     lines = [[], ["--help"], ["--version"], ["recipes"], ["recipes", "--json"]]
     lines += [[name, "--help"] for name in cli.COMMANDS]
-    done = subprocess.run([sys.executable, "-c", CALLS, json.dumps(lines)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", CALLS, json.dumps(lines)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
-    assert len(said) == len(lines) and said["--version"][0] == f"branchgrpo {branchgrpo.__version__}\n"
+    assert (
+        len(said) == len(lines) and said["--version"][0] == f"branchgrpo {branchgrpo.__version__}\n"
+    )
     assert {line: heavy for line, (_, heavy) in said.items() if heavy} == {}
     assert all(text for text, _ in said.values())
     for name in cli.COMMANDS:
@@ -120,10 +135,22 @@ def test_alone_it_says_what_to_do_next(capsys):
     for program, name, *words in lines:
         command = cli.COMMANDS[name]
         assert program == "branchgrpo"
-        parse(parser_of(name, "", command.classes(), command.config), words)  # raises if a word is none
+        parse(
+            parser_of(name, "", command.classes(), command.config), words
+        )  # raises if a word is none
 
 
-PIPED = ["", "--help", "train --help", "recipes", "recipes branchgrpo", "rewards", "models", "prompts", "nonsense"]
+PIPED = [
+    "",
+    "--help",
+    "train --help",
+    "recipes",
+    "recipes branchgrpo",
+    "rewards",
+    "models",
+    "prompts",
+    "nonsense",
+]
 
 
 @pytest.mark.parametrize("buffered", [True, False], ids=["buffered", "line by line"])
@@ -132,9 +159,19 @@ def test_a_reader_that_has_ended_ends_the_command_silently(words, buffered):
     "As in `branchgrpo recipes | head -1`: `head` may have ended before the first line is printed."
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, *([] if buffered else ["-u"]), "-m", "branchgrpo.cli", *words.split()]
+    command = [
+        sys.executable,
+        *([] if buffered else ["-u"]),
+        "-m",
+        "branchgrpo.cli",
+        *words.split(),
+    ]
     wrong = words == "nonsense"  # it prints on standard error, so that one is the pipe
-    streams = {"stdout": subprocess.PIPE, "stderr": writer} if wrong else {"stdout": writer, "stderr": subprocess.PIPE}
+    streams = (
+        {"stdout": subprocess.PIPE, "stderr": writer}
+        if wrong
+        else {"stdout": writer, "stderr": subprocess.PIPE}
+    )
     done = subprocess.run(command, text=True, **streams)
     os.close(writer)
     assert done.returncode == 141, done.stderr  # what a shell says of a command that SIGPIPE ended
@@ -148,7 +185,11 @@ def test_a_broken_connection_is_no_reader_that_has_ended(monkeypatch, tmp_path):
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
     monkeypatch.setattr(cli, "answer", lost)
-    with open(tmp_path / "out", "w") as out, contextlib.redirect_stdout(out), pytest.raises(BrokenPipeError):
+    with (
+        open(tmp_path / "out", "w") as out,
+        contextlib.redirect_stdout(out),
+        pytest.raises(BrokenPipeError),
+    ):
         cli.main(["recipes"])
 
 
@@ -172,11 +213,25 @@ def test_json_says_what_the_text_says(words, capsys):
 
 
 SHOWN = {
-    "rewards hps-v2.1": ("hps-v2.1: HPS-v2.1: cosine", "xswu/HPSv2", "3.95 GB", "branchgrpo train --reward hps-v2.1"),
+    "rewards hps-v2.1": (
+        "hps-v2.1: HPS-v2.1: cosine",
+        "xswu/HPSv2",
+        "3.95 GB",
+        "branchgrpo train --reward hps-v2.1",
+    ),
     "rewards 0.5*tiny-clip+motion": ("tiny-clip: CLIP score", "motion: exact motion check"),
     "models tiny-wan": ("tiny-wan: a small Wan: clips", "WanPolicy", "32 × 32 pixels, 9 frames"),
-    "models black-forest-labs/FLUX.1-dev": ("11.9 billion", "huggingface.co", "1024 × 1024 pixels\n", "guidance   3.5"),
-    "prompts digit-pairs": ("captions of two digits", "2000 to train on, 256 to test on", "by an exact checker"),
+    "models black-forest-labs/FLUX.1-dev": (
+        "11.9 billion",
+        "huggingface.co",
+        "1024 × 1024 pixels\n",
+        "guidance   3.5",
+    ),
+    "prompts digit-pairs": (
+        "captions of two digits",
+        "2000 to train on, 256 to test on",
+        "by an exact checker",
+    ),
 }
 
 
@@ -259,8 +314,12 @@ def test_the_doctor_speaks_json(capsys):
     table = json.loads(said, parse_constant=pytest.fail)
     assert table["branchgrpo"] == branchgrpo.__version__
     assert table["settings"]["iterations"] == 7
-    assert table["costs"]["gpus"] == 2 and table["costs"]["fits"] and table["costs"]["fits_with"] == {}
-    assert f"{table['costs']['calls']} calls, {table['costs']['trained_calls']} trained calls" in text
+    assert (
+        table["costs"]["gpus"] == 2 and table["costs"]["fits"] and table["costs"]["fits_with"] == {}
+    )
+    assert (
+        f"{table['costs']['calls']} calls, {table['costs']['trained_calls']} trained calls" in text
+    )
     for found in table["found"]:
         assert found["what"] in text and found["note"] in text
     assert table["verify"] == []

@@ -41,7 +41,12 @@ def on_the_cpu(monkeypatch):
 def submit(folder: Path, nodes: int, launch: str, config: TrainConfig):
     "Submit a run to submitit's executor of this machine, with one task per node."
     executor = executor_class("local")(folder / "slurm", max_num_timeout=10)
-    prepare(executor, "local", own_options("runs", "smoke", (nodes, 0)) | {"time": 10, "signal_delay_s": 1}, [])
+    prepare(
+        executor,
+        "local",
+        own_options("runs", "smoke", (nodes, 0)) | {"time": 10, "signal_delay_s": 1},
+        [],
+    )
     return executor.submit(Resumed(train_task), config, str(folder / "runs"), launch)
 
 
@@ -82,8 +87,13 @@ def test_the_scripts_shown_are_those_that_submitit_writes(tmp_path, monkeypatch,
     "Line by line, in a folder with a space; one task is no array."
     import submitit
 
-    job = jobs(["quickstart"], "smoke", Path(__file__).parents[1] / "reproduce", given={"seeds": seeds})[0]
-    folder, options = tmp_path / "a place", {"scale": "smoke", "gpus": 8, "more": "partition=a100,cpus-per-task=8"}
+    job = jobs(
+        ["quickstart"], "smoke", Path(__file__).parents[1] / "reproduce", given={"seeds": seeds}
+    )[0]
+    folder, options = (
+        tmp_path / "a place",
+        {"scale": "smoke", "gpus": 8, "more": "partition=a100,cpus-per-task=8"},
+    )
     monkeypatch.setattr(submitit.SlurmExecutor, "affinity", lambda *_: 1)
     shown = slurm_scripts([job], folder, **options)
     for name, (tasks, settings) in job_arrays([job], **options).items():

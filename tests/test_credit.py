@@ -57,8 +57,20 @@ def near_one(images, prompts, metadata=None):
 
 def trained(folder, **changes):
     "Return a trainer of a small tree and its first iteration's metrics."
-    fields = {"steps": 6, "splits": (0, 2, 3), "prompts_per_iteration": 2, "beta": 1.0, "tracker": "none"}
-    config = TrainConfig(recipe="branchgrpo", iterations=1, evaluate_every=0, output=str(folder), **(fields | changes))
+    fields = {
+        "steps": 6,
+        "splits": (0, 2, 3),
+        "prompts_per_iteration": 2,
+        "beta": 1.0,
+        "tracker": "none",
+    }
+    config = TrainConfig(
+        recipe="branchgrpo",
+        iterations=1,
+        evaluate_every=0,
+        output=str(folder),
+        **(fields | changes),
+    )
     return Trainer(config, policy=Sized(), reward=near_one, prompts=["a", "b"])
 
 

@@ -15,18 +15,25 @@ from branchgrpo.training.resolve import resolve
 from branchgrpo.training.trainer import Trainer
 from branchgrpo.training.update import accumulate, shared_micro_batches
 
-SMALL = dict(prompts_per_iteration=2, iterations=1, evaluation_prompts=2, evaluation_steps=3, tracker="none")
+SMALL = dict(
+    prompts_per_iteration=2, iterations=1, evaluation_prompts=2, evaluation_steps=3, tracker="none"
+)
 SHORT = dict(steps=4, splits=(0, 2))
 CLIPS = dict(recipe="branchgrpo", prompts="clips", reward="motion", **SHORT)
 FUNNEL = {"roots": 6, "prune_at": {6: 4, 8: 3}}
 # fewer nodes than the recipes have: what matters here is each setting's name, and test_arithmetic counts the sizes
 NARROW = {
-    **dict.fromkeys(("dancegrpo", "dancegrpo-tf0.6", "mixgrpo-shared", "dancegrpo-released"), {"branch_factor": 3}),
+    **dict.fromkeys(
+        ("dancegrpo", "dancegrpo-tf0.6", "mixgrpo-shared", "dancegrpo-released"),
+        {"branch_factor": 3},
+    ),
     "g2rpo": {"branch_factor": 3},
     "stepwise-flow-grpo": {"branch_factor": 3, "steps": 5},
     "branchgrpo-released": {"steps": 8, "splits": (0, 2), "steps_per_pass": 4},
     "tp-grpo": {"roots": 3, "steps": 5},
-    **dict.fromkeys(("flow-grpo", "mixgrpo", "mixgrpo-flash", "dancegrpo-sd", "dense-grpo"), {"roots": 3}),
+    **dict.fromkeys(
+        ("flow-grpo", "mixgrpo", "mixgrpo-flash", "dancegrpo-sd", "dense-grpo"), {"roots": 3}
+    ),
     **dict.fromkeys(("uniform-subsample", "ovf"), {"roots": 4, "group_keep": 2}),
     **dict.fromkeys(("pro-grpo", "pro-grpo-flash", "pro-grpo-sd"), FUNNEL),
 }
@@ -44,15 +51,33 @@ MIXES = {
     "adapter": dict(lora_rank=4, kl=0.1, ratio="guard", passes=2, train_fraction=0.6),
     "kl": dict(kl=0.1, advantage="broadcast", transition="cps", eta=0.5),
     "leave-one-out": dict(advantage="leave-one-out", max_batch=3, train_batch=2),
-    "leaf-backup": dict(advantage="leaf-backup", prune="parent-top1", group_selection="random", group_keep=2),
-    "joint": dict(advantage="joint", std="global", split_noise="scaled", prune="extreme", prune_keep=1),
+    "leaf-backup": dict(
+        advantage="leaf-backup", prune="parent-top1", group_selection="random", group_keep=2
+    ),
+    "joint": dict(
+        advantage="joint", std="global", split_noise="scaled", prune="extreme", prune_keep=1
+    ),
     "few nodes": dict(min_nodes=4, weights="edge", beta=1.0, group_selection="ovf", group_keep=2),
-    "diverse": dict(group_selection="diverse", group_keep=2, diversity=0.5, reward_sum="decoupled", **TWO),
-    "weighted steps": dict(advantage="siblings", step_weights="inverse-gradient", transition="linear", eta=1.0)
+    "diverse": dict(
+        group_selection="diverse", group_keep=2, diversity=0.5, reward_sum="decoupled", **TWO
+    ),
+    "weighted steps": dict(
+        advantage="siblings", step_weights="inverse-gradient", transition="linear", eta=1.0
+    )
     | dict(reward_sum="decoupled+batch", **TWO),
-    "branches": dict(steps=5, splits=(), roots=2, side=(0, 2), branch_factor=3, merged={3: 2}, noise_factors={0: 1.5})
+    "branches": dict(
+        steps=5,
+        splits=(),
+        roots=2,
+        side=(0, 2),
+        branch_factor=3,
+        merged={3: 2},
+        noise_factors={0: 1.5},
+    )
     | dict(previews="ode/2+x0", preview_at="after", advantage="granularities", step_weights="std"),
-    "bf16": dict(mixed_precision="bf16", gradient_checkpointing=True, vae_slicing=True, adaptive=True),
+    "bf16": dict(
+        mixed_precision="bf16", gradient_checkpointing=True, vae_slicing=True, adaptive=True
+    ),
     "sum": dict(reward="norm(0.7*tiny-clip+0.3*tiny-hps)", held_out="tiny-pickscore"),
 }
 
@@ -79,13 +104,28 @@ def whole_run(t) -> dict:
 
 CHOSEN = ("branchgrpo-deppru", "branchgrpo-mix", "branchgrpo-released", "flow-dppo", "gardo")
 CHOSEN += ("flow-cps", "grpo-guard", "stepwise-flow-grpo", "tp-grpo", "treegrpo")
-NAMED = ("advantage", "std", "prune", "selection", "group_selection", "window", "stochastic", "transition", "ratio")
+NAMED = (
+    "advantage",
+    "std",
+    "prune",
+    "selection",
+    "group_selection",
+    "window",
+    "stochastic",
+    "transition",
+    "ratio",
+)
 NAMED += ("loss", "loss_mean", "reward_sum", "step_weights", "step_unit", "split_noise", "weights")
 
 
 def test_the_chosen_recipes_and_settings_take_every_name_that_a_recipe_takes():
-    tables = [{"recipe": name, "backbone": "tiny-sd" if name.endswith("-sd") else "tiny-flux"} for name in CHOSEN]
-    tables += [{"recipe": "branchgrpo"} | SHORT | changes for changes in MIXES.values()] + [*LOOPS.values()]
+    tables = [
+        {"recipe": name, "backbone": "tiny-sd" if name.endswith("-sd") else "tiny-flux"}
+        for name in CHOSEN
+    ]
+    tables += [{"recipe": "branchgrpo"} | SHORT | changes for changes in MIXES.values()] + [
+        *LOOPS.values()
+    ]
     tried = [resolve(TrainConfig.from_dict(table)) for table in tables]
     for setting in NAMED:
         taken = {getattr(recipes.get(name).values, setting) for name in recipes.names()}
@@ -105,12 +145,16 @@ def test_family_on_a_gpu(gpu, tmp_path, name):
 
 @pytest.mark.parametrize("name", MIXES)
 def test_settings_on_a_gpu(gpu, tmp_path, name):
-    assert whole_run(trainer(tmp_path, recipe="branchgrpo", **(SHORT | MIXES[name])))["grad_norm"] > 0
+    assert (
+        whole_run(trainer(tmp_path, recipe="branchgrpo", **(SHORT | MIXES[name])))["grad_norm"] > 0
+    )
 
 
 def test_a_policy_of_your_own_and_its_reference_on_a_gpu(gpu, tmp_path):
     "A trainer moves the denoiser; the copy that the KL term compares with moves, too. Found on an H200."
-    config = TrainConfig.from_dict(SMALL | SHORT | {"output": str(tmp_path / "run"), "kl": 0.1, "evaluate_every": 0})
+    config = TrainConfig.from_dict(
+        SMALL | SHORT | {"output": str(tmp_path / "run"), "kl": 0.1, "evaluate_every": 0}
+    )
     policy, reward = GaussianFlow(shape=(4,)), lambda images, prompts: images.flatten(1).mean(1)
     t = Trainer(config, policy=policy, reward=reward, prompts=["a", "b", "c"])
     assert t.step()["grad_norm"] > 0 and t.step()["kl"] > 0
@@ -126,7 +170,9 @@ def test_a_shared_tree_on_a_gpu(gpu, tmp_path, monkeypatch):
     "One of two processes that share each tree; what the other would send is what this one has."
     group = RankGroup(0, 2, lambda own: torch.stack([own, own]))
     monkeypatch.setattr("branchgrpo.training.collection.make_group", lambda *_: group)
-    monkeypatch.setattr("branchgrpo.training.trainer.check_mismatch", lambda *_: None)  # the other sent other outputs
+    monkeypatch.setattr(
+        "branchgrpo.training.trainer.check_mismatch", lambda *_: None
+    )  # the other sent other outputs
     for changes in ({"recipe": "branchgrpo", **SHORT}, {"recipe": "pro-grpo", **FUNNEL}):
         assert trainer(tmp_path, **changes).step()["grad_norm"] >= 0
 
@@ -135,7 +181,9 @@ LOOPS = {
     "flux": dict(recipe="branchgrpo", max_batch=3, **SHORT),
     "flux, adapter": dict(recipe="branchgrpo", **(SHORT | MIXES["adapter"])),
     "flux, solver": dict(recipe="mixgrpo-flash", branch_factor=2),
-    "flux, previews": dict(recipe="branchgrpo", previews="ode+2", preview_levels="even", advantage="gains", **SHORT),
+    "flux, previews": dict(
+        recipe="branchgrpo", previews="ode+2", preview_levels="even", advantage="gains", **SHORT
+    ),
     **FAMILIES,
 }
 
@@ -148,8 +196,12 @@ def test_a_rollout_uploads_noise_and_nothing_else(gpu, tmp_path, name):
     t = trainer(tmp_path, **LOOPS[name])
     x = t.collect(0)
     in_steps = [transfer for transfer in gpu.transfers if transfer.within("take_step")]
-    in_steps = [transfer for transfer in in_steps if not transfer.within("preview")]  # where images are scored
-    assert [transfer.kind for transfer in in_steps] == ["upload"] * len(x.tree.plan.stochastic - {x.tree.steps - 1})
+    in_steps = [
+        transfer for transfer in in_steps if not transfer.within("preview")
+    ]  # where images are scored
+    assert [transfer.kind for transfer in in_steps] == ["upload"] * len(
+        x.tree.plan.stochastic - {x.tree.steps - 1}
+    )
     assert all(transfer.within("draw_children") for transfer in in_steps)
 
 
@@ -188,7 +240,9 @@ REFUSED = {
     "a concatenation": lambda x, on_cpu: torch.cat([x, on_cpu]),
     "a stack of numbers": lambda x, on_cpu: torch.stack([x.sum(), on_cpu.sum()]),
     "numpy": lambda x, on_cpu: x.numpy(),
-    "a generator of the CPU": lambda x, on_cpu: torch.randn(2, device=x.device, generator=torch.Generator()),
+    "a generator of the CPU": lambda x, on_cpu: torch.randn(
+        2, device=x.device, generator=torch.Generator()
+    ),
 }
 
 

@@ -25,7 +25,9 @@ CALL = [sys.executable, "-m", "branchgrpo.cli", "evaluate", *OPTIONS]
 def prompts(tmp_path_factory):
     "A file of 60 captions of the digits testbed."
     path = tmp_path_factory.mktemp("prompts") / "captions.txt"
-    path.write_text("\n".join(list(dict.fromkeys(s.caption for s in scenes(200, "test", seed=1)))[:60]))
+    path.write_text(
+        "\n".join(list(dict.fromkeys(s.caption for s in scenes(200, "test", seed=1)))[:60])
+    )
     return str(path)
 
 
@@ -40,7 +42,9 @@ def test_two_processes_share_the_work(tmp_path, prompts):
     both = [start(tmp_path / "run", prompts, RANK=str(r), WORLD_SIZE="2") for r in range(2)]
     for rank, process in enumerate(both):
         ends_well(process, tmp_path / f"run{rank}")
-    numbers = [line.split(",")[0] for line in (tmp_path / "run/images.jsonl").read_text().splitlines()]
+    numbers = [
+        line.split(",")[0] for line in (tmp_path / "run/images.jsonl").read_text().splitlines()
+    ]
     assert len(numbers) == len(set(numbers)) == 60
 
 
@@ -58,7 +62,11 @@ def trained_run(folder, lora_rank):
         evaluate_every=0,
         tracker="none",
     )
-    Trainer(TrainConfig(**small, learning_rate=1e-2, ema_decay=0.5, lora_rank=lora_rank, output=str(folder))).fit()
+    Trainer(
+        TrainConfig(
+            **small, learning_rate=1e-2, ema_decay=0.5, lora_rank=lora_rank, output=str(folder)
+        )
+    ).fit()
     return str(folder)
 
 
@@ -95,7 +103,10 @@ def folders(tmp_path_factory):
 
 def drawing_line(command, place, words):
     "What is typed to draw one prompt with `sample` or `evaluate`."
-    asked = {"sample": f"--prompt x --output {place}/x.png", "evaluate": f"--limit 1 --output {place}/e"}
+    asked = {
+        "sample": f"--prompt x --output {place}/x.png",
+        "evaluate": f"--limit 1 --output {place}/e",
+    }
     return [command, *asked[command].split(), *words.split()]
 
 
@@ -106,5 +117,8 @@ def test_the_size_of_a_folder_is_given(folders, tmp_path):
 
 
 def test_shift_changes_the_noise_levels():
-    drawn = [sample_block(load_policy("tiny-flux", shift=shift), ["a red 3"], [0], 4, 0) for shift in (None, 3.0, 1.0)]
+    drawn = [
+        sample_block(load_policy("tiny-flux", shift=shift), ["a red 3"], [0], 4, 0)
+        for shift in (None, 3.0, 1.0)
+    ]
     assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])

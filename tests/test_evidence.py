@@ -28,7 +28,10 @@ def curve(ends, cost=10.0):
 def page(spread=0.01, seeds=20, **ends):
     "Return curves of methods that end at these values, up to noise."
     draws = np.random.default_rng(0)
-    return {label: {seed: curve(end + spread * draws.normal()) for seed in range(seeds)} for label, end in ends.items()}
+    return {
+        label: {seed: curve(end + spread * draws.normal()) for seed in range(seeds)}
+        for label, end in ends.items()
+    }
 
 
 def claim(**changes):
@@ -97,14 +100,24 @@ def test_the_recipes_of_a_task_are_compared_like_with_like():
     registered = read_registration()
     for name, task in registered.tasks.items():
         settings = [resolve(task.config(recipe, 0)) for recipe in registered.recipes(name)]
-        for field in ("backbone", "reward", "prompts", "iterations", "evaluation_prompts", "prompts_per_iteration"):
+        for field in (
+            "backbone",
+            "reward",
+            "prompts",
+            "iterations",
+            "evaluation_prompts",
+            "prompts_per_iteration",
+        ):
             assert len({getattr(found, field) for found in settings}) == 1, (name, field)
 
 
 def test_pages_share_the_runs_of_the_study():
     "Table 1 and the figures of the same recipes take them from there."
     registered = read_registration()
-    study = {key(config) for config in StudyArms(registered, {"digits": 5, "groups": 5}, "").configs().values()}
+    study = {
+        key(config)
+        for config in StudyArms(registered, {"digits": 5, "groups": 5}, "").configs().values()
+    }
     shared = {}
     for page in ("branchgrpo/table1", "pro_grpo/table1_fig5"):
         (job,) = jobs([page], "testbed", ROOT / "reproduce")
@@ -116,7 +129,10 @@ def test_the_quickstart_shows_the_seed_in_the_middle():
     "Its images flatter no method: half of the seeds end higher."
     record = json.loads((ROOT / "figures/testbed/quickstart.json").read_text())
     for method, settings in record["settings"].items():
-        right = {seed: record["numbers"][f"{method}-{seed}"]["after"]["eval_check_all"] for seed in record["seeds"]}
+        right = {
+            seed: record["numbers"][f"{method}-{seed}"]["after"]["eval_check_all"]
+            for seed in record["seeds"]
+        }
         assert sorted(right, key=right.get)[len(right) // 2] == record["seeds"][0], method
         assert settings["backbone"] == "tiny-sd3", "the first page says so"
 
@@ -129,8 +145,15 @@ def key(config):
 def test_the_committed_runs_are_one_table():
     "Every record's runs, with settings, as one Parquet data set that other tools read."
     table = pq.read_table(ROOT / "figures/testbed/runs")
-    assert set(table.column("kind").unique().to_pylist()) <= {"evaluations", "metrics", "settings", "run"}
+    assert set(table.column("kind").unique().to_pylist()) <= {
+        "evaluations",
+        "metrics",
+        "settings",
+        "run",
+    }
     pages = table.column("page").unique().to_pylist()
-    assert {f"{page}.parquet" for page in pages} == {path.name for path in (ROOT / "figures/testbed/runs").iterdir()}
+    assert {f"{page}.parquet" for page in pages} == {
+        path.name for path in (ROOT / "figures/testbed/runs").iterdir()
+    }
     size = sum(path.stat().st_size for path in (ROOT / "figures/testbed/runs").iterdir())
     assert size < 15e6

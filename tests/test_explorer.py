@@ -15,7 +15,13 @@ from branchgrpo.fusion import fuse_rewards
 from branchgrpo.plan import RolloutPlan, plan_cost
 from branchgrpo.planning import at_places, plan_of, window_steps
 from branchgrpo.pruning import PruningOptions, keep_edges
-from branchgrpo.site.explorer import explorer_page, explorer_part, plan_fields, plan_state, recipe_state
+from branchgrpo.site.explorer import (
+    explorer_page,
+    explorer_part,
+    plan_fields,
+    plan_state,
+    recipe_state,
+)
 from branchgrpo.tree import Tree
 
 
@@ -58,7 +64,8 @@ def random_plan(draw):
     if draw.random() < 0.4:
         fields["preview_levels"] = draw.choice(("grid", "even"))
         fields["previews"] = {
-            d: [draw.randint(1, 3) for _ in range(draw.randint(0, 2))] for d in some(draw, steps, 0.3)
+            d: [draw.randint(1, 3) for _ in range(draw.randint(0, 2))]
+            for d in some(draw, steps, 0.3)
         }
     return {"steps": steps} | fields
 
@@ -71,7 +78,9 @@ def made(fields):
         return None, str(error)
 
 
-REFUSAL = "plan => { try { Plan.complete(plan); return null } catch (error) { return error.message } }"
+REFUSAL = (
+    "plan => { try { Plan.complete(plan); return null } catch (error) { return error.message } }"
+)
 
 
 def test_counts_are_the_librarys(js):
@@ -81,7 +90,10 @@ def test_counts_are_the_librarys(js):
         plan, refusal = made(fields)
         if refusal:
             refused += 1
-            assert (js(REFUSAL, fields) or "").split(":")[0] == refusal.split(":")[0], (fields, refusal)
+            assert (js(REFUSAL, fields) or "").split(":")[0] == refusal.split(":")[0], (
+                fields,
+                refusal,
+            )
             continue
         compared += 1
         reference = draw.random() < 0.5
@@ -170,23 +182,32 @@ def test_trained_edges_are_the_librarys(js, prune):
         counted = torch.ones_like(rewards, dtype=torch.bool)
         options = PruningOptions(**rules, window_stop=start)
         values = fuse_rewards(tree, rewards, 0.0, "path", counted)
-        expected = [mask[0].tolist() for mask in keep_edges(tree, counted, prune, values, rewards, options)]
+        expected = [
+            mask[0].tolist() for mask in keep_edges(tree, counted, prune, values, rewards, options)
+        ]
         assert js(MASK, fields, compared, rules | {"prune": prune}) == expected, (fields, rules)
-        if prune == "none" and not (plan.prune_at and plan.splits):  # there the plan's number is the most there can be
+        if prune == "none" and not (
+            plan.prune_at and plan.splits
+        ):  # there the plan's number is the most there can be
             assert sum(map(sum, expected)) == plan.trained_edges
         compared += 1
 
 
 def test_a_huge_tree_is_refused(js):
     state = plan_state(RolloutPlan.tree(20, range(17), 3))
-    message = js("state => { try { Plan.outcome(state); return null } catch (error) { return error.message } }", state)
+    message = js(
+        "state => { try { Plan.outcome(state); return null } catch (error) { return error.message } }",
+        state,
+    )
     assert "more than 100000" in message
 
 
 def test_the_page_is_one_file():
     page = explorer_page(RolloutPlan(6, roots=4))
     assert page.count("<script>") == page.count("</script>") == 3
-    assert "http://" not in page.replace("http://www.w3.org/2000/svg", "") and "https://" not in page
+    assert (
+        "http://" not in page.replace("http://www.w3.org/2000/svg", "") and "https://" not in page
+    )
 
 
 def test_the_lines_of_python_that_the_page_shows_can_be_imported():

@@ -20,7 +20,12 @@ def test_the_sd_baseline_shares_all_but_the_group():
     ours, baseline = recipes.get("pro-grpo-sd").values, recipes.get("dancegrpo-sd").values
     different = {name for name in vars(ours) if getattr(ours, name) != getattr(baseline, name)}
     assert different == {"roots", "prune_at"}
-    assert (baseline.roots, baseline.steps, baseline.height, baseline.guidance_scale) == (16, 50, 512, 5.0)
+    assert (baseline.roots, baseline.steps, baseline.height, baseline.guidance_scale) == (
+        16,
+        50,
+        512,
+        5.0,
+    )
     with pytest.warns(UserWarning, match="dancegrpo-sd"):
         recipes.at_kind(recipes.get("dancegrpo"), "diffusion")
 
@@ -36,5 +41,7 @@ def test_pruning_steps_follow_the_pilot():
     record = json.loads((ROOT / "figures/testbed/pro_grpo_table9_fig7.json").read_text())
     first, second = at_testbed(recipes.get("pro-grpo")).values.prune_at
     assert [first, second] == record["pilot"]["prune_at"] == [7, 9]
-    assert round(record["spearman"][first], 2) >= 0.79 and round(record["spearman"][second], 2) >= 0.90
+    assert (
+        round(record["spearman"][first], 2) >= 0.79 and round(record["spearman"][second], 2) >= 0.90
+    )
     assert record["spearman"][first - 1] < 0.7922, "no earlier step ranks as well"

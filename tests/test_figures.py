@@ -65,7 +65,9 @@ def test_a_page_is_drawn_again_to_the_bit(page, tmp_path):
             new, old = json.loads(new), json.loads(old)
         assert new == old, f"{name}: `make figures` is due"
     for table in tmp_path.glob("runs/*.parquet"):
-        assert table.read_bytes() == (COMMITTED / "runs" / table.name).read_bytes(), f"{table.name}: it has changed"
+        assert table.read_bytes() == (COMMITTED / "runs" / table.name).read_bytes(), (
+            f"{table.name}: it has changed"
+        )
 
 
 @pytest.mark.slow

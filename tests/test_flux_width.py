@@ -25,7 +25,9 @@ def wide_flux(folder):
     "Write a FLUX pipeline as wide as the published one (3072; T5 4096), one block of each kind, random weights."
     tiny = DiffusionPipeline.from_pretrained(folder_of("tiny-flux"))
     layers, parts = {"num_layers": 1, "num_single_layers": 1}, {}
-    parts["transformer"] = built(FluxTransformer2DModel, FluxPolicy.published[1] | layers, "cpu", torch.bfloat16)
+    parts["transformer"] = built(
+        FluxTransformer2DModel, FluxPolicy.published[1] | layers, "cpu", torch.bfloat16
+    )
     parts["vae"] = built(AutoencoderKL, SMALL_VAE, "cpu", torch.bfloat16)
     clip = tiny.text_encoder.config.to_dict() | {"hidden_size": 768, "num_attention_heads": 12}
     t5 = tiny.text_encoder_2.config.to_dict() | {"d_model": 4096, "d_kv": 64, "num_heads": 64}
@@ -52,21 +54,64 @@ def test_train_evaluate_sample_and_draw_with_diffusers_alone(tmp_path):
     rows, evaluations = Run(run).metrics, Run(run).evaluations
     assert all(row["rollout_mismatch"] == 0 and row["grad_norm"] > 0 for row in rows)
 
-    score = ["evaluate", "--backbone", str(run), "--prompts", "digits", "--limit", "2", "--steps", "3"]
-    assert cli.main([*score, "--rewards", "tiny-clip", "tiny-pickscore", "--output", str(tmp_path / "scores")]) == 0
+    score = [
+        "evaluate",
+        "--backbone",
+        str(run),
+        "--prompts",
+        "digits",
+        "--limit",
+        "2",
+        "--steps",
+        "3",
+    ]
+    assert (
+        cli.main(
+            [
+                *score,
+                "--rewards",
+                "tiny-clip",
+                "tiny-pickscore",
+                "--output",
+                str(tmp_path / "scores"),
+            ]
+        )
+        == 0
+    )
     summary = json.loads((tmp_path / "scores/summary.json").read_text())
-    for name, reward in (("eval_reward", "tiny-clip"), ("eval_reward/tiny-pickscore", "tiny-pickscore")):
-        assert summary["rewards"][reward]["mean"] == round(evaluations[-1][name], 6), "training and evaluate agree"
+    for name, reward in (
+        ("eval_reward", "tiny-clip"),
+        ("eval_reward/tiny-pickscore", "tiny-pickscore"),
+    ):
+        assert summary["rewards"][reward]["mean"] == round(evaluations[-1][name], 6), (
+            "training and evaluate agree"
+        )
 
     png = tmp_path / "a.png"
-    words = ["sample", "--backbone", str(run), "--prompt", "a red 3", "--steps", "3", "--output", str(png)]
+    words = [
+        "sample",
+        "--backbone",
+        str(run),
+        "--prompt",
+        "a red 3",
+        "--steps",
+        "3",
+        "--output",
+        str(png),
+    ]
     assert cli.main(words) == 0
-    drawn = torch.from_numpy(np.array(Image.open(png)))[::4, ::4].permute(2, 0, 1) / 255  # a pixel is written as 4 × 4
+    drawn = (
+        torch.from_numpy(np.array(Image.open(png)))[::4, ::4].permute(2, 0, 1) / 255
+    )  # a pixel is written as 4 × 4
 
     noise = Noise(drawing_seed(), 0, (0,)).roots(1, (16, 64))[:, 0]
     torch.save({"prompt": ["a red 3"], "latents": noise}, tmp_path / "images.pt")
     written = run / "lora/how_to_draw.md"
-    plain = run_python([sys.executable, "-c", PLAIN, written, tmp_path / "images.pt"], cwd=written.parent)
+    plain = run_python(
+        [sys.executable, "-c", PLAIN, written, tmp_path / "images.pt"], cwd=written.parent
+    )
     assert plain.returncode == 0, plain.stdout[-3000:]
     theirs = torch.load(tmp_path / "images.pt")[0].float()
-    torch.testing.assert_close(drawn, theirs, rtol=0, atol=0.03)  # bfloat16; one has its adapter in float32
+    torch.testing.assert_close(
+        drawn, theirs, rtol=0, atol=0.03
+    )  # bfloat16; one has its adapter in float32

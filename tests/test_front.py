@@ -23,15 +23,26 @@ def text_of(path):
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".ipynb":
         cells = json.loads(text)["cells"]
-        text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+        text = "\n".join(
+            "".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"
+        )
     return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.S)
 
 
 def test_every_link_of_every_page_leads_to_a_file():
     folders = ("nbs", "reproduce", "figures", "docs")
-    pages = [*ROOT.glob("*.md"), *(page for place in folders for page in (ROOT / place).rglob("*.*"))]
-    pages = [page for page in pages if page.suffix in (".md", ".ipynb") and ".ipynb_checkpoints" not in page.parts]
-    found = [(page, link) for page in pages for link in re.findall(r"\]\(([^)\s#]+)", text_of(page))]
+    pages = [
+        *ROOT.glob("*.md"),
+        *(page for place in folders for page in (ROOT / place).rglob("*.*")),
+    ]
+    pages = [
+        page
+        for page in pages
+        if page.suffix in (".md", ".ipynb") and ".ipynb_checkpoints" not in page.parts
+    ]
+    found = [
+        (page, link) for page in pages for link in re.findall(r"\]\(([^)\s#]+)", text_of(page))
+    ]
     assert len(found) > 500
     dead = [
         (str(page), link)

@@ -47,7 +47,9 @@ def quiet():
         yield
 
 
-SETTINGS = [field.name for field in dataclasses.fields(MethodSettings) if field.name != "seed"]  # of a run
+SETTINGS = [
+    field.name for field in dataclasses.fields(MethodSettings) if field.name != "seed"
+]  # of a run
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -64,10 +66,14 @@ def test_a_value_of_a_recipe_is_final(name, tmp_path):
                 config = TrainConfig(recipe=str(recipe), backbone=model)
                 assert getattr(fill_in(config)[0], name) == read, (base, model)
                 assert name not in fit_of(config).changes
-    recipes.RECIPES.register("stated-here")(recipes.get("branchgrpo").variant("stated-here", "", **{name: (read, "")}))
+    recipes.RECIPES.register("stated-here")(
+        recipes.get("branchgrpo").variant("stated-here", "", **{name: (read, "")})
+    )
     try:
         for model in TINY:
-            assert getattr(fill_in(TrainConfig(recipe="stated-here", backbone=model))[0], name) == read
+            assert (
+                getattr(fill_in(TrainConfig(recipe="stated-here", backbone=model))[0], name) == read
+            )
             assert getattr(fill_in(TrainConfig(backbone=model, **{name: read}))[0], name) == read
     finally:
         del recipes.RECIPES.entries["stated-here"]
@@ -82,7 +88,9 @@ def test_a_run_has_the_values_of_its_file(model, tmp_path, capfd):
     path = tmp_path / "mine.yaml"
     YAML().dump({"base": base, "values": values}, path)
     words = f"--backbone {model} --iterations 1 --prompts-per-iteration 1 --evaluate-every 0 --tracker none"
-    words += f" --recipe {path} --output {tmp_path}/run" + (" --prompts clips" if "wan" in model else "")
+    words += f" --recipe {path} --output {tmp_path}/run" + (
+        " --prompts clips" if "wan" in model else ""
+    )
     assert main(["train", *words.split()]) == 0
     info = json.loads((tmp_path / "run/run.json").read_text())
     assert {name: info["settings"][name] for name in values} == values

@@ -36,7 +36,11 @@ def test_dance_flow_sde(golden):
         i = case["step"]
         given = tensor(case, "x"), tensor(case, "velocity"), sigmas[i], sigmas[i + 1]
         dist = flow_step(*given, dance_noise(sigmas, case["eta"])[i])
-        close(dist.mean, tensor(case, "mean")), close(dist.x0_hat, tensor(case, "x0")), close(dist.std, case["std"])
+        (
+            close(dist.mean, tensor(case, "mean")),
+            close(dist.x0_hat, tensor(case, "x0")),
+            close(dist.std, case["std"]),
+        )
         close(dist.log_prob(tensor(case, "next")), case["log_prob"])
 
 
@@ -74,5 +78,7 @@ def test_tree_credit(golden, n):
     values = fuse_rewards(tree, torch.tensor([case["leaf_rewards"]]), beta, weights="edge")
     for ours, theirs in zip(values, case["value"], strict=True):
         close(ours[0], theirs)
-    for ours, theirs in zip(depthwise_advantages(values, clip=None), case["advantage"], strict=True):
+    for ours, theirs in zip(
+        depthwise_advantages(values, clip=None), case["advantage"], strict=True
+    ):
         close(ours[0], theirs)

@@ -19,7 +19,10 @@ from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.resolve import resolve
 
 ROOT = Path(__file__).parents[1]
-PAGES = [json.loads((ROOT / f"nbs/{name}.ipynb").read_text(encoding="utf-8")) for name in ("gpu_nodes", "gpu_memory")]
+PAGES = [
+    json.loads((ROOT / f"nbs/{name}.ipynb").read_text(encoding="utf-8"))
+    for name in ("gpu_nodes", "gpu_memory")
+]
 CELLS = [cell for page in PAGES for cell in page["cells"] if cell["cell_type"] == "markdown"]
 TEXT = "\n".join("".join(cell["source"]) for cell in CELLS)
 
@@ -34,26 +37,34 @@ def file_name(path: Path) -> str:
 
 def test_the_page_shows_every_file():
     cells = [cell for cell in PAGES[0]["cells"] if cell["cell_type"] == "code"]
-    shown = {file for cell in cells for file in re.findall(r'^shown\("(.*)"\)$', "".join(cell["source"]))}
+    shown = {
+        file for cell in cells for file in re.findall(r'^shown\("(.*)"\)$', "".join(cell["source"]))
+    }
     assert shown == {str(path.relative_to(ROOT / "examples")) for path in SETTINGS + SCRIPTS}
     outputs = [out.get("data", {}) for cell in cells for out in cell["outputs"]]
     texts = "".join("".join(data.get("text/markdown", [])) for data in outputs)
     for path in SETTINGS + SCRIPTS:
-        assert path.read_text(encoding="utf-8") in texts, f"run the page again: {path.name} has changed"
+        assert path.read_text(encoding="utf-8") in texts, (
+            f"run the page again: {path.name} has changed"
+        )
 
 
 def given_to_train(words: list[str]) -> TrainConfig:
     "Return the config of the words after `branchgrpo train`, as the command reads them."
     command = cli.COMMANDS["train"]
     given = parse(parser_of("branchgrpo train", "", command.classes(), command.config), words)
-    return TrainConfig.from_dict({key: given[key] for key in given.keys() & TrainConfig.__dataclass_fields__.keys()})
+    return TrainConfig.from_dict(
+        {key: given[key] for key in given.keys() & TrainConfig.__dataclass_fields__.keys()}
+    )
 
 
 @pytest.mark.parametrize("path", SETTINGS, ids=file_name)
 def test_a_file_of_settings_is_taken_by_the_command(path):
     settings = resolve(given_to_train(["--config", str(path)]))
     table = read_table(path)
-    assert {name: getattr(settings, name) for name in table} == table  # a value that a file gives is final
+    assert {
+        name: getattr(settings, name) for name in table
+    } == table  # a value that a file gives is final
     assert settings.lora_rank > 0 and settings.embeddings
 
 
@@ -87,7 +98,9 @@ def test_the_training_of_a_script_is_taken_by_the_command(path, monkeypatch):
 
 def test_the_settings_given_by_set_are_merged():
     (text,) = re.findall(r"`--set '([^']*)'`", TEXT)
-    job = jobs(["branchgrpo/table1"], "paper", ROOT / "reproduce", given=given_parameters((text,)))[0]
+    job = jobs(["branchgrpo/table1"], "paper", ROOT / "reproduce", given=given_parameters((text,)))[
+        0
+    ]
     assert job.parameters["extra"]["lora_rank"] == 32 and job.parameters["extra"]["max_batch"] == 4
 
 
@@ -110,13 +123,27 @@ def printed_by(page: str) -> str:
 
 def test_the_pages_and_the_doctor_name_the_same_hours_and_memory(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
-    code = main(["doctor", "--config", str(ROOT / "examples/flux_lora.yaml"), "--gpus", "8", "--gpu-memory", "85.5"])
+    code = main(
+        [
+            "doctor",
+            "--config",
+            str(ROOT / "examples/flux_lora.yaml"),
+            "--gpus",
+            "8",
+            "--gpu-memory",
+            "85.5",
+        ]
+    )
     said = capsys.readouterr().out
     assert code == int("MISSING" in said)
     line = re.search(
-        r"^ *8 GPUs, FLUX\S+ +adapter .*: +([\d.]+) GB each, +([\d.]+) hours", printed_by("gpu_nodes"), re.MULTILINE
+        r"^ *8 GPUs, FLUX\S+ +adapter .*: +([\d.]+) GB each, +([\d.]+) hours",
+        printed_by("gpu_nodes"),
+        re.MULTILINE,
     )
-    assert f"{line[1]} of 85.5 GB on each of 8 GPUs" in said and f"{line[2]} hours on 8 GPUs" in said
+    assert (
+        f"{line[1]} of 85.5 GB on each of 8 GPUs" in said and f"{line[2]} hours on 8 GPUs" in said
+    )
     speed = re.search(r"(\d+) TFLOP/s on every GPU", TEXT)[1]
     assert f"at {speed} TFLOP/s each" in said
     adapter = re.search(r"^6 an adapter .* ([\d.]+) GB", printed_by("gpu_memory"), re.MULTILINE)
@@ -129,7 +156,8 @@ def test_the_pages_and_the_dry_run_name_the_same_hours_and_memory(capsys, monkey
     said = capsys.readouterr().out
     ours = re.search(r"branchgrpo-FLUX\S+ .* 16 GPUs +([\d.]+) GB each.* ([\d.]+) hours", said)
     of_node = re.search(
-        r"16 GPUs, FLUX\S+ +all weights sharding hybrid.*: +([\d.]+) GB each, +([\d.]+) hours", printed_by("gpu_nodes")
+        r"16 GPUs, FLUX\S+ +all weights sharding hybrid.*: +([\d.]+) GB each, +([\d.]+) hours",
+        printed_by("gpu_nodes"),
     )
     assert f"takes {ours[1]} GB instead of {of_node[1]}" in TEXT, (ours[1], of_node[1])
     assert f"{ours[2]} hours instead of {of_node[2]}" in TEXT

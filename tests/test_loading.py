@@ -24,14 +24,18 @@ def test_one_process_encodes_for_both(tmp_path):
     "The rewards are those of a run that keeps its encoders."
     found = {}
     for name, changes in (("memory", {}), ("folder", {"embeddings": str(tmp_path / "embeddings")})):
-        table = json.dumps(SMALL | {"output": str(tmp_path / name), "splits": [0, 2], "iterations": 2} | changes)
+        table = json.dumps(
+            SMALL | {"output": str(tmp_path / name), "splits": [0, 2], "iterations": 2} | changes
+        )
         done = together(2, TRAINS, table, tmp_path / f"log-{name}")
         for code, log in done:
             assert code == 0, log
         found[name] = [json.loads(log.strip().splitlines()[-1]) for _, log in done]
     assert [process["encoders"] for process in found["folder"]] == [2, 0]
     assert found["folder"][0]["made"] > 0 and found["folder"][1]["made"] == 0
-    torch.testing.assert_close(found["folder"][0]["rewards"], found["memory"][0]["rewards"], rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        found["folder"][0]["rewards"], found["memory"][0]["rewards"], rtol=0, atol=1e-4
+    )
 
 
 WAITS = """

@@ -33,7 +33,9 @@ def near_one(images, prompts, metadata=None):
 
 def trainer(folder, reward=mean_of_image, elements=3, **fields):
     config = TrainConfig(lora_rank=0, tracker="none", output=str(folder), kl=0.0, **fields)
-    return Trainer(config, policy=GaussianFlow(0.2, 0.7, (elements,)), reward=reward, prompts=["a", "b", "c"])
+    return Trainer(
+        config, policy=GaussianFlow(0.2, 0.7, (elements,)), reward=reward, prompts=["a", "b", "c"]
+    )
 
 
 @pytest.mark.parametrize("reward", [mean_of_image, near_one])
@@ -49,7 +51,15 @@ def test_the_score_function_gradient_is_the_pathwise_one(tmp_path, recipe, rewar
     assert abs(float(found.mean()) - exact) < 4 * error
 
 
-RECIPES = ["branchgrpo", "branchgrpo-widpru", "branchgrpo-released", "grpo-guard", "mixgrpo", "g2rpo-one", "flash-grpo"]
+RECIPES = [
+    "branchgrpo",
+    "branchgrpo-widpru",
+    "branchgrpo-released",
+    "grpo-guard",
+    "mixgrpo",
+    "g2rpo-one",
+    "flash-grpo",
+]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -62,7 +72,9 @@ def test_a_projection_is_that_of_the_whole_gradient(tmp_path, recipe):
     edges = edge_derivatives(t.learner, rolled, moved_policy(t.learner, along, 0.1), 0.1)
     whole = torch.stack([prompt_gradient(t.learner, rolled, p) for p in range(2)])
     assert whole.abs().max() > 0
-    torch.testing.assert_close(projections(rolled, edges).sum(1), whole @ along, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(
+        projections(rolled, edges).sum(1), whole @ along, rtol=1e-3, atol=1e-5
+    )
 
 
 def test_the_committed_ratios_follow_from_the_committed_projections():

@@ -12,7 +12,14 @@ from test_prose import FOUND, OURS, given_by
 
 from branchgrpo.files import parse_table
 from branchgrpo.machine.doctor import cost_lines
-from branchgrpo.machine.estimate import advice, estimate, fits, memory_parts, memory_verdict, peak_gb
+from branchgrpo.machine.estimate import (
+    advice,
+    estimate,
+    fits,
+    memory_parts,
+    memory_verdict,
+    peak_gb,
+)
 from branchgrpo.machine.gpus import GPU_GB, SLOWER
 from branchgrpo.reproduction.budget import budget, cost_of
 from branchgrpo.reproduction.pages import jobs, planned_runs
@@ -24,17 +31,26 @@ ROOT = Path(__file__).parents[1]
 
 def trained_by_readme() -> list[TrainConfig]:
     "Return the config of every `train` in the README."
-    lines = [line for line, command in OURS.items() if FOUND[command] == "README.md" and line.startswith("train ")]
+    lines = [
+        line
+        for line, command in OURS.items()
+        if FOUND[command] == "README.md" and line.startswith("train ")
+    ]
     given = [given_by(line) for line in lines]
     fields = TrainConfig.__dataclass_fields__
-    return [TrainConfig.from_dict({name: table[name] for name in table if name in fields}) for table in given]
+    return [
+        TrainConfig.from_dict({name: table[name] for name in table if name in fields})
+        for table in given
+    ]
 
 
 def test_every_training_of_the_readme_fits():
     found = trained_by_readme()
     assert found, "the README trains"
     for config in found:
-        assert memory_verdict(resolve(config), 1).startswith("fits: yes"), memory_verdict(resolve(config), 1)
+        assert memory_verdict(resolve(config), 1).startswith("fits: yes"), memory_verdict(
+            resolve(config), 1
+        )
 
 
 def large() -> tuple[TrainConfig, int]:
@@ -46,7 +62,9 @@ def large() -> tuple[TrainConfig, int]:
 
 @pytest.mark.parametrize("path", SETTINGS, ids=file_name)
 def test_a_file_of_examples_fits_on_the_gpu_that_it_names(path):
-    gb = float(re.search(r"(\d+) GB", path.read_text(encoding="utf-8"))[1]) * 1.0737  # a card has GiB
+    gb = (
+        float(re.search(r"(\d+) GB", path.read_text(encoding="utf-8"))[1]) * 1.0737
+    )  # a card has GiB
     assert fits(peak_gb(resolve(TrainConfig.from_yaml(path)), 1), gb)
 
 
@@ -60,13 +78,19 @@ def test_every_run_of_the_paper_scale_fits_on_its_gpus(name):
     job = jobs([name], "paper", ROOT / "reproduce")[0]
     for config, _ in planned_runs(job):
         gpus, s = job.runner["gpus"], resolve(config)
-        assert s.prompts_per_iteration % gpus == 0, f"{s.recipe}: {s.prompts_per_iteration} prompts on {gpus} GPUs"
+        assert s.prompts_per_iteration % gpus == 0, (
+            f"{s.recipe}: {s.prompts_per_iteration} prompts on {gpus} GPUs"
+        )
         cost = estimate(s, gpus)
         assert fits(cost.peak_gb), memory_verdict(s, gpus)
         assert cost.hours > 0
 
 
-PRINTED = {"dancegrpo": "DanceGRPO (tf=1.0)", "branchgrpo": "BranchGRPO", "branchgrpo-mix": "BranchGRPO-Mix"}
+PRINTED = {
+    "dancegrpo": "DanceGRPO (tf=1.0)",
+    "branchgrpo": "BranchGRPO",
+    "branchgrpo-mix": "BranchGRPO-Mix",
+}
 
 
 def test_the_dry_run_of_table_1_tells_disk_time_limit_and_verdicts():
@@ -81,16 +105,25 @@ def test_the_dry_run_of_table_1_tells_disk_time_limit_and_verdicts():
     assert re.search(r"dancegrpo-FLUX\S+ +56 to 64 hours, queued again 2 times", lines[at + 1])
     assert not any("branchgrpo-mix" in line for line in lines[at:])
     assert not any("reach it" in line for line in budget([job], hours=100))
-    two = budget(jobs(["branchgrpo/table1"], "paper", ROOT / "reproduce", given={"seeds": [42, 43]}))
+    two = budget(
+        jobs(["branchgrpo/table1"], "paper", ROOT / "reproduce", given={"seeds": [42, 43]})
+    )
     assert two[0].endswith("16 runs") and any(line.startswith("disk: 7.2 TB") for line in two)
 
 
 def test_published_runs_take_twice_the_hours():
     with open(ROOT / "reproduce/published/branchgrpo.csv", encoding="utf-8") as file:
-        rows = [row for row in csv.reader(file) if row[0] == "Table 1" and row[2] == "Iteration Time (s)"]
+        rows = [
+            row
+            for row in csv.reader(file)
+            if row[0] == "Table 1" and row[2] == "Iteration Time (s)"
+        ]
     seconds = {row[1]: float(row[3]) for row in rows}
     job = jobs(["branchgrpo/table1"], "paper", ROOT / "reproduce")[0]
-    found = {config.recipe: cost_of(config, 16).hours * 3600 / config.iterations for config, _ in planned_runs(job)}
+    found = {
+        config.recipe: cost_of(config, 16).hours * 3600 / config.iterations
+        for config, _ in planned_runs(job)
+    }
     for recipe, label in PRINTED.items():
         assert SLOWER[0] <= seconds[label] / found[recipe] <= SLOWER[1], recipe
 
@@ -99,7 +132,11 @@ def test_published_runs_take_twice_the_hours():
     ("changes", "gpus", "cures"),
     [
         ({"lora_rank": 0, "base_dtype": "float32", "learning_rate": None}, 8, {"sharding"}),
-        ({"lora_rank": 0, "base_dtype": "float32", "learning_rate": None}, 1, {"lora_rank", "base_dtype"}),
+        (
+            {"lora_rank": 0, "base_dtype": "float32", "learning_rate": None},
+            1,
+            {"lora_rank", "base_dtype"},
+        ),
         ({"gradient_checkpointing": False}, 8, {"gradient_checkpointing"}),
         ({"decode_batch": 64}, 8, {"decode_batch"}),
         ({"max_batch": None, "decode_batch": None}, 8, {"max_batch"}),
@@ -112,7 +149,9 @@ def test_what_does_not_fit_is_told_with_a_cure(changes, gpus, cures):
     found = advice(s, gpus)
     assert found is not None and cures <= found.keys()
     text = memory_verdict(s, gpus)
-    assert text.startswith("fits: NO") and all(f"--{name.replace('_', '-')}" in text for name in cures)
+    assert text.startswith("fits: NO") and all(
+        f"--{name.replace('_', '-')}" in text for name in cures
+    )
     assert fits(peak_gb(replace(s, **found), gpus))
 
 
@@ -124,8 +163,19 @@ def test_the_parts_add_up():
     assert parts["denoiser"] == pytest.approx(2 * 11.9014, rel=1e-3)
     wide = {part.name: part.gb for part in memory_parts(replace(s, vae_dtype="float32"), gpus)}
     assert (wide["denoiser"], wide["VAE"]) == (parts["denoiser"], 2 * parts["VAE"])
-    assert parts["adapter"] == parts["gradients"] == parts["averaged weights"] == parts["optimiser"] / 2
+    assert (
+        parts["adapter"]
+        == parts["gradients"]
+        == parts["averaged weights"]
+        == parts["optimiser"] / 2
+    )
     lines = cost_lines(s, gpus)
     assert any(line.startswith("sum") for line in lines)
     assert any(line.startswith("fits: yes") for line in lines)
-    assert max(float(value) for value in next(line for line in lines if line.startswith("sum")).split()[1:]) < GPU_GB
+    assert (
+        max(
+            float(value)
+            for value in next(line for line in lines if line.startswith("sum")).split()[1:]
+        )
+        < GPU_GB
+    )

@@ -34,8 +34,15 @@ def name(path):
 
 def registries():
     "The registries of all modules that are imported."
-    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "branchgrpo"]
-    return [value for module in modules for value in vars(module).values() if isinstance(value, Registry)]
+    modules = [
+        module for name, module in sys.modules.items() if name.partition(".")[0] == "branchgrpo"
+    ]
+    return [
+        value
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, Registry)
+    ]
 
 
 @pytest.fixture
@@ -59,7 +66,9 @@ def as_before():
     for module in sys.modules.keys() - modules.keys():
         if not (getattr(sys.modules[module], "__file__", None) or sys.prefix).startswith(INSTALLED):
             del sys.modules[module]  # a file that the lesson wrote
-    for added in set(vars(builtins)) - known_builtins:  # of IPython: what asks for them believes to be in a notebook
+    for added in (
+        set(vars(builtins)) - known_builtins
+    ):  # of IPython: what asks for them believes to be in a notebook
         delattr(builtins, added)
     os.environ.clear()
     os.environ.update(variables)
@@ -89,14 +98,20 @@ SETTINGS = ("pyproject.toml", "settings.ini", "setup.py")  # nbdev writes none o
 
 def exported(folder):
     "The exported modules below `folder`, by path."
-    paths = [path for path in (folder / "branchgrpo").rglob("*.py") if path.name not in ("__init__.py", "_modidx.py")]
+    paths = [
+        path
+        for path in (folder / "branchgrpo").rglob("*.py")
+        if path.name not in ("__init__.py", "_modidx.py")
+    ]
     return {str(path.relative_to(folder)): path.read_text() for path in paths}
 
 
 @pytest.fixture
 def copy(tmp_path):
     for part in ("nbs", "branchgrpo"):
-        shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("weights", "__pycache__"))
+        shutil.copytree(
+            ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("weights", "__pycache__")
+        )
     for file in (*SETTINGS, "README.md"):
         shutil.copy(ROOT / file, tmp_path / file)
     return tmp_path
@@ -109,7 +124,9 @@ def out_of_sync(folder):
         (folder / path).unlink()
     subprocess.run([BIN / "nbdev-export"], cwd=folder, check=True, capture_output=True)
     after = exported(folder)
-    return sorted(path for path in before.keys() | after.keys() if before.get(path) != after.get(path))
+    return sorted(
+        path for path in before.keys() | after.keys() if before.get(path) != after.get(path)
+    )
 
 
 def test_modules_are_in_sync_and_a_hand_edit_or_a_stray_module_is_found(copy):
@@ -122,10 +139,16 @@ def test_modules_are_in_sync_and_a_hand_edit_or_a_stray_module_is_found(copy):
 def test_notebooks_are_clean(copy):
     shutil.copytree(ROOT / "reproduce", copy / "reproduce", dirs_exist_ok=True)
     for folder in ("nbs", "reproduce"):
-        subprocess.run([BIN / "nbdev-clean", "--fname", folder], cwd=copy, check=True, capture_output=True)
-    changed = [name(path) for path in NOTEBOOKS if path.read_text() != (copy / name(path)).read_text()]
+        subprocess.run(
+            [BIN / "nbdev-clean", "--fname", folder], cwd=copy, check=True, capture_output=True
+        )
+    changed = [
+        name(path) for path in NOTEBOOKS if path.read_text() != (copy / name(path)).read_text()
+    ]
     assert changed == [], "run make export"
-    assert [file for file in SETTINGS if (ROOT / file).read_text() != (copy / file).read_text()] == []
+    assert [
+        file for file in SETTINGS if (ROOT / file).read_text() != (copy / file).read_text()
+    ] == []
 
 
 def cells(path):
@@ -144,19 +167,26 @@ def test_notebooks_open_with_a_title_and_a_sentence():
 
 
 def test_pages_have_no_outputs():
-    assert [name(path) for path in TEMPLATES if any(cell.get("outputs") for cell in cells(path))] == []
+    assert [
+        name(path) for path in TEMPLATES if any(cell.get("outputs") for cell in cells(path))
+    ] == []
 
 
 def test_every_notebook_names_its_kernel():
     "JupyterLab and papermill ask for a kernel where a notebook names none."
-    kernels = {path: json.loads(path.read_text())["metadata"].get("kernelspec", {}).get("name") for path in NOTEBOOKS}
+    kernels = {
+        path: json.loads(path.read_text())["metadata"].get("kernelspec", {}).get("name")
+        for path in NOTEBOOKS
+    }
     assert {path for path, kernel in kernels.items() if kernel != "python3"} == set()
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=name)
 def test_nbdev_reads_nothing_but_title_and_sentence_from_the_first_text(path):
     "It takes a bullet with a colon, `- like: this`, for a setting of the page, and warns; `* like: this` is a bullet."
-    first = next(cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "markdown")
+    first = next(
+        cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "markdown"
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert md_frontmatter("".join(first["source"])).keys() <= {"title", "description"}

@@ -11,7 +11,13 @@ from commands import run
 from branchgrpo import ADVANTAGES, STEP_WEIGHTS, Callback, GaussianFlow, TrainConfig, Trainer
 from branchgrpo.training.credit import assign_credit
 
-SMALL = {"steps": 4, "splits": (0, 1), "iterations": 2, "prompts_per_iteration": 2, "evaluate_every": 0}
+SMALL = {
+    "steps": 4,
+    "splits": (0, 1),
+    "iterations": 2,
+    "prompts_per_iteration": 2,
+    "evaluate_every": 0,
+}
 PROMPTS = ["a red 3", "two blue 5s"]
 GREEDY = """
 name: two-splits
@@ -35,12 +41,20 @@ def brightness(images, prompts, metadata=None):
 def trained(folder, policy=None, reward=brightness, callbacks=(), **changes):
     "Train an exact Gaussian flow: all machinery of a run, and no network."
     policy = policy or GaussianFlow(shape=(4,))
-    made = Trainer(config(folder, **changes), policy=policy, reward=reward, prompts=PROMPTS, callbacks=callbacks)
+    made = Trainer(
+        config(folder, **changes),
+        policy=policy,
+        reward=reward,
+        prompts=PROMPTS,
+        callbacks=callbacks,
+    )
     return made, made.fit()
 
 
 def test_a_lambda_is_a_reward(tmp_path):
-    _, result = trained(tmp_path / "run", reward=lambda images, prompts, metadata: images.flatten(1).sum(1))
+    _, result = trained(
+        tmp_path / "run", reward=lambda images, prompts, metadata: images.flatten(1).sum(1)
+    )
     assert result.finished
     assert result.info["settings"]["reward"].startswith("lambda-")
 
@@ -48,7 +62,9 @@ def test_a_lambda_is_a_reward(tmp_path):
 def test_another_lambda_is_another_run(tmp_path):
     trained(tmp_path / "run", reward=lambda images, prompts, metadata: images.flatten(1).sum(1))
     with pytest.raises(ValueError, match="holds another run"):
-        trained(tmp_path / "run", reward=lambda images, prompts, metadata: -images.flatten(1).sum(1))
+        trained(
+            tmp_path / "run", reward=lambda images, prompts, metadata: -images.flatten(1).sum(1)
+        )
 
 
 def test_a_model_a_reward_and_prompts_of_your_own(tmp_path):
@@ -80,20 +96,28 @@ def test_weights_of_steps_that_are_registered_later(tmp_path, monkeypatch):
     def first_only(process, step):
         return step == 0
 
-    made, result = trained(tmp_path / "run", step_weights="first only", steps_per_pass=1, learning_rate=0.1)
+    made, result = trained(
+        tmp_path / "run", step_weights="first only", steps_per_pass=1, learning_rate=0.1
+    )
     assert result.info["settings"]["step_weights"] == "first only"
     assert "step_weights" in made.settings.sources  # another source is another run
     rolled = made.collect(0)
     made.credit(rolled)
     plain = replace(rolled)
-    assign_credit(replace(made.learner, settings=replace(made.settings, step_weights="equal")), plain)
+    assign_credit(
+        replace(made.learner, settings=replace(made.settings, step_weights="equal")), plain
+    )
     for depth in range(1, 4):  # three trained steps, so the first one weighs 3
-        torch.testing.assert_close(rolled.advantages[depth], plain.advantages[depth] * (3.0 if depth == 1 else 0.0))
+        torch.testing.assert_close(
+            rolled.advantages[depth], plain.advantages[depth] * (3.0 if depth == 1 else 0.0)
+        )
 
 
 def test_a_recipe_of_your_own_file(tmp_path):
     (tmp_path / "greedy.yaml").write_text(GREEDY)
-    made, result = trained(tmp_path / "run", recipe=str(tmp_path / "greedy.yaml"), steps=None, splits=None)
+    made, result = trained(
+        tmp_path / "run", recipe=str(tmp_path / "greedy.yaml"), steps=None, splits=None
+    )
     assert made.settings.recipe == "two-splits"
     assert made.settings.splits == (0, 1)
     assert made.settings.clip_range == 2e-4
@@ -201,4 +225,6 @@ def test_a_package_adds_a_reward_and_a_family(installed):
 def test_the_command_line_lists_the_reward_of_a_package(installed):
     done = run([sys.executable, "-m", "branchgrpo.cli", "rewards"], cwd=installed)
     assert done.returncode == 0, done.stdout
-    assert "bright The mean of each image." in [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert "bright The mean of each image." in [
+        " ".join(line.split()) for line in done.stdout.splitlines()
+    ]

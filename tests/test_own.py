@@ -104,7 +104,13 @@ sampler = Sampler(step, dance_noise, per_root_h=True)
 def two():
     return ["a red 3", "two blue 5s"]
 """
-SMALL = {"steps": 5, "splits": (0, 1), "iterations": 2, "prompts_per_iteration": 2, "evaluate_every": 0}
+SMALL = {
+    "steps": 5,
+    "splits": (0, 1),
+    "iterations": 2,
+    "prompts_per_iteration": 2,
+    "evaluate_every": 0,
+}
 TREE = {
     "advantage": "advantage",
     "prune": "prune",
@@ -146,10 +152,14 @@ def trainer(folder, **changes):
     "A trainer of an exact Gaussian flow."
     table = SMALL | {"tracker": "none", "output": str(folder)} | changes
     policy = GaussianFlow(shape=(4,))
-    return Trainer(TrainConfig.from_dict(table), policy=policy, reward=brightness, prompts=["a", "b"])
+    return Trainer(
+        TrainConfig.from_dict(table), policy=policy, reward=brightness, prompts=["a", "b"]
+    )
 
 
-@pytest.mark.parametrize(("mine", "more"), [(TREE, WITH_TREE), (WINDOW, WITH_WINDOW)], ids=["tree", "window"])
+@pytest.mark.parametrize(
+    ("mine", "more"), [(TREE, WITH_TREE), (WINDOW, WITH_WINDOW)], ids=["tree", "window"]
+)
 def test_every_registry_takes_an_object_of_a_file(rules, tmp_path, mine, more):
     "Each is called, recorded with its whole path, and known by its source."
     assert {*TREE, *WINDOW} == {*CODED}
@@ -161,7 +171,9 @@ def test_every_registry_takes_an_object_of_a_file(rules, tmp_path, mine, more):
     for setting, name in mine.items():
         assert recorded[setting] == f"{rules}:{name}"
         assert setting in recorded["sources"]
-    assert all(abs(row["reward"]) < 100 for row in result.metrics)  # a rule that changes its tensors changes copies
+    assert all(
+        abs(row["reward"]) < 100 for row in result.metrics
+    )  # a rule that changes its tensors changes copies
 
 
 def test_a_changed_file_is_another_run_and_a_moved_one_is_not(rules, tmp_path):
@@ -171,7 +183,11 @@ def test_a_changed_file_is_another_run_and_a_moved_one_is_not(rules, tmp_path):
     rules.rename(moved / "rules.py")
     again = names({"advantage": "advantage"}, "elsewhere/rules.py")
     assert len(trainer(tmp_path / "run", **again, iterations=3).fit().metrics) == 3
-    changed = (moved / "rules.py").read_text().replace("leaf_rewards -= 1000  # of a copy", "leaf_rewards -= 1000")
+    changed = (
+        (moved / "rules.py")
+        .read_text()
+        .replace("leaf_rewards -= 1000  # of a copy", "leaf_rewards -= 1000")
+    )
     (moved / "rules.py").write_text(changed)
     with pytest.raises(ValueError, match="differs in sources: the code of advantage has changed"):
         trainer(tmp_path / "run", **again, iterations=4).fit()
@@ -190,7 +206,9 @@ def test_a_mark_of_a_rule_is_a_part_of_its_code(rules):
         rules.write_text(text)
         return resolve(TrainConfig(ratio="rules.py:guarded")).sources["ratio"]
 
-    assert source(RULES) != source(RULES.replace("RatioRule(with_means, needs_means=True)", "RatioRule(with_means)"))
+    assert source(RULES) != source(
+        RULES.replace("RatioRule(with_means, needs_means=True)", "RatioRule(with_means)")
+    )
 
 
 def test_a_path_in_a_recipe_counts_from_its_folder(rules, tmp_path):
@@ -202,7 +220,9 @@ def test_a_path_in_a_recipe_counts_from_its_folder(rules, tmp_path):
     assert found.advantage == f"{tmp_path}/recipes/rules.py:advantage"
     assert found.loss == f"{tmp_path}/recipes/rules.py:loss"
     os.chdir("/")
-    recorded = {name: value for name, value in found.to_dict().items() if name != "sources"} | {"recipe": "branchgrpo"}
+    recorded = {name: value for name, value in found.to_dict().items() if name != "sources"} | {
+        "recipe": "branchgrpo"
+    }
     assert resolve(TrainConfig.from_dict(recorded)).sources == found.sources
 
 
@@ -236,18 +256,32 @@ def test_a_wrong_object_is_one_line_when_settings_are_checked(tmp_path, setting)
     file = tmp_path / "wrong.py"
     file.write_text(WRONG)
     window = {"group_keep": 2, "window_size": 2}
-    kinds = {"number": "is of type int, not a", "one": r"takes \(\), not \(", "Made": "is a class; name a function"}
+    kinds = {
+        "number": "is of type int, not a",
+        "one": r"takes \(\), not \(",
+        "Made": "is a class; name a function",
+    }
     if setting == "transition":
-        kinds = {"number": "is of type int, not a branchgrpo.transition.Sampler", "sampler": "step, takes"}
+        kinds = {
+            "number": "is of type int, not a branchgrpo.transition.Sampler",
+            "sampler": "step, takes",
+        }
     elif setting in ("ratio", "loss"):
-        kinds |= {"rule" if setting == "ratio" else "loss": r"takes \(log_ratio\), not \(log_ratio, "}
+        kinds |= {
+            "rule" if setting == "ratio" else "loss": r"takes \(log_ratio\), not \(log_ratio, "
+        }
     kinds |= {"onee": "has no 'onee'; did you mean 'one'"}
     for name, message in kinds.items():
         with pytest.raises(ValueError, match=f"^{setting}: '{file}:{name}'.*{message}"):
             resolve(TrainConfig.from_dict(SMALL | window | {setting: f"{file}:{name}"}))
-    with pytest.raises(ValueError, match=f"^{setting}: .*names a file and nothing in it; write file.py:name"):
+    with pytest.raises(
+        ValueError, match=f"^{setting}: .*names a file and nothing in it; write file.py:name"
+    ):
         resolve(TrainConfig.from_dict(SMALL | window | {setting: str(file)}))
-    with pytest.raises(ValueError, match=rf"^{setting}: 'nothing' is not one of .* \(also allowed, of your own: file"):
+    with pytest.raises(
+        ValueError,
+        match=rf"^{setting}: 'nothing' is not one of .* \(also allowed, of your own: file",
+    ):
         resolve(TrainConfig.from_dict(SMALL | window | {setting: "nothing"}))
 
 
@@ -330,10 +364,20 @@ SEEING = {"group_selection": "diverse", "group_keep": 3, "diversity": 0.5}
 @pytest.mark.parametrize(
     ("setting", "name", "message", "more"),
     [
-        ("advantage", "one_depth_short", "returned a list of 5, not of 6 tensors, one for each of the depths 0…5", {}),
+        (
+            "advantage",
+            "one_depth_short",
+            "returned a list of 5, not of 6 tensors, one for each of the depths 0…5",
+            {},
+        ),
         ("advantage", "infinite", "returned numbers that are not finite at depth 0", {}),
         ("advantage", "per_leaf", "returned Tensor, not a list of 6 tensors", {}),
-        ("advantage", "unpacked", "failed .ValueError: not enough values .*, returns.py line 20", {}),
+        (
+            "advantage",
+            "unpacked",
+            "failed .ValueError: not enough values .*, returns.py line 20",
+            {},
+        ),
         ("group_selection", "twice", "returned an index twice", {"group_keep": 2}),
         ("group_selection", "beyond", "not all within 0…3", {"group_keep": 2}),
         ("selection", "as_mask", "returned bool, not whole numbers", {"prune_at": {2: 3}}),
@@ -343,11 +387,21 @@ SEEING = {"group_selection": "diverse", "group_keep": 3, "diversity": 0.5}
         ("ratio", "mean", "returned the shape .., not .", {}),
         ("loss", "not_finite", "not finite", {}),
         ("loss", "outside", "outside, returned float32, not true or false", {}),
-        ("loss", "kl", "a rule that uses the KL says so: LossRule.function, outside, needs_means=True", {}),
+        (
+            "loss",
+            "kl",
+            "a rule that uses the KL says so: LossRule.function, outside, needs_means=True",
+            {},
+        ),
         ("step_weights", "text", "returned 'late' at step 0, not one number", {}),
         ("step_weights", "below", "not a finite number of at least 0", {}),
         ("step_unit", "one_more", "not all within 0…1", {"steps_per_pass": 2}),
-        ("window", "no_place", "returned 99 at iteration 1, not one of the places 0, 1, 2", WITH_WINDOW),
+        (
+            "window",
+            "no_place",
+            "returned 99 at iteration 1, not one of the places 0, 1, 2",
+            WITH_WINDOW,
+        ),
     ],
 )
 def test_a_wrong_result_is_one_line_at_the_first_call(tmp_path, setting, name, message, more):
@@ -370,7 +424,18 @@ def test_the_shell_takes_a_file_as_a_flag_in_yaml_and_in_a_recipe(rules, tmp_pat
     }
     for kind, words in given.items():
         output = "run" if kind != "recipe" else "other"
-        done = run([sys.executable, "-m", "branchgrpo.cli", "train", *words, *FLAGS.split(), "--output", output])
+        done = run(
+            [
+                sys.executable,
+                "-m",
+                "branchgrpo.cli",
+                "train",
+                *words,
+                *FLAGS.split(),
+                "--output",
+                output,
+            ]
+        )
         assert done.returncode == 0, done.stdout
         recorded = json.loads((tmp_path / output / "run.json").read_text())["settings"]
         assert recorded["advantage"] == f"{rules}:advantage"

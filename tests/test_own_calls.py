@@ -30,8 +30,12 @@ CHANGES = {
     "folder": lambda: os.chdir("/"),
     "threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
     "deterministic": lambda: torch.use_deterministic_algorithms(True, warn_only=True),
-    "benchmark": lambda: setattr(torch.backends.cudnn, "benchmark", not torch.backends.cudnn.benchmark),
-    "attention": lambda: torch.backends.cuda.enable_math_sdp(not torch.backends.cuda.math_sdp_enabled()),
+    "benchmark": lambda: setattr(
+        torch.backends.cudnn, "benchmark", not torch.backends.cudnn.benchmark
+    ),
+    "attention": lambda: torch.backends.cuda.enable_math_sdp(
+        not torch.backends.cuda.math_sdp_enabled()
+    ),
     "precision": lambda: torch.set_float32_matmul_precision("medium"),
     "anomaly": lambda: torch.autograd.set_detect_anomaly(True),
     "autocast": lambda: torch.set_autocast_enabled("cpu", True),
@@ -54,7 +58,9 @@ CHANGES = {
 def everything():
     "Return all that a process has; a folder that code adds to the end of the search path may stay."
     parts = {what: part.read() for what, part in PARTS.items()}
-    parts["the search path"] = [folder for folder in sys.path if folder != "/nowhere" and "pytest-of" not in folder]
+    parts["the search path"] = [
+        folder for folder in sys.path if folder != "/nowhere" and "pytest-of" not in folder
+    ]
     levels, *others = parts["the levels of logs"]  # an import adds loggers
     parts["the levels of logs"] = levels[logging.root], levels[logging.getLogger("torch")], *others
     of_python, of_numpy, of_torch, _ = random_states()
@@ -68,7 +74,9 @@ def nothing_left():
     yield
     LEFT.clear()
     LEFT["variables"] = {}
-    sys.path[:] = [folder for folder in sys.path if folder != "/nowhere" and "pytest-of" not in folder]
+    sys.path[:] = [
+        folder for folder in sys.path if folder != "/nowhere" and "pytest-of" not in folder
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:.* as after each call:UserWarning")
@@ -86,7 +94,10 @@ def test_a_call_leaves_the_process_as_it_was(change):
     for count in (2, 3, 2):
         before = everything()
         try:
-            made(torch.rand(count, 3, 4, 4, generator=torch.Generator().manual_seed(0)), ["a"] * count)
+            made(
+                torch.rand(count, 3, 4, 4, generator=torch.Generator().manual_seed(0)),
+                ["a"] * count,
+            )
         except OSError:
             assert count == 3
         assert everything() == before
@@ -124,7 +135,10 @@ def test_a_module_and_a_class_leave_the_process_as_it_was(tmp_path):
 def test_inference_mode_left_on_is_one_line():
     "PyTorch has no way to turn it off from outside."
     mode = torch.inference_mode()
-    with pytest.raises(ValueError, match="reward: 'mine' leaves inference mode on"), as_before("reward: 'mine'"):
+    with (
+        pytest.raises(ValueError, match="reward: 'mine' leaves inference mode on"),
+        as_before("reward: 'mine'"),
+    ):
         mode.__enter__()
     mode.__exit__(None, None, None)
 
@@ -168,7 +182,9 @@ def test_what_a_reward_does_to_its_inputs_reaches_nobody(remote):
     mine = PromptSet(prompts, prompts, check)
     scorers = {"mine": Scorer(load_reward(in_place)), "tiny-clip": Scorer(clip)}
     scores = score_images(images, prompts, scorers, mine)
-    assert torch.equal(images, kept) and scores["rewards"]["tiny-clip"] == pytest.approx(alone.tolist())
+    assert torch.equal(images, kept) and scores["rewards"]["tiny-clip"] == pytest.approx(
+        alone.tolist()
+    )
 
 
 class Meddling(Callback):
@@ -212,16 +228,28 @@ def test_a_training_with_careless_code_equals_one_with_careful_code(tmp_path, mo
     common = SMALL | {"iterations": 1, "evaluate_every": 1, "evaluation_prompts": 2, "lora_rank": 2}
     common |= {"group_keep": 2, "splits": (0, 2)}
     for name, reward, advantage, selection, callbacks in (
-        ("good", lambda images, prompts: images.clamp(0, 1).mean((1, 2, 3)), "depthwise", "best", ()),
+        (
+            "good",
+            lambda images, prompts: images.clamp(0, 1).mean((1, 2, 3)),
+            "depthwise",
+            "best",
+            (),
+        ),
         ("rude", careless, "rude", "rude", (Meddling(),)),
     ):
-        config = common | {"output": f"runs/{name}", "advantage": advantage, "group_selection": selection}
+        config = common | {
+            "output": f"runs/{name}",
+            "advantage": advantage,
+            "group_selection": selection,
+        }
         trainer = Trainer(TrainConfig.from_dict(config), reward=reward, callbacks=callbacks)
         run = trainer.fit()
         assert run.path == tmp_path / "runs" / name and run.finished
         seconds = ("seconds", "seconds_rollout", "seconds_update")
         rows[name] = [{k: v for k, v in row.items() if k not in seconds} for row in run.metrics]
-        rows[name] += [{k: v for k, v in row.items() if k not in seconds} for row in run.evaluations]
+        rows[name] += [
+            {k: v for k, v in row.items() if k not in seconds} for row in run.evaluations
+        ]
     assert rows["good"] == rows["rude"]
     assert {path.name for path in tmp_path.iterdir()} == {"runs", "elsewhere"}
     assert not any((tmp_path / "elsewhere").iterdir())
@@ -244,7 +272,9 @@ def test_a_call_costs_milliseconds():
 
 
 def test_an_import_that_fails_leaves_the_process_as_it_was(tmp_path):
-    (tmp_path / "broken.py").write_text("import os\nos.environ['PATH'] = ''\nraise RuntimeError('no GPU')\n")
+    (tmp_path / "broken.py").write_text(
+        "import os\nos.environ['PATH'] = ''\nraise RuntimeError('no GPU')\n"
+    )
     before = dict(os.environ)
     with pytest.raises(ValueError, match="importing .* failed .RuntimeError: no GPU"):
         import_own(f"{tmp_path}/broken.py:reward")

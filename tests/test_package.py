@@ -45,12 +45,16 @@ def built(tmp_path_factory):
 
 def package_files():
     "Return the files of the package, with the size of what a link leads to."
-    return {name: (ROOT / name).stat().st_size for name in tracked() if name.startswith("branchgrpo/")}
+    return {
+        name: (ROOT / name).stat().st_size for name in tracked() if name.startswith("branchgrpo/")
+    }
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(built):
     with zipfile.ZipFile(built[1]) as wheel:
-        inside = {i.filename: i.file_size for i in wheel.infolist() if ".dist-info/" not in i.filename}
+        inside = {
+            i.filename: i.file_size for i in wheel.infolist() if ".dist-info/" not in i.filename
+        }
     assert "branchgrpo/py.typed" in inside
     assert inside == package_files()
 
@@ -60,7 +64,14 @@ def test_the_sdist_holds_what_a_build_needs(built):
         names = {name.partition("/")[2] for name in sdist.getnames()}
         links = [member.name for member in sdist.getmembers() if member.issym()]
     assert package_files().keys() <= names
-    assert {"settings.ini", "setup.py", "pyproject.toml", "README.md", "LICENSE", "CITATION.cff"} <= names
+    assert {
+        "settings.ini",
+        "setup.py",
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "CITATION.cff",
+    } <= names
     assert links == []  # else a folder of sources without its neighbours has no weights
 
 
@@ -99,7 +110,9 @@ def test_the_wheel_requires_what_settings_ini_requires(built):
     required = {str(Requirement(text)) for text in said.get_all("Requires-Dist")}
     wanted = requirements()
     core = {str(Requirement(text)) for text in wanted.pop("")}
-    extra = {str(Requirement(f'{text}; extra == "{name}"')) for name in wanted for text in wanted[name]}
+    extra = {
+        str(Requirement(f'{text}; extra == "{name}"')) for name in wanted for text in wanted[name]
+    }
     assert required == core | extra
     assert set(said.get_all("Provides-Extra")) == wanted.keys()
 
@@ -107,7 +120,10 @@ def test_the_wheel_requires_what_settings_ini_requires(built):
 def test_the_wheel_has_the_commands_of_settings_ini(built):
     settings, points = package_settings(), ConfigParser(delimiters=["="])
     points.read_string(inside(built[1], "entry_points.txt"))
-    found = {group: [f"{name} = {value}" for name, value in points[group].items()] for group in points.sections()}
+    found = {
+        group: [f"{name} = {value}" for name, value in points[group].items()]
+        for group in points.sections()
+    }
     wanted = {"console_scripts": "console_scripts", "nbdev": "nbdev_entry_points"}
     assert found == {group: entries(settings[field]) for group, field in wanted.items()}
 
@@ -130,7 +146,9 @@ def test_the_wheel_trains_in_an_empty_folder(built, tmp_path):
     env = os.environ | {"PYTHONPATH": str(tmp_path / "installed"), "PYTHONSAFEPATH": "1"}
     code = "import sys, branchgrpo.cli; print(branchgrpo.__file__); sys.exit(branchgrpo.cli.main(sys.argv[1:]))"
     words = [sys.executable, "-c", code, "train", *SMALL.split(), "--output", "run"]
-    done = subprocess.run(words, cwd=tmp_path / "empty", env=env, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        words, cwd=tmp_path / "empty", env=env, capture_output=True, text=True, timeout=900
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.startswith(str(tmp_path / "installed"))
     assert "1 iteration in" in done.stdout
@@ -142,4 +160,8 @@ def test_the_citation_is_of_this_version():
     assert (cff["title"], cff["version"]) == ("branchgrpo", branchgrpo.__version__)
     cited = {entry["identifiers"][0]["value"].removeprefix("arXiv:") for entry in cff["references"]}
     assert cited == {"2509.06040", "2512.15347"}
-    assert all(person.keys() == {"family-names", "given-names"} for e in cff["references"] for person in e["authors"])
+    assert all(
+        person.keys() == {"family-names", "given-names"}
+        for e in cff["references"]
+        for person in e["authors"]
+    )

@@ -7,7 +7,16 @@ from pathlib import Path
 
 from branchgrpo import recipes
 from branchgrpo.commands import recipe_table
-from branchgrpo.methods.papers import ERRATA, PAPER_NAME, PAPERS, PLACE, QUOTES, places, quotes_of, words_lines
+from branchgrpo.methods.papers import (
+    ERRATA,
+    PAPER_NAME,
+    PAPERS,
+    PLACE,
+    QUOTES,
+    places,
+    quotes_of,
+    words_lines,
+)
 
 ROOT = Path(__file__).parents[1]
 ALL = [recipes.get(name) for name in recipes.names()]
@@ -17,7 +26,11 @@ CODE_FILE = r"\w\.(py|sh|yaml|json)\b"
 
 
 def says_what_it_is(source):
-    return re.match(f"{NO_PLACE}|{PAPER_NAME}", source) or places(source) or re.search(CODE_FILE, source)
+    return (
+        re.match(f"{NO_PLACE}|{PAPER_NAME}", source)
+        or places(source)
+        or re.search(CODE_FILE, source)
+    )
 
 
 def test_every_source_says_what_it_is():
@@ -37,15 +50,21 @@ def stands_in_a_paper(source):
 
 def test_a_value_with_a_place_has_words():
     rows = [(recipe, *row) for recipe in ALL for row in recipe.rows()]
-    named = [(recipe, name, source) for recipe, name, _, source in rows if stands_in_a_paper(source)]
-    assert [(r.name, name, source) for r, name, source in named if not quotes_of(r, name, QUOTES)] == []
+    named = [
+        (recipe, name, source) for recipe, name, _, source in rows if stands_in_a_paper(source)
+    ]
+    assert [
+        (r.name, name, source) for r, name, source in named if not quotes_of(r, name, QUOTES)
+    ] == []
 
 
 def test_no_words_without_a_value():
     "Every setting that a quote speaks of, and every value that it lists, is that of a recipe."
     for q in QUOTES:
         for name, said in q.says.items():
-            having = [getattr(recipe.values, name) for recipe in ALL if q in quotes_of(recipe, name, (q,))]
+            having = [
+                getattr(recipe.values, name) for recipe in ALL if q in quotes_of(recipe, name, (q,))
+            ]
             for value in said if isinstance(said, list) else [said]:
                 assert value in having, f"{q.place}: no recipe has {name} {value} from there"
 
@@ -76,7 +95,10 @@ def test_rows_of_tables_are_those_that_are_kept():
 
 
 def test_errata_name_lines_of_the_audit():
-    recomputed = {line["what"] for line in json.loads((ROOT / "figures/testbed/audit.json").read_text())["lines"]}
+    recomputed = {
+        line["what"]
+        for line in json.loads((ROOT / "figures/testbed/audit.json").read_text())["lines"]
+    }
     assert {what for e in ERRATA for what in e.audit} <= recomputed
     assert all(e.quotes and e.finding.endswith(".") for e in ERRATA)
     assert len({(e.paper, e.title) for e in ERRATA}) == len(ERRATA)

@@ -22,7 +22,13 @@ from branchgrpo.settings import PLACES, read_settings
 from branchgrpo.training.origins import settings_from
 from branchgrpo.training.resolve import resolve
 
-ONE = SMALL | {"iterations": 1, "prompts_per_iteration": 1, "lora_rank": 2, "height": 32, "width": 32}
+ONE = SMALL | {
+    "iterations": 1,
+    "prompts_per_iteration": 1,
+    "lora_rank": 2,
+    "height": 32,
+    "width": 32,
+}
 
 
 def change_weights(base, seed):
@@ -31,12 +37,16 @@ def change_weights(base, seed):
     generator = torch.Generator().manual_seed(seed)
     table = load_file(path)
     save_file(
-        {k: v + 0.05 * torch.randn(v.shape, generator=generator) for k, v in table.items()}, path, {"format": "pt"}
+        {k: v + 0.05 * torch.randn(v.shape, generator=generator) for k, v in table.items()},
+        path,
+        {"format": "pt"},
     )
 
 
 def weights_of(policy):
-    return torch.cat([p.detach().flatten() for n, p in policy.denoiser.named_parameters() if "lora" not in n])
+    return torch.cat(
+        [p.detach().flatten() for n, p in policy.denoiser.named_parameters() if "lora" not in n]
+    )
 
 
 def test_a_run_finds_what_it_began_from_or_says_that_it_cannot(tmp_path, monkeypatch):
@@ -59,17 +69,22 @@ def test_a_run_finds_what_it_began_from_or_says_that_it_cannot(tmp_path, monkeyp
     moved = "../moved/runs/a"
     assert torch.equal(weights_of(load_policy(moved)), right)
     (tmp_path / "moved/base").rename(tmp_path / "gone")
-    with pytest.raises(ValueError, match=r"backbone: the run '../moved/runs/a' began from 'base'.*another one now"):
+    with pytest.raises(
+        ValueError, match=r"backbone: the run '../moved/runs/a' began from 'base'.*another one now"
+    ):
         load_policy(moved)
     shutil.rmtree("base")
     with pytest.raises(
-        ValueError, match=r"backbone: the run '../moved/runs/a' began from 'base'.*is not there any more"
+        ValueError,
+        match=r"backbone: the run '../moved/runs/a' began from 'base'.*is not there any more",
     ):
         load_policy(moved)
 
     info = Run(moved).info  # as an earlier version recorded it
     info.pop("origins")
-    with pytest.raises(ValueError, match="the run 'x' began from 'base', which is not in the current folder"):
+    with pytest.raises(
+        ValueError, match="the run 'x' began from 'base', which is not in the current folder"
+    ):
         settings_from(info, "x")
     shutil.copytree(tmp_path / "gone", "base")
     with pytest.warns(UserWarning, match="recorded no digest of it"):
@@ -84,12 +99,19 @@ def test_a_home_folder_is_found_in_every_setting_that_is_a_place(tmp_path, monke
         value = ["~/x"] if name == "runs" else "~/x"
         found = read_settings(dataclasses.dataclass(cls), {name: value})[name]
         assert found in (f"{tmp_path}/x", (f"{tmp_path}/x",))
-    (tmp_path / "mine.py").write_text("def dark(images, prompts):\n    return -images.mean((1, 2, 3))\n")
+    (tmp_path / "mine.py").write_text(
+        "def dark(images, prompts):\n    return -images.mean((1, 2, 3))\n"
+    )
     (tmp_path / "p.txt").write_text("a red 3\na blue 7\n")
     (tmp_path / "r.yaml").write_text("base: dancegrpo\nvalues:\n  steps: 5\n")
     (tmp_path / "c.yaml").write_text("output: ~/runs/demo\nrecipe: ~/r.yaml\nprompts: ~/p.txt\n")
-    assert load_reward("0.5*~/mine.py:dark+tiny-clip")(torch.ones(1, 3, 32, 32), ["a red 3"]).shape == (1,)
-    assert load_prompts("~/p.txt").test == ["a red 3", "a blue 7"] and get("~/r.yaml").values.steps == 5
+    assert load_reward("0.5*~/mine.py:dark+tiny-clip")(
+        torch.ones(1, 3, 32, 32), ["a red 3"]
+    ).shape == (1,)
+    assert (
+        load_prompts("~/p.txt").test == ["a red 3", "a blue 7"]
+        and get("~/r.yaml").values.steps == 5
+    )
     s = resolve(TrainConfig.from_yaml("~/c.yaml"))
     assert (s.output, s.prompts, s.recipe) == (f"{tmp_path}/runs/demo", f"{tmp_path}/p.txt", "r")
     assert resolve(TrainConfig(output="~/x", reward="~/mine.py:dark")).output == f"{tmp_path}/x"
@@ -111,7 +133,9 @@ def test_a_link_that_leads_nowhere_is_one_line(tmp_path, monkeypatch):
     os.mkfifo("pipe")
     for path in ("dangling", "dangling/run", "one", "one/run"):
         for check in (check_output, check_file):
-            with pytest.raises(ValueError, match=rf"output: '{path}.* is a link to .*, which leads nowhere"):
+            with pytest.raises(
+                ValueError, match=rf"output: '{path}.* is a link to .*, which leads nowhere"
+            ):
                 check(path)
     with pytest.raises(ValueError, match="output: 'to_file' exists and is not a run"):
         Trainer(TrainConfig.from_dict(ONE | {"output": "to_file"}))
@@ -143,7 +167,11 @@ def test_lists_add_up_and_of_one_value_the_last_counts():
 def test_a_sample_takes_no_other_file_s_place(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = ["sample", "--steps", "1", "--prompt", "a red 3"]
-    for name, more in (("sample.png", ()), ("sample-2.png", ()), ("sample-2.png", ("--output", "sample-2.png"))):
+    for name, more in (
+        ("sample.png", ()),
+        ("sample-2.png", ()),
+        ("sample-2.png", ("--output", "sample-2.png")),
+    ):
         assert cli.main([*words, *more]) == 0
         said = capsys.readouterr().out
         assert f": {name}" in said and ("in place of" in said) == bool(more)
@@ -154,11 +182,19 @@ def test_what_is_not_finite_is_no_image_and_no_adapter(tmp_path):
     policy = load_backbone("tiny-flux")
     layer = next(n for n, m in policy.denoiser.named_modules() if n.endswith("attn.to_q"))
     width = policy.denoiser.get_submodule(layer).in_features
-    pair = {"A": torch.zeros(2, width), "B": torch.zeros(policy.denoiser.get_submodule(layer).out_features, 2)}
+    pair = {
+        "A": torch.zeros(2, width),
+        "B": torch.zeros(policy.denoiser.get_submodule(layer).out_features, 2),
+    }
     for bad in (torch.nan, torch.inf):
         pair["B"][0, 0] = bad
-        save_file({f"transformer.{layer}.lora_{k}.weight": v for k, v in pair.items()}, tmp_path / "bad.safetensors")
-        with pytest.raises(ValueError, match=r"lora: .*bad.safetensors' holds numbers that are not finite"):
+        save_file(
+            {f"transformer.{layer}.lora_{k}.weight": v for k, v in pair.items()},
+            tmp_path / "bad.safetensors",
+        )
+        with pytest.raises(
+            ValueError, match=r"lora: .*bad.safetensors' holds numbers that are not finite"
+        ):
             load_lora(policy, str(tmp_path / "bad.safetensors"))
     images = torch.rand(2, 3, 32, 32)
     check_finite(images)

@@ -14,7 +14,11 @@ def test_previews_that_no_advantage_reads_change_nothing(tmp_path):
     "Two iterations of the same run, to the bit, but for the calls and previews that are counted."
     found = {}
     for words in ("none", "ode+x0"):
-        run = Trainer(config(tmp_path / words.replace("+", ""), previews=words, preview_at="after", iterations=2)).fit()
+        run = Trainer(
+            config(
+                tmp_path / words.replace("+", ""), previews=words, preview_at="after", iterations=2
+            )
+        ).fit()
         weights = read_saved_table(newest(run.path), "weights")
         found[words] = rows(run.path), weights
     (plain, weights), (seen, others) = found.values()

@@ -14,7 +14,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def constraints():
-    lines = [line.split("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
+    lines = [
+        line.split("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()
+    ]
     return dict(line.split("==") for line in lines if line)
 
 
@@ -43,7 +45,11 @@ def test_stands_alone():
 
 def test_weights_are_small():
     # a link to a shared autoencoder weighs nothing
-    sizes = [path.lstat().st_size for path in (ROOT / "branchgrpo/testbed/weights").rglob("*") if path.is_file()]
+    sizes = [
+        path.lstat().st_size
+        for path in (ROOT / "branchgrpo/testbed/weights").rglob("*")
+        if path.is_file()
+    ]
     assert 1e6 < sum(sizes) < 25e6
 
 
@@ -65,7 +71,9 @@ def test_the_engine_knows_no_method_by_name():
     asks = re.compile(rf"""(==|!=|in)\s*\(?["']({words})["']|recipe\s*(==|!=)""")
     package = '.partition(".")[0] == "branchgrpo"'  # the package's own name
     found = modules("methods", "recipes.py")
-    assert [name(path) for path in found if asks.search(path.read_text().replace(package, ""))] == []
+    assert [
+        name(path) for path in found if asks.search(path.read_text().replace(package, ""))
+    ] == []
 
 
 def imported(path):
@@ -85,10 +93,16 @@ def imported(path):
 def test_the_modules_import_each_other_in_no_circle():
     "So every one can be imported alone, whatever was imported before it."
     known = {name(path).removesuffix(".py").replace("/", "."): path for path in modules()}
-    graph = {module: known.keys() & set(imported(path)) - {module} for module, path in known.items()}
+    graph = {
+        module: known.keys() & set(imported(path)) - {module} for module, path in known.items()
+    }
     assert len(graph) > 60 and list(TopologicalSorter(graph).static_order())
 
 
 def test_production_code_imports_nothing_from_the_testbed():
     found = {name(path): imported(path) for path in modules("testbed")}
-    assert {path for path, names in found.items() if any(n.startswith("branchgrpo.testbed") for n in names)} == set()
+    assert {
+        path
+        for path, names in found.items()
+        if any(n.startswith("branchgrpo.testbed") for n in names)
+    } == set()

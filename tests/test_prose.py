@@ -17,7 +17,12 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 
 from branchgrpo import cli
 from branchgrpo.options import parse, parser_of
-from branchgrpo.reproduction.command import PageOptions, SlurmOptions, check_options, given_parameters
+from branchgrpo.reproduction.command import (
+    PageOptions,
+    SlurmOptions,
+    check_options,
+    given_parameters,
+)
 from branchgrpo.reproduction.pages import jobs
 from branchgrpo.reproduction.slurm import sbatch_options
 from branchgrpo.training.config import TrainConfig
@@ -25,9 +30,15 @@ from branchgrpo.training.resolve import resolve
 
 ROOT = Path(__file__).parents[1]
 TEXTS = [*ROOT.glob("*.md"), *ROOT.glob(".github/ISSUE_TEMPLATE/*.yml")]
-NOTEBOOKS = [path for folder in ("nbs", "reproduce") for path in sorted((ROOT / folder).rglob("*.ipynb"))]
-PROGRAMS = "branchgrpo|make|python|accelerate launch|torchrun|srun|jupyter|pip|ruff|pytest|nbdev-[a-z-]+"
-COMMAND = re.compile(rf"(?:\$ )?((?:\w+=\S+ )*(?:srun .*?)?(?:\.venv/bin/)?(?:{PROGRAMS})(?: .*)?)$")
+NOTEBOOKS = [
+    path for folder in ("nbs", "reproduce") for path in sorted((ROOT / folder).rglob("*.ipynb"))
+]
+PROGRAMS = (
+    "branchgrpo|make|python|accelerate launch|torchrun|srun|jupyter|pip|ruff|pytest|nbdev-[a-z-]+"
+)
+COMMAND = re.compile(
+    rf"(?:\$ )?((?:\w+=\S+ )*(?:srun .*?)?(?:\.venv/bin/)?(?:{PROGRAMS})(?: .*)?)$"
+)
 FENCED = re.compile(r"^```[^\n`]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 STANDS_FOR = {"recipes": "branchgrpo", "reproduce": "quickstart"}  # what NAME, PAGE or … may be
 SMALL = "--iterations 1 --prompts-per-iteration 1 --evaluate-every 0 --tracker none"
@@ -49,7 +60,9 @@ def collected():
     texts = [(path, path.read_text(encoding="utf-8")) for path in TEXTS]
     for path in NOTEBOOKS:
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-        texts += [(path, "".join(cell["source"])) for cell in cells if cell["cell_type"] == "markdown"]
+        texts += [
+            (path, "".join(cell["source"])) for cell in cells if cell["cell_type"] == "markdown"
+        ]
     found = {}
     for path, text in texts:
         for command in commands_in(text):
@@ -79,18 +92,28 @@ def ours(words):
     return None
 
 
-OURS = {shlex.join(found): command for command in FOUND if (found := ours(words_of(command))) is not None}
-MAKE = {target for command in FOUND if command.startswith("make ") for target in words_of(command)[1:]}
-OTHERS = [command for command in FOUND if ours(words_of(command)) is None and not command.startswith("make ")]
+OURS = {
+    shlex.join(found): command
+    for command in FOUND
+    if (found := ours(words_of(command))) is not None
+}
+MAKE = {
+    target for command in FOUND if command.startswith("make ") for target in words_of(command)[1:]
+}
+OTHERS = [
+    command
+    for command in FOUND
+    if ours(words_of(command)) is None and not command.startswith("make ")
+]
 
 
 def test_commands_are_found():
-    text = (
-        "Run `branchgrpo tarin`, or `branchgrpo`:\n```\nA=1 make all  # all\nsee\n```\n    branchgrpo view \\\n   x\n"
-    )
+    text = "Run `branchgrpo tarin`, or `branchgrpo`:\n```\nA=1 make all  # all\nsee\n```\n    branchgrpo view \\\n   x\n"
     assert commands_in(text) == ["A=1 make all", "branchgrpo view x", "branchgrpo tarin"]
     assert ours(["accelerate", "launch", "-m", "branchgrpo.cli", "train"]) == ["train"]
-    assert {"README.md", "CONTRIBUTING.md", "nbs/faq.ipynb", "nbs/viewing/03_page.ipynb"} <= set(FOUND.values())
+    assert {"README.md", "CONTRIBUTING.md", "nbs/faq.ipynb", "nbs/viewing/03_page.ipynb"} <= set(
+        FOUND.values()
+    )
     assert len(OURS) > 20 and len(MAKE) > 8
 
 
@@ -107,7 +130,9 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("prose")
     (folder / "figures").symlink_to(ROOT / "figures")
     (folder / "examples").symlink_to(ROOT / "examples")
-    block = re.search(r"^```yaml\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)[1]
+    block = re.search(
+        r"^```yaml\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )[1]
     (folder / re.search(r"(\S+\.yaml), for", block)[1]).write_text(block)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -118,12 +143,23 @@ def place(tmp_path_factory):
 
 
 SHOWS = ("", "--help", "--version")
-RUN = {"recipes", "rewards", "completion", "doctor", "view", "sample", "train", "reproduce"}  # others take minutes
+RUN = {
+    "recipes",
+    "rewards",
+    "completion",
+    "doctor",
+    "view",
+    "sample",
+    "train",
+    "reproduce",
+}  # others take minutes
 
 
 def test_every_command_of_ours_is_valid(place, monkeypatch):
     monkeypatch.chdir(place)
-    assert {line.split()[0] for line in OURS if line.endswith("--help") and line != "--help"} <= set(cli.COMMANDS)
+    assert {
+        line.split()[0] for line in OURS if line.endswith("--help") and line != "--help"
+    } <= set(cli.COMMANDS)
     for line in OURS:
         if line.split(" ")[0] in SHOWS or line.endswith("--help"):
             continue
@@ -133,10 +169,18 @@ def test_every_command_of_ours_is_valid(place, monkeypatch):
             resolve(TrainConfig.from_dict({name: given[name] for name in known}))
         if line.startswith("reproduce "):
             kinds = (PageOptions, SlurmOptions)
-            pages, slurm = (kind(**{k: given[k] for k in given.keys() & kind.__dataclass_fields__}) for kind in kinds)
+            pages, slurm = (
+                kind(**{k: given[k] for k in given.keys() & kind.__dataclass_fields__})
+                for kind in kinds
+            )
             check_options(pages, slurm)
             sbatch_options(slurm.slurm_options)
-            jobs(list(pages.names), pages.scale, ROOT / "reproduce", given=given_parameters(pages.set))
+            jobs(
+                list(pages.names),
+                pages.scale,
+                ROOT / "reproduce",
+                given=given_parameters(pages.set),
+            )
 
 
 def smaller(line):
@@ -146,16 +190,29 @@ def smaller(line):
         return [name, *words, *SMALL.split(), "--output", "runs/other"]
     if name == "reproduce":
         words = [word for word in words if word != "--redraw"]  # tests/test_figures.py draws
-        return [name, *words, "--folder", str(ROOT / "reproduce"), *([] if "--dry-run" in words else ["--dry-run"])]
+        return [
+            name,
+            *words,
+            "--folder",
+            str(ROOT / "reproduce"),
+            *([] if "--dry-run" in words else ["--dry-run"]),
+        ]
     return [name, *words]
 
 
 def runs(line):
     "Return whether a command is run, too: it is cheap and needs no weights that are not in the package."
     name = line.split(" ")[0]
-    if line in ("view", "train", "sample", "reproduce"):  # a name alone, of a command that wants more
+    if line in (
+        "view",
+        "train",
+        "sample",
+        "reproduce",
+    ):  # a name alone, of a command that wants more
         return False
-    large = "--slurm" in line or (name == "train" and re.search(r"--backbone [\w-]+/|--config examples/", line))
+    large = "--slurm" in line or (
+        name == "train" and re.search(r"--backbone [\w-]+/|--config examples/", line)
+    )
     return name in {*SHOWS, *RUN} and not large and "FOLDER" not in line
 
 
@@ -175,7 +232,9 @@ def test_every_cheap_command_runs(line, place, monkeypatch, capsys):
             shutil.rmtree(old)
         code = cli.main(words)
         said = capsys.readouterr()
-        assert code == 0 or line.startswith("doctor") and code == 1 and said.out, said.err  # 1: something is missing
+        assert code == 0 or line.startswith("doctor") and code == 1 and said.out, (
+            said.err
+        )  # 1: something is missing
 
 
 def test_every_make_target_is_there():
@@ -203,7 +262,13 @@ def test_every_other_command_has_its_program_and_files():
         program = Path(words[0]).name
         if program in ("srun", "pip"):  # of a cluster; of every environment
             continue
-        assert shutil.which(program, path=str(Path(sys.executable).parent)) or shutil.which(program), command
-        files = [word for word in words[1:] if re.fullmatch(r"[\w./-]+\.(py|ipynb|md|txt)", word) or word == "nbs"]
+        assert shutil.which(program, path=str(Path(sys.executable).parent)) or shutil.which(
+            program
+        ), command
+        files = [
+            word
+            for word in words[1:]
+            if re.fullmatch(r"[\w./-]+\.(py|ipynb|md|txt)", word) or word == "nbs"
+        ]
         assert all((ROOT / file).exists() for file in files), command
         assert files or words[1:3] != ["-m", "pytest"], command

@@ -41,8 +41,17 @@ SHARED_BY = {"37 prompts, two": (37, 2), "37 prompts, four": (37, 4), "3 prompts
 def test_an_evaluation_shared_by_processes_gives_the_scores_of_one(tmp_path, case):
     "To the bit, with fewer prompts than processes too; every process makes the same calls."
     count, processes = SHARED_BY[case]
-    table = SMALL | {"output": str(tmp_path / "run"), "splits": [0, 2], "evaluation_prompts": count, "max_batch": 4}
-    table |= {"prompts_per_iteration": 4, "reward": "0.7*tiny-clip+0.3*tiny-pickscore", "held_out": "tiny-aesthetic"}
+    table = SMALL | {
+        "output": str(tmp_path / "run"),
+        "splits": [0, 2],
+        "evaluation_prompts": count,
+        "max_batch": 4,
+    }
+    table |= {
+        "prompts_per_iteration": 4,
+        "reward": "0.7*tiny-clip+0.3*tiny-pickscore",
+        "held_out": "tiny-aesthetic",
+    }
     one = results(1, EVALUATION, table, tmp_path / "one")[0]
     assert len(one["images"]) == min(count, 8) and "eval_check_all" in one["scores"], one["scores"]
     several = results(processes, EVALUATION, table, tmp_path / "several")
@@ -72,11 +81,34 @@ torch.save(out, f"{sys.argv[2]}.{t.accelerator.process_index}")
 """
 
 LEAVES81 = {"steps": 5, "splits": [0, 1, 2, 3], "branch_factor": 3, "prompts_per_iteration": 1}
-PRUNED = {"prune": "extreme", "prune_keep": 2, "advantage": "leave-one-out", "min_nodes": 3, "splits": [0, 1, 3]}
-FUNNEL = {"roots": 12, "splits": [], "prune_at": {"1": 7, "3": 5}, "group_selection": "ovf", "group_keep": 3}
-FUNNEL |= {"std": "global", "kl": 0.1, "ratio": "guard", "reward": "norm(tiny-clip+2*tiny-pickscore)"}
+PRUNED = {
+    "prune": "extreme",
+    "prune_keep": 2,
+    "advantage": "leave-one-out",
+    "min_nodes": 3,
+    "splits": [0, 1, 3],
+}
+FUNNEL = {
+    "roots": 12,
+    "splits": [],
+    "prune_at": {"1": 7, "3": 5},
+    "group_selection": "ovf",
+    "group_keep": 3,
+}
+FUNNEL |= {
+    "std": "global",
+    "kl": 0.1,
+    "ratio": "guard",
+    "reward": "norm(tiny-clip+2*tiny-pickscore)",
+}
 ADAPTIVE = {"splits": [0, 1, 3], "adaptive": True}
-SEEN = {"splits": [0, 1, 3], "previews": "ode/2+x0", "advantage": "consistent-turns", "std": "pooled", "min_nodes": 3}
+SEEN = {
+    "splits": [0, 1, 3],
+    "previews": "ode/2+x0",
+    "advantage": "consistent-turns",
+    "std": "pooled",
+    "min_nodes": 3,
+}
 TREES = {  # settings, and (processes, of them for each prompt)
     "81 leaves": (LEAVES81, [(2, 2), (4, 4)]),
     "pruned, two": (PRUNED, [(2, 2)]),
@@ -91,10 +123,16 @@ TREES = {  # settings, and (processes, of them for each prompt)
 def test_a_tree_shared_by_processes_is_the_tree_of_one(tmp_path, name):
     "Calls of one latent and of one image, so that rewards are equal to the bit; gradients and metrics agree."
     changes, layouts = TREES[name]
-    table = SMALL | {"output": str(tmp_path / "run"), "max_batch": 1, "decode_batch": 1, "train_batch": 8} | changes
+    table = (
+        SMALL
+        | {"output": str(tmp_path / "run"), "max_batch": 1, "decode_batch": 1, "train_batch": 8}
+        | changes
+    )
     one = results(1, SHARED, table, tmp_path / "one")[0]
     for n, ranks in layouts:
-        several = results(n, SHARED, table | {"ranks_per_prompt": ranks}, tmp_path / f"out{n}{ranks}")
+        several = results(
+            n, SHARED, table | {"ranks_per_prompt": ranks}, tmp_path / f"out{n}{ranks}"
+        )
         for own in several:
             same_run(own, one)
             assert own["rows"] == several[0]["rows"] and len(own["rows"]) < len(one["rows"])
@@ -144,10 +182,20 @@ FAILURES = {
 @pytest.mark.parametrize("case", often(FAILURES, ("a shared funnel",)))
 def test_an_error_of_one_process_is_raised_on_all(tmp_path, case):
     "In a rollout, its previews and an evaluation; afterwards the processes still work together."
-    table = SMALL | {"output": str(tmp_path / "run"), "splits": [0, 2], "evaluation_prompts": 16} | FAILURES[case]
+    table = (
+        SMALL
+        | {"output": str(tmp_path / "run"), "splits": [0, 2], "evaluation_prompts": 16}
+        | FAILURES[case]
+    )
     first, second = results(2, FAILING, table, tmp_path / "out")
     refused = "reward: the server refused a request (400)"
-    assert second[:2] == [("ValueError", refused)] * 2 and first[:2] == [("ValueError", f"{refused} (process 1)")] * 2
+    assert (
+        second[:2] == [("ValueError", refused)] * 2
+        and first[:2] == [("ValueError", f"{refused} (process 1)")] * 2
+    )
     assert [kind for kind, _ in second[2:]] == ["OutOfMemoryError"] * 2
-    assert all(kind == "RuntimeError" and "'huge' runs out of memory on" in text for kind, text in first[2:])
+    assert all(
+        kind == "RuntimeError" and "'huge' runs out of memory on" in text
+        for kind, text in first[2:]
+    )
     assert all("set decode_batch below" in text for _, text in first[2:] + second[2:])

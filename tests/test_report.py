@@ -26,12 +26,19 @@ def names_today(page: str) -> set[str]:
 
 def names_recorded(page: str) -> set[str] | None:
     "Return the names of the runs in a page's record; None if the page has written nothing."
-    source = "".join(cell.source for cell in nbformat.read(PAGES[page], 4).cells if cell.cell_type == "code")
-    paths = [ROOT / f"figures/testbed/{name}.json" for name in re.findall(r"\{output\}/(\w+)\.json", source)]
+    source = "".join(
+        cell.source for cell in nbformat.read(PAGES[page], 4).cells if cell.cell_type == "code"
+    )
+    paths = [
+        ROOT / f"figures/testbed/{name}.json"
+        for name in re.findall(r"\{output\}/(\w+)\.json", source)
+    ]
     records = [json.dumps(read_record(path)) for path in paths if path.exists()]
     if not records:
         return None
-    return {Path(name).name for record in records for name in re.findall(r'"run": "([^"]+)"', record)}
+    return {
+        Path(name).name for record in records for name in re.findall(r'"run": "([^"]+)"', record)
+    }
 
 
 def section(page: str) -> str:
@@ -45,13 +52,17 @@ def section(page: str) -> str:
 def test_a_page_is_marked_if_and_only_if_its_runs_are_earlier(page):
     recorded, today = names_recorded(page), names_today(page)
     if recorded is not None and today:
-        assert (MARK in section(page)) == (recorded != today), "`branchgrpo.reproduction.report.write_page` is due"
+        assert (MARK in section(page)) == (recorded != today), (
+            "`branchgrpo.reproduction.report.write_page` is due"
+        )
     elif recorded is not None:
         assert MARK not in section(page), "it trains nothing"
 
 
 def test_the_written_report_is_made_from_the_records():
-    assert (ROOT / "REPORT.md").read_text(encoding="utf-8") == written_report(), "`make report` is due"
+    assert (ROOT / "REPORT.md").read_text(encoding="utf-8") == written_report(), (
+        "`make report` is due"
+    )
 
 
 def test_the_first_page_has_the_answers_of_the_record():

@@ -25,7 +25,10 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_every_notebook_has_its_scales_and_every_parameter_is_known():
-    table, found = parse_table((ROOT / "reproduce/scales.yaml").read_text()), templates(ROOT / "reproduce")
+    table, found = (
+        parse_table((ROOT / "reproduce/scales.yaml").read_text()),
+        templates(ROOT / "reproduce"),
+    )
     assert table.keys() == found.keys()
     for name, scales in table.items():
         assert {"smoke", "testbed"} <= scales.keys(), name
@@ -45,7 +48,9 @@ def declares_its_runs(path) -> bool:
 
 
 def test_every_run_of_a_page_is_declared():
-    assert [name for name, path in templates(ROOT / "reproduce").items() if not declares_its_runs(path)] == []
+    assert [
+        name for name, path in templates(ROOT / "reproduce").items() if not declares_its_runs(path)
+    ] == []
 
 
 def reproduce(folder, *words, part=""):
@@ -89,12 +94,16 @@ def test_every_notebook_executes_and_a_second_call_runs_nothing(together, part):
     names = PARTS[part]
     for expected in ("done", "found"):
         log = reproduced(together, *names, part=part, timeout=1200)
-        assert len([line for line in log.splitlines() if f"  {expected} " in line]) == len(names), log
+        assert len([line for line in log.splitlines() if f"  {expected} " in line]) == len(names), (
+            log
+        )
     assert "run   1/" not in log
     records = [read_record(path) for path in (together / "runs/smoke/figures").glob("*.json")]
     found = [pair for record in records for pair in record.get("verdict", {}).items()]
     assert not [
-        pair for pair in found if str(pair[1]).startswith(("holds", "does not", "higher", "lower", "below", "it "))
+        pair
+        for pair in found
+        if str(pair[1]).startswith(("holds", "does not", "higher", "lower", "below", "it "))
     ], found
 
 
@@ -106,7 +115,9 @@ def test_workers_end_with_the_command_that_started_them(tmp_path):
     runs = tmp_path / "runs/smoke/runs"
     started = time.monotonic()
     while sum(path.stat().st_size > 0 for path in runs.glob("*/metrics.jsonl")) < 2:
-        assert call.poll() is None and time.monotonic() - started < 300, (tmp_path / "log").read_text()
+        assert call.poll() is None and time.monotonic() - started < 300, (
+            tmp_path / "log"
+        ).read_text()
         time.sleep(0.2)
     workers = psutil.Process(call.pid).children(recursive=True)
     call.send_signal(signal.SIGTERM)
@@ -136,7 +147,9 @@ def metric_of(title, evaluation):
 
 def is_earlier(name: str) -> bool:
     "Return whether the report says that a record's runs are of earlier recipes."
-    parts = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "figures").glob("*.md")).split("\n## ")
+    parts = "".join(
+        path.read_text(encoding="utf-8") for path in (ROOT / "figures").glob("*.md")
+    ).split("\n## ")
     return any(f"[{name}](" in part and "**Runs of earlier recipes**" in part for part in parts)
 
 
@@ -146,12 +159,16 @@ def test_every_committed_run_is_named_by_its_settings():
         for label, found in record["runs"].items():
             for seed, run in found.items():
                 settings, folder = run["settings"], Path(run["run"]).name
-                if "backbone" not in settings or folder == "None":  # a record from before runs kept all settings
+                if (
+                    "backbone" not in settings or folder == "None"
+                ):  # a record from before runs kept all settings
                     assert is_earlier(name), name
                     continue
                 assert folder == cache_key(settings) or is_earlier(name), (name, label, seed)
                 begin = f"{settings['recipe']}-{settings['backbone']}-{seed}-"
-                renamed = is_earlier(name) and "labels_renamed" in record  # mixgrpo of then is mixgrpo-shared now
+                renamed = (
+                    is_earlier(name) and "labels_renamed" in record
+                )  # mixgrpo of then is mixgrpo-shared now
                 assert folder.startswith(begin) or renamed, (name, label, seed)
                 assert settings["seed"] == int(seed), (name, label, seed)
                 assert get(settings["recipe"])
@@ -159,7 +176,9 @@ def test_every_committed_run_is_named_by_its_settings():
 
 def test_every_committed_row_is_the_mean_of_its_runs():
     for name, record in recorded():
-        for row in (row for row in record["rows"] if row.get("label") in record["runs"]):  # not those of a whole table
+        for row in (
+            row for row in record["rows"] if row.get("label") in record["runs"]
+        ):  # not those of a whole table
             last = [run["evaluations"][-1] for run in record["runs"][row["label"]].values()]
             for title, value in row.items():
                 metric = metric_of(title, last[0])

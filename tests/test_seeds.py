@@ -35,7 +35,10 @@ def test_each_seed_is_the_run_of_that_seed_alone(tmp_path, capsys):
     assert called(capsys, *words, "--seed", 1, "--output", tmp_path / "alone")[0] == 0
     code, said, _ = called(capsys, *words, "--seeds", "0,1", "--output", tmp_path / "mine")
     assert code == 0
-    assert f"seed 0 (1 of 2): {tmp_path}/mine-0 begins" in said and f"seed 1 (2 of 2): {tmp_path}/mine-1 begins" in said
+    assert (
+        f"seed 0 (1 of 2): {tmp_path}/mine-0 begins" in said
+        and f"seed 1 (2 of 2): {tmp_path}/mine-1 begins" in said
+    )
     assert f"branchgrpo compare 'mine={tmp_path}/mine-*'" in said and "(95 %, 2 seeds)" in said
     assert rows(tmp_path / "mine-1") == rows(tmp_path / "alone") != rows(tmp_path / "mine-0")
     for name in ("evaluations.jsonl", "metrics.jsonl"):
@@ -43,7 +46,9 @@ def test_each_seed_is_the_run_of_that_seed_alone(tmp_path, capsys):
     assert settings_of(tmp_path / "mine-1") == settings_of(tmp_path / "alone")
     assert "seeds" not in TrainConfig.__dataclass_fields__
     code, said, _ = called(capsys, *words, "--seeds", 0, 1, 5, "--output", tmp_path / "mine")
-    assert code == 0 and said.count("is finished already") == 2 and f"{tmp_path}/mine-5 begins" in said
+    assert (
+        code == 0 and said.count("is finished already") == 2 and f"{tmp_path}/mine-5 begins" in said
+    )
 
 
 def test_a_file_may_hold_seeds_and_flags_override_it(tmp_path, capsys):
@@ -69,8 +74,14 @@ WRONG = {
 
 @pytest.mark.parametrize("words", WRONG)
 def test_wrong_seeds_cost_one_line(tmp_path, capsys, words):
-    code, said, error = called(capsys, "--output", tmp_path / "mine", "--seeds", *(words.split() or [""]))
-    assert (code, said) == (2, "") and error.startswith(f"branchgrpo: {WRONG[words]}") and error.count("\n") == 1
+    code, said, error = called(
+        capsys, "--output", tmp_path / "mine", "--seeds", *(words.split() or [""])
+    )
+    assert (
+        (code, said) == (2, "")
+        and error.startswith(f"branchgrpo: {WRONG[words]}")
+        and error.count("\n") == 1
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -92,7 +103,17 @@ def test_a_wrong_folder_is_named_before_the_first_run(tmp_path, capsys):
 def test_a_signal_stops_all_and_a_second_call_continues(tmp_path, stopped):
     "With exit code 75, whichever run is at work."
     words = [*SMALL.split(), "--iterations", "4", "--tracker", "none", "--checkpoint-every", "1"]
-    words = [sys.executable, "-c", COMMAND, "train", *words, "--seeds", "0,1", "--output", str(tmp_path / "mine")]
+    words = [
+        sys.executable,
+        "-c",
+        COMMAND,
+        "train",
+        *words,
+        "--seeds",
+        "0,1",
+        "--output",
+        str(tmp_path / "mine"),
+    ]
     with open(tmp_path / "log", "w") as log:
         process = popen(words, stdout=log, stderr=log)
         wait_for(lambda: len(rows(tmp_path / f"mine-{stopped}")) >= 1)
@@ -120,9 +141,13 @@ def test_several_processes_train_several_seeds(tmp_path):
     for seed in (0, 1):
         events = list((tmp_path / f"two-{seed}").rglob("events.out*"))
         assert len(events) == 1 and events[0].stat().st_size > 500
-        one, two = (rows(tmp_path / f"{name}-{seed}", "evaluations.jsonl") for name in ("one", "two"))
+        one, two = (
+            rows(tmp_path / f"{name}-{seed}", "evaluations.jsonl") for name in ("one", "two")
+        )
         assert [row["iteration"] for row in two] == [0, 2]
-        assert two[0] == one[0] and two[1]["eval_reward"] == pytest.approx(one[1]["eval_reward"], abs=1e-3)
+        assert two[0] == one[0] and two[1]["eval_reward"] == pytest.approx(
+            one[1]["eval_reward"], abs=1e-3
+        )
 
 
 SCRIPT = """

@@ -74,7 +74,9 @@ def test_every_estimator_and_every_pruning_rule_knows_every_shape(name):
     whole = keep_edges(tree, everyone, "none", values, rewards)
     for rule in PRUNINGS.names():
         kept = keep_edges(tree, everyone, rule, values, rewards)
-        assert all((some <= every).all() for some, every in zip(kept, whole)), "a rule only takes edges away"
+        assert all((some <= every).all() for some, every in zip(kept, whole)), (
+            "a rule only takes edges away"
+        )
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -141,10 +143,19 @@ def test_a_group_that_shrinks_at_a_solvers_first_step_ends_in_the_same_images():
         judge = Chosen("best", noise) if prune_at else None
         finished[len(prune_at)] = rollout(plan, Predictor(policy, {}), process, noise, judge=judge)
     rows = finished[1].lines
-    torch.testing.assert_close(finished[1].finished, finished[0].finished[torch.arange(2)[:, None], rows])
+    torch.testing.assert_close(
+        finished[1].finished, finished[0].finished[torch.arange(2)[:, None], rows]
+    )
 
 
-SMALL = dict(steps=5, splits=(0, 2), prompts_per_iteration=2, iterations=4, evaluate_every=2, evaluation_prompts=2)
+SMALL = dict(
+    steps=5,
+    splits=(0, 2),
+    prompts_per_iteration=2,
+    iterations=4,
+    evaluate_every=2,
+    evaluation_prompts=2,
+)
 
 
 def trainer(folder, **changes):
@@ -163,7 +174,9 @@ def test_all_micro_batches_are_made_before_the_first_forward(tmp_path, monkeypat
     t.credit(x)
     made, predicted = [], []
     make, predict = update_module.micro_batches, t.policy.predict
-    monkeypatch.setattr(update_module, "micro_batches", lambda *given: made.append(len(predicted)) or make(*given))
+    monkeypatch.setattr(
+        update_module, "micro_batches", lambda *given: made.append(len(predicted)) or make(*given)
+    )
     monkeypatch.setattr(t.policy, "predict", lambda *given: predicted.append(1) or predict(*given))
     t.update(x)
     assert made == [0, 0] and predicted

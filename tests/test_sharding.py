@@ -32,7 +32,9 @@ os._exit(0)  # without waiting for gloo's threads
 def processes(n, code, table, out, wait=True):
     "Start `n` processes of one training; wait until all end well and return what they saved, or return them."
     per_node = 2 if table.get("sharding") == "hybrid" else n
-    found = started(n, code, [json.dumps(table), str(out)], out, LOCAL_WORLD_SIZE=per_node, OMP_NUM_THREADS=1)
+    found = started(
+        n, code, [json.dumps(table), str(out)], out, LOCAL_WORLD_SIZE=per_node, OMP_NUM_THREADS=1
+    )
     if not wait:
         return found
     for rank, process in enumerate(found):
@@ -41,7 +43,11 @@ def processes(n, code, table, out, wait=True):
 
 
 def settings(folder, **changes):
-    return SMALL | {"output": str(folder), "iterations": 4, "splits": [0, 2], "prompts_per_iteration": 4} | changes
+    return (
+        SMALL
+        | {"output": str(folder), "iterations": 4, "splits": [0, 2], "prompts_per_iteration": 4}
+        | changes
+    )
 
 
 STEP = """
@@ -65,12 +71,29 @@ t.accelerator.wait_for_everyone()
 FULL = {"sharding": "full"}
 HYBRID = {"sharding": "hybrid"}  # here: two nodes of two processes
 PLAIN = {"kl": 0.1}
-PRUNED = {"prune": "extreme", "prune_keep": 1, "train_fraction": 0.6, "advantage": "leave-one-out", "min_nodes": 3}
-FUNNEL = {"roots": 6, "splits": [], "prune_at": {"2": 4}, "group_selection": "ovf", "group_keep": 3, "kl": 0.1}
+PRUNED = {
+    "prune": "extreme",
+    "prune_keep": 1,
+    "train_fraction": 0.6,
+    "advantage": "leave-one-out",
+    "min_nodes": 3,
+}
+FUNNEL = {
+    "roots": 6,
+    "splits": [],
+    "prune_at": {"2": 4},
+    "group_selection": "ovf",
+    "group_keep": 3,
+    "kl": 0.1,
+}
 
 
-OBJECTIVE = dict(loss="kl-mask", kl_limit=1e-6, passes=2, reward="tiny-clip+0.5*tiny-hps+0*tiny-aesthetic")
-OBJECTIVE |= dict(reward_sum="decoupled+batch", kl=0.1, kl_share=0.3)  # the batch is that of all processes
+OBJECTIVE = dict(
+    loss="kl-mask", kl_limit=1e-6, passes=2, reward="tiny-clip+0.5*tiny-hps+0*tiny-aesthetic"
+)
+OBJECTIVE |= dict(
+    reward_sum="decoupled+batch", kl=0.1, kl_share=0.3
+)  # the batch is that of all processes
 WHOLE = {}  # DDP
 CASES = {
     "pruned, kl": (PRUNED | PLAIN, [(2, FULL)]),
@@ -92,16 +115,25 @@ def test_any_number_of_processes_and_any_sharding_do_the_same(tmp_path, case):
     one = processes(1, BEGIN + STEP + END, table, tmp_path / f"one{lose}")
     assert one["grads"] and any(grad.abs().max() > 0 for grad in one["grads"].values())
     for n, sharding in ways:
-        many = processes(n, BEGIN + STEP + END, table | sharding, tmp_path / f"many{lose}{n}{len(sharding)}")
+        many = processes(
+            n, BEGIN + STEP + END, table | sharding, tmp_path / f"many{lose}{n}{len(sharding)}"
+        )
         assert (many["sharded"] > 1) == bool(sharding)
         torch.testing.assert_close(many["leaves"], one["leaves"], rtol=0, atol=2e-4)
         torch.testing.assert_close(many["rewards"], one["rewards"], rtol=0, atol=1e-4)
         assert many["mismatch"] < 1e-5
         for name, gradient in one["grads"].items():
             torch.testing.assert_close(many["grads"][name], gradient, rtol=0, atol=1e-5)
-        for kept in ("weights", "averages"):  # AdamW turns a gradient near 0 into a step of either sign
-            differences = torch.cat([(many[kept][k] - one[kept][k]).abs().flatten() for k in one[kept]])
-            assert many[kept].keys() == one[kept].keys() and differences.mean() < 2e-6, "2 % of the learning rate"
+        for kept in (
+            "weights",
+            "averages",
+        ):  # AdamW turns a gradient near 0 into a step of either sign
+            differences = torch.cat(
+                [(many[kept][k] - one[kept][k]).abs().flatten() for k in one[kept]]
+            )
+            assert many[kept].keys() == one[kept].keys() and differences.mean() < 2e-6, (
+                "2 % of the learning rate"
+            )
 
 
 STATE = """
@@ -160,7 +192,10 @@ if rank == 0: torch.save({}, out)
 def test_a_sharded_run_ends_in_a_plain_pipeline(tmp_path):
     run = tmp_path / "run"
     processes(
-        2, BEGIN + FIT + END, settings(run, **FULL | {"prompts_per_iteration": 2, "iterations": 1}), tmp_path / "end"
+        2,
+        BEGIN + FIT + END,
+        settings(run, **FULL | {"prompts_per_iteration": 2, "iterations": 1}),
+        tmp_path / "end",
     )
     check_export(run, read_saved_table(newest(run), "weights"))
 
@@ -193,7 +228,9 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", often(KINDS, ()))
 def test_precisions_adapters_and_families_are_sharded(tmp_path, kind):
-    changes = {key: str(tmp_path) if value == "EMBEDDINGS" else value for key, value in KINDS[kind].items()}
+    changes = {
+        key: str(tmp_path) if value == "EMBEDDINGS" else value for key, value in KINDS[kind].items()
+    }
     table = settings(tmp_path / "run", **{"prompts_per_iteration": 2} | changes)
     alone = FULL | {"ranks_per_prompt": 1}
     one = processes(1, BEGIN + LOADED.replace("0.6", "1.1") + END, table | alone, tmp_path / "one")

@@ -33,14 +33,22 @@ SIZES = {
 def single():
     "The example as a module."
     spec = importlib.util.spec_from_file_location("branchgrpo_single_file", FILE)
-    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)  # its dataclasses look for it there
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(
+        spec
+    )  # its dataclasses look for it there
     spec.loader.exec_module(module)
     yield module
     del sys.modules[spec.name]
 
 
 def trainer(folder, **changes):
-    table = {"recipe": "branchgrpo", "steps": 6, "evaluate_every": 0, "tracker": "none", "pad_batches": False}
+    table = {
+        "recipe": "branchgrpo",
+        "steps": 6,
+        "evaluate_every": 0,
+        "tracker": "none",
+        "pad_batches": False,
+    }
     return Trainer(TrainConfig.from_dict(table | {"output": str(folder)} | changes))
 
 
@@ -48,9 +56,23 @@ def options(single, t):
     "The trainer's settings as the example has them; the engine keeps η in float32."
     s = t.settings
     eta = float(process_of(s, t.policy, 0).noise[0])
-    same = ("steps", "splits", "branch_factor", "s", "shift", "beta", "advantage_clip", "clip_range", "max_batch")
+    same = (
+        "steps",
+        "splits",
+        "branch_factor",
+        "s",
+        "shift",
+        "beta",
+        "advantage_clip",
+        "clip_range",
+        "max_batch",
+    )
     same += ("learning_rate", "weight_decay", "max_grad_norm", "ema_decay")
-    sizes = {"prompts": s.prompts_per_iteration, "steps_per_rollout": s.steps_per_pass, "decode_batch": 64}
+    sizes = {
+        "prompts": s.prompts_per_iteration,
+        "steps_per_rollout": s.steps_per_pass,
+        "decode_batch": 64,
+    }
     return single.Options(eta=eta, **{name: getattr(s, name) for name in same}, **sizes)
 
 
@@ -65,7 +87,11 @@ class EngineNoise:
         return self.noise.roots(1, shape)
 
     def children(self, step, parents, branches, shape):
-        nodes = torch.arange(self.lines.shape[1]).repeat_interleave(branches).expand(len(self.lines), -1)
+        nodes = (
+            torch.arange(self.lines.shape[1])
+            .repeat_interleave(branches)
+            .expand(len(self.lines), -1)
+        )
         siblings = Siblings.among(nodes, torch.ones_like(nodes, dtype=torch.bool))
         self.lines = child_lines(self.lines, nodes, siblings)
         drawn = self.noise.children(step, self.lines, siblings, self.s, shape)
@@ -95,7 +121,9 @@ def test_one_rollout_and_its_gradient(single, sizes, tmp_path):
     assert same(tree.latents, rolled.tree.latents)
     assert same(tree.log_probs, rolled.tree.log_probs)
     for d in range(1, s.steps + 1):
-        families = torch.arange(tree.log_probs[d].shape[1]) // o.branch_factor ** (d - 1 in s.splits)
+        families = torch.arange(tree.log_probs[d].shape[1]) // o.branch_factor ** (
+            d - 1 in s.splits
+        )
         assert torch.equal(rolled.tree.parents[d], families.expand(len(prompts), -1))
 
     values = single.fuse_rewards(tree, rolled.rewards, o.beta)
@@ -104,7 +132,9 @@ def test_one_rollout_and_its_gradient(single, sizes, tmp_path):
     assert sum(float(a.abs().sum()) for a in advantages) > 0
 
     loss = single.accumulate(model, text, tree, advantages, o)
-    assert loss == pytest.approx(float(stats["loss"]), rel=1e-5, abs=1e-7)  # summed in another order
+    assert loss == pytest.approx(
+        float(stats["loss"]), rel=1e-5, abs=1e-7
+    )  # summed in another order
     mine = {name: p.grad for name, p in parameters.items()}
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
@@ -122,10 +152,14 @@ def test_two_iterations_train_the_same_weights(single, tmp_path):
 
     draws = [t.collector.draw(i) for i in range(2)]
     reward = load_reward("tiny-clip")
-    rows = list(single.train(model, reward, draws, o, lambda i: EngineNoise(t.collector.noise(i), s.s)))
+    rows = list(
+        single.train(model, reward, draws, o, lambda i: EngineNoise(t.collector.noise(i), s.s))
+    )
     metrics = [t.step() for _ in range(2)]
     assert [row[1] for row in rows] == pytest.approx([row["reward"] for row in metrics], rel=1e-6)
-    assert [row[2] for row in rows] == pytest.approx([row["loss"] for row in metrics], rel=1e-4, abs=1e-6)
+    assert [row[2] for row in rows] == pytest.approx(
+        [row["loss"] for row in metrics], rel=1e-4, abs=1e-6
+    )
 
     theirs = t.learner.parameters
     mine = dict(model.denoiser.named_parameters())
@@ -153,7 +187,11 @@ def test_it_stands_alone_and_is_short():
     source = FILE.read_text()
     found = set()
     for node in ast.walk(ast.parse(source)):
-        found |= {alias.name.split(".")[0] for alias in node.names} if isinstance(node, ast.Import) else set()
+        found |= (
+            {alias.name.split(".")[0] for alias in node.names}
+            if isinstance(node, ast.Import)
+            else set()
+        )
         found |= {str(node.module).split(".")[0]} if isinstance(node, ast.ImportFrom) else set()
     assert found - set(sys.stdlib_module_names) == {"torch", "diffusers"}
     assert len(source.splitlines()) <= 340

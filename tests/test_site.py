@@ -20,7 +20,10 @@ def notebooks(folder):
 
 def test_every_page_has_one_place_in_the_navigation():
     files = [path for part in ("*.md", "figures/**/*.md", "docs/*.md") for path in ROOT.glob(part)]
-    own = {path.relative_to(ROOT).as_posix() for path in files} | {*notebooks("nbs"), *notebooks("reproduce")}
+    own = {path.relative_to(ROOT).as_posix() for path in files} | {
+        *notebooks("nbs"),
+        *notebooks("reproduce"),
+    }
     pages = sorted(name.rpartition(".")[0] for name in own - {"nbs/index.ipynb", "README.md"})
     patterns = re.findall(r"^/(.+)$", (ROOT / NAVIGATION).read_text(), re.MULTILINE)
     assert sorted(page for pattern in patterns for page in patfilter(pages, pattern)) == pages
@@ -30,10 +33,21 @@ def notebook(*cells):
     "A notebook in which a text that begins with a flag is code."
 
     def cell(number, text):
-        code = {"cell_type": "code", "outputs": [], "execution_count": None} if text.startswith("#|") else {}
+        code = (
+            {"cell_type": "code", "outputs": [], "execution_count": None}
+            if text.startswith("#|")
+            else {}
+        )
         return {"cell_type": "markdown", "metadata": {}, "source": text, "id": f"c{number}"} | code
 
-    return json.dumps({"cells": list(map(cell, range(99), cells)), "metadata": {}, "nbformat": 4, "nbformat_minor": 5})
+    return json.dumps(
+        {
+            "cells": list(map(cell, range(99), cells)),
+            "metadata": {},
+            "nbformat": 4,
+            "nbformat_minor": 5,
+        }
+    )
 
 
 INDEX = "# Home\n> All.\n\n## The course\n- **Part.** [a](a.ipynb), [pages](site/00_build.ipynb)"
@@ -57,7 +71,9 @@ CONTENTS = """```{toctree}
 /reproduce/**
 ```
 """
-REPORT = "# All\n\n## Figure 1\n\n![fig1](testbed/fig1.png)\n\n[notebook](../reproduce/a/fig1.ipynb)\n"
+REPORT = (
+    "# All\n\n## Figure 1\n\n![fig1](testbed/fig1.png)\n\n[notebook](../reproduce/a/fig1.ipynb)\n"
+)
 
 
 def small_repository(root, text):
@@ -67,8 +83,12 @@ def small_repository(root, text):
     (root / "nbs/index.ipynb").write_text(notebook(INDEX))
     (root / NAVIGATION).write_text(CONTENTS)
     (root / "nbs/a.ipynb").write_text(notebook(*LESSON, text))
-    shutil.copy(ROOT / "nbs/site/00_build.ipynb", root / "nbs/site")  # the lesson of the module in the reference
-    (root / "reproduce/a/fig1.ipynb").write_text(notebook("# Figure 1\n> A claim.", "#| export\nz = 3"))
+    shutil.copy(
+        ROOT / "nbs/site/00_build.ipynb", root / "nbs/site"
+    )  # the lesson of the module in the reference
+    (root / "reproduce/a/fig1.ipynb").write_text(
+        notebook("# Figure 1\n> A claim.", "#| export\nz = 3")
+    )
     (root / "figures/exploration.md").write_text(REPORT)
     shutil.copy(ROOT / "figures/testbed/quickstart_front.png", root / "figures/testbed/fig1.png")
     (root / "docs/reference.md").write_text(REFERENCE)
@@ -78,7 +98,18 @@ def small_repository(root, text):
 
 def build(root, out):
     "Build the site of a repository with the project's settings; return the status, 0 if all is well."
-    return build_main(["-W", "-q", "-c", str(ROOT / "docs"), "-d", str(out / "doctrees"), str(root), str(out / "html")])
+    return build_main(
+        [
+            "-W",
+            "-q",
+            "-c",
+            str(ROOT / "docs"),
+            "-d",
+            str(out / "doctrees"),
+            str(root),
+            str(out / "html"),
+        ]
+    )
 
 
 def test_a_small_site_is_built(tmp_path):
@@ -86,23 +117,35 @@ def test_a_small_site_is_built(tmp_path):
     assert build(root, tmp_path / "site") == 0
     site = tmp_path / "site/html"
     pages = {path.relative_to(site).as_posix(): path.read_text() for path in site.rglob("*.html")}
-    assert [name for name, page in pages.items() if "#|" in page] == ["nbs/site/00_build.html"]  # its lesson shows one
+    assert [name for name, page in pages.items() if "#|" in page] == [
+        "nbs/site/00_build.html"
+    ]  # its lesson shows one
     assert "x^2" in pages["nbs/a.html"] and "unseen" not in pages["nbs/a.html"]
-    assert '"../reference' not in pages["nbs/a.html"], "a lesson's module is in the reference if there is one"
+    assert '"../reference' not in pages["nbs/a.html"], (
+        "a lesson's module is in the reference if there is one"
+    )
     assert "../docs/reference/branchgrpo.site.build.html" in pages["nbs/site/00_build.html"]
     assert "../../nbs/site/00_build.html" in pages["docs/reference/branchgrpo.site.build.html"]
     assert "../../figures/exploration.html" in pages["reproduce/a/fig1.html"]
-    assert re.search(r"Part.*a\.html.*Results.*figures/exploration\.html", pages["nbs/index.html"], re.DOTALL)
+    assert re.search(
+        r"Part.*a\.html.*Results.*figures/exploration\.html", pages["nbs/index.html"], re.DOTALL
+    )
     assert "url=nbs/index.html" in pages["index.html"] and "</script>" in pages["explore.html"]
     assert re.search(
-        r'<a [^>]*href="../explore.html".*<iframe src="../explore.html"', pages["docs/explorer.html"], re.DOTALL
+        r'<a [^>]*href="../explore.html".*<iframe src="../explore.html"',
+        pages["docs/explorer.html"],
+        re.DOTALL,
     )
     assert (site / "searchindex.js").is_file() and (site / "_images/fig1.png").is_file()
     loads = r"""<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)=["'](?:https?:)?//"""
-    assert not [name for name, page in pages.items() if re.search(loads, page)], "the site needs no network"
+    assert not [name for name, page in pages.items() if re.search(loads, page)], (
+        "the site needs no network"
+    )
 
 
-@pytest.mark.parametrize("text", ["[nowhere](b.ipynb)", "[no such place](index.ipynb#nothing)", "# One\n\n#### Four"])
+@pytest.mark.parametrize(
+    "text", ["[nowhere](b.ipynb)", "[no such place](index.ipynb#nothing)", "# One\n\n#### Four"]
+)
 def test_what_is_wrong_ends_the_build(tmp_path, text):
     assert build(small_repository(tmp_path / "r", text), tmp_path / "site") != 0
 

@@ -22,23 +22,33 @@ def curves() -> dict:
     table["value"] = table.text.map(json.loads, na_action="ignore").fillna(table.value)
     runs = {}
     for run, rows in table.groupby(["label", "seed"]):
-        of = {kind: part.pivot(index="row", columns="name", values="value") for kind, part in rows.groupby("kind")}
+        of = {
+            kind: part.pivot(index="row", columns="name", values="value")
+            for kind, part in rows.groupby("kind")
+        }
         s, at = of["settings"].loc[0], of["evaluations"][COUNTERS].astype(float)
         # a tree's edges are its calls, and one more for each further child: all leaves but the roots
         further = s.prompts_per_iteration * s.roots * (s.branch_factor ** len(s.splits) - 1)
         edges = at.denoiser_calls + at.iteration * further
-        trained_edges = np.append(0.0, of["metrics"].edges.astype(float).cumsum())[at.iteration.astype(int)]
+        trained_edges = np.append(0.0, of["metrics"].edges.astype(float).cumsum())[
+            at.iteration.astype(int)
+        ]
         weight = 4 if s.kl > 0 else 3
         cost, nfe = at.denoiser_calls + weight * at.trained_calls, edges + weight * trained_edges
         runs[run] = {"end": at.iteration, "cost": cost, "nfe": nfe, "reward": at.eval_reward}
     return runs
 
 
-def at_endpoint(claim: dict, runs: dict, seeds: list[int], count: str) -> tuple[np.ndarray, np.ndarray, float]:
+def at_endpoint(
+    claim: dict, runs: dict, seeds: list[int], count: str
+) -> tuple[np.ndarray, np.ndarray, float]:
     "Return the methods' difference and the baseline's gain on each seed, and the budget in units of the other's cost."
     ours, theirs, base = ([runs[label, seed] for seed in seeds] for label in labels(claim))
     budget = min(run[count].iloc[-1] for run in ours + theirs)
-    a, b = ([np.interp(budget, run[count], run["reward"]) for run in method] for method in (ours, theirs))
+    a, b = (
+        [np.interp(budget, run[count], run["reward"]) for run in method]
+        for method in (ours, theirs)
+    )
     gains = np.array([run["reward"].iloc[-1] - run["reward"].iloc[0] for run in base])
     return np.subtract(a, b), gains, budget / np.mean([run[count].iloc[-1] for run in theirs])
 
@@ -63,7 +73,9 @@ def answer(claim: dict, runs: dict, seeds: list[int], level: float) -> str:
         # confirmed and refuted are the two sides of one test, so each counts twice
         shown["confirmed"].append(2 * p_above(values if above else values + margin))
         shown["refuted"].append(2 * p_above(-values))
-        shown["the same"].append(max(p_above(margin + values), p_above(margin - values)) if above else 1.0)
+        shown["the same"].append(
+            max(p_above(margin + values), p_above(margin - values)) if above else 1.0
+        )
     return next((word for word, p in shown.items() if max(p) <= level), "undecided")
 
 
@@ -71,19 +83,26 @@ def test_the_answers_follow_from_the_registration_and_the_record():
     "Seeds, shares, intervals, p values and the answer of every claim that has runs."
     plan, runs = YAML(typ="safe").load(ROOT / "reproduce/registered.yaml"), curves()
     answers = json.loads((ROOT / "figures/testbed/study_answers.json").read_text())["answers"]
-    last, again = plan["looks"][-1], [claim["again"] for claim in plan["claims"].values() if "again" in claim]
+    last, again = (
+        plan["looks"][-1],
+        [claim["again"] for claim in plan["claims"].values() if "again" in claim],
+    )
     assert [said["claim"] for said in answers] == list(plan["claims"])
     for said in answers:
         claim = plan["claims"][said["claim"]]
         planned = range(plan["first_seed"], plan["first_seed"] + last + claim.get("again", 0))
-        made = list(takewhile(lambda seed: all((label, seed) in runs for label in labels(claim)), planned))
+        made = list(
+            takewhile(lambda seed: all((label, seed) in runs for label in labels(claim)), planned)
+        )
         seeds, new = made[:last], made[last:]
         word, at = "undecided", 0
         for before, look in zip([0, *plan["looks"]], plan["looks"]):
             if look <= len(seeds) and word == "undecided":
                 level = plan["alpha"] * (look - before) / last / len(plan["claims"])
                 word, at = answer(claim, runs, seeds[:look], level), look
-        if word == "undecided" and new and len(new) == claim["again"]:  # the second test: new seeds alone
+        if (
+            word == "undecided" and new and len(new) == claim["again"]
+        ):  # the second test: new seeds alone
             seeds, at = new, len(new)
             word = answer(claim, runs, seeds, plan["alpha"] / len(again))
         assert said["seeds"] == len(seeds), said["claim"]
@@ -92,8 +111,13 @@ def test_the_answers_follow_from_the_registration_and_the_record():
             test, mean = ttest_1samp(values, 0), values.mean()
             in_rewards = {"share": mean, **test.confidence_interval(0.95)._asdict()}
             expected = {name: value / gains.mean() for name, value in in_rewards.items()}
-            expected |= {"p_zero": test.pvalue, "p_margin": p_above(values + claim["margin"] * gains)}
+            expected |= {
+                "p_zero": test.pvalue,
+                "p_margin": p_above(values + claim["margin"] * gains),
+            }
             expected |= {"reward": mean, "budget": budget}
             assert known == pytest.approx(expected, rel=1e-6, abs=1e-12), (said["claim"], count)
         if len(seeds) > 1:
-            assert (said["answer"], said["decided_at"], len(said["found"])) == (word, at, 3), said["claim"]
+            assert (said["answer"], said["decided_at"], len(said["found"])) == (word, at, 3), said[
+                "claim"
+            ]

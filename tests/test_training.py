@@ -18,7 +18,14 @@ from small import rows
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.trainer import Trainer
 
-SMALL = dict(steps=6, splits=(0, 2), prompts_per_iteration=2, evaluate_every=0, tracker="none", checkpoint_every=2)
+SMALL = dict(
+    steps=6,
+    splits=(0, 2),
+    prompts_per_iteration=2,
+    evaluate_every=0,
+    tracker="none",
+    checkpoint_every=2,
+)
 
 
 def config(folder, **changes):
@@ -69,23 +76,36 @@ def started(n, code, words, place, **variables):
         own = shared | {"RANK": rank, "LOCAL_RANK": rank}
         env = os.environ | {key: str(value) for key, value in own.items()}
         with open(f"{place}.log{rank}", "w") as log:
-            found.append(popen([sys.executable, "-c", code, *words], env=env, stdout=log, stderr=log))
+            found.append(
+                popen([sys.executable, "-c", code, *words], env=env, stdout=log, stderr=log)
+            )
     return found
 
 
 def together(n, code, *words):
     "Run `n` processes of one training to their end; return their exit codes and logs."
     codes = [process.wait(timeout=240) for process in started(n, code, words, words[-1])]
-    return [(code, Path(f"{words[-1]}.log{rank}").read_text()[-3000:]) for rank, code in enumerate(codes)]
+    return [
+        (code, Path(f"{words[-1]}.log{rank}").read_text()[-3000:])
+        for rank, code in enumerate(codes)
+    ]
 
 
 def test_prompts_that_come_again_are_encoded_as_the_first_time(tmp_path):
     "What a reward and the model see of a prompt does not depend on the prompts beside it, so resumed runs are equal."
     (tmp_path / "prompts.txt").write_text("a red 3\ntwo blue 5s\na green 7\n")
-    table = SMALL | {"prompts": str(tmp_path / "prompts.txt"), "prompts_per_iteration": 2, "evaluate_every": 0}
+    table = SMALL | {
+        "prompts": str(tmp_path / "prompts.txt"),
+        "prompts_per_iteration": 2,
+        "evaluate_every": 0,
+    }
 
     def trained(name, iterations):
-        run = Trainer(TrainConfig.from_dict(table | {"output": str(tmp_path / name), "iterations": iterations})).fit()
+        run = Trainer(
+            TrainConfig.from_dict(
+                table | {"output": str(tmp_path / name), "iterations": iterations}
+            )
+        ).fit()
         return rows(run.path)
 
     trained("stopped", 2)
@@ -104,17 +124,24 @@ def test_lost_metrics_stop_no_run(tmp_path):
     assert "eval_reward" not in run.metrics[0]
 
 
-@pytest.mark.parametrize("reward", ["0.7*tiny-clip+0.3*tiny-hps", "norm(tiny-clip+2*tiny-pickscore)"])
+@pytest.mark.parametrize(
+    "reward", ["0.7*tiny-clip+0.3*tiny-hps", "norm(tiny-clip+2*tiny-pickscore)"]
+)
 def test_sums_of_rewards_are_logged_one_by_one(tmp_path, reward):
     evaluated = dict(held_out="tiny-aesthetic", evaluate_every=1, evaluation_prompts=4)
     run = Trainer(config(tmp_path / "run", reward=reward, iterations=1, **evaluated)).fit()
     row, evaluation = run.metrics[0], run.evaluations[-1]
     names = [n for n in row if n.startswith("reward/")]
-    assert len(names) == 2 and {f"eval_{n}" for n in names} | {"eval_reward/tiny-aesthetic"} <= evaluation.keys()
+    assert (
+        len(names) == 2
+        and {f"eval_{n}" for n in names} | {"eval_reward/tiny-aesthetic"} <= evaluation.keys()
+    )
     if reward.startswith("norm"):
         assert abs(row["reward"]) < 1e-4 and row["reward_std"] > 0.5  # centred within each prompt
     else:
-        assert abs(0.7 * row["reward/tiny-clip"] + 0.3 * row["reward/tiny-hps"] - row["reward"]) < 1e-5
+        assert (
+            abs(0.7 * row["reward/tiny-clip"] + 0.3 * row["reward/tiny-hps"] - row["reward"]) < 1e-5
+        )
 
 
 def test_a_small_model_on_a_cpu_computes_in_one_thread(tmp_path, monkeypatch):
@@ -122,7 +149,11 @@ def test_a_small_model_on_a_cpu_computes_in_one_thread(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     threads = {}
     try:
-        for case, variables, small in (("own", {"OMP_NUM_THREADS": "2"}, 1e8), ("large", {}, 10), ("small", {}, 1e8)):
+        for case, variables, small in (
+            ("own", {"OMP_NUM_THREADS": "2"}, 1e8),
+            ("large", {}, 10),
+            ("small", {}, 1e8),
+        ):
             monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
             for name, value in variables.items():
                 monkeypatch.setenv(name, value)

@@ -21,7 +21,9 @@ from branchgrpo.training.resolve import resolve
 from branchgrpo.viewing.page import page
 from branchgrpo.viewing.run import read_records, read_run
 
-SMALL = dict(steps=4, splits=(0, 1), prompts_per_iteration=2, evaluate_every=0, tracker="none", iterations=3)
+SMALL = dict(
+    steps=4, splits=(0, 1), prompts_per_iteration=2, evaluate_every=0, tracker="none", iterations=3
+)
 
 
 def trained(folder, **changes):
@@ -66,7 +68,14 @@ class Elements(HTMLParser):
 # kept trees
 
 FUNNEL = {"recipe": "pro-grpo", "roots": 6, "prune_at": {"1": 4, "2": 2}, "splits": []}
-SIDE = {"splits": [], "roots": 2, "side": [0, 2], "branch_factor": 3, "advantage": "siblings", "lora_rank": 2}
+SIDE = {
+    "splits": [],
+    "roots": 2,
+    "side": [0, 2],
+    "branch_factor": 3,
+    "advantage": "siblings",
+    "lora_rank": 2,
+}
 
 
 def kept_trees(folder):
@@ -79,14 +88,23 @@ KINDS = {
     "side branches": SIDE,
     "small batches": {"max_batch": 3},
     "adaptive": {"adaptive": True, "splits": (0, 2)},
-    "selected leaves": {"group_selection": "ovf", "group_keep": 2, "prune": "extreme", "prune_keep": 1},
+    "selected leaves": {
+        "group_selection": "ovf",
+        "group_keep": 2,
+        "prune": "extreme",
+        "prune_keep": 1,
+    },
 }
 
 
 def weights_of(found):
     "The tensors of a run's result."
-    files = sorted(path for name in ("model", "lora") for path in (found.path / name).rglob("*.safetensors"))
-    return {f"{path.name}/{name}": value for path in files for name, value in load_file(path).items()}
+    files = sorted(
+        path for name in ("model", "lora") for path in (found.path / name).rglob("*.safetensors")
+    )
+    return {
+        f"{path.name}/{name}": value for path in files for name, value in load_file(path).items()
+    }
 
 
 @pytest.mark.parametrize("kind", often(KINDS, ("side branches", "selected leaves")))
@@ -99,17 +117,24 @@ def test_keeping_trees_changes_no_number(tmp_path, kind):
     assert before and before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert not (without.path / "trees").exists()
-    assert [path.name for path in sorted((kept.path / "trees").iterdir())] == ["000001.json", "000002.json"]
+    assert [path.name for path in sorted((kept.path / "trees").iterdir())] == [
+        "000001.json",
+        "000002.json",
+    ]
 
 
 @pytest.mark.parametrize("changes", [{}, FUNNEL, SIDE], ids=["tree", "funnel", "side branches"])
 def test_a_kept_tree_is_the_tree_that_was_trained_on(tmp_path, changes):
     "Its rewards have the iteration's mean, its leaves are the images, and its shape is the plan's."
-    found = trained(tmp_path / "run", **changes, prompts_per_iteration=1, iterations=1, tree_every=1)
+    found = trained(
+        tmp_path / "run", **changes, prompts_per_iteration=1, iterations=1, tree_every=1
+    )
     (tree,) = kept_trees(found.path)
     s = resolve(TrainConfig.from_dict(SMALL | changes))
     assert [len(depth["values"]) for depth in tree["depths"]] == list(plan_of(s).populations)
-    assert sum(tree["rewards"]) / len(tree["rewards"]) == pytest.approx(found.metrics[0]["reward"], abs=1e-5)
+    assert sum(tree["rewards"]) / len(tree["rewards"]) == pytest.approx(
+        found.metrics[0]["reward"], abs=1e-5
+    )
     assert tree["depths"][-1]["values"] == tree["rewards"]
     assert sum(sum(depth["trained"]) for depth in tree["depths"]) == found.metrics[0]["edges"]
     last = str(len(tree["depths"]) - 1)
@@ -119,7 +144,13 @@ def test_a_kept_tree_is_the_tree_that_was_trained_on(tmp_path, changes):
 @pytest.mark.slow
 def test_a_tree_shared_by_processes_is_kept_once(tmp_path):
     "By the main process: the numbers are those of one process, and the images those of its own leaves."
-    table = SMALL | {"max_batch": 1, "decode_batch": 1, "prompts_per_iteration": 1, "iterations": 1, "tree_every": 1}
+    table = SMALL | {
+        "max_batch": 1,
+        "decode_batch": 1,
+        "prompts_per_iteration": 1,
+        "iterations": 1,
+        "tree_every": 1,
+    }
     found = []
     for n in (1, 2):
         here = table | {"output": str(tmp_path / str(n)), "ranks_per_prompt": n}
@@ -135,7 +166,11 @@ def test_a_tree_shared_by_processes_is_kept_once(tmp_path):
 
 
 def test_trees_come_with_evaluations_unless_they_are_asked_for(demo, tmp_path):
-    assert [path.stem for path in sorted((demo.path / "trees").iterdir())] == ["000001", "000002", "000003"]
+    assert [path.stem for path in sorted((demo.path / "trees").iterdir())] == [
+        "000001",
+        "000002",
+        "000003",
+    ]
     alone = trained(tmp_path / "run", evaluate_every=2, evaluation_prompts=4, tree_every=0)
     assert not (alone.path / "trees").exists()
 
@@ -161,7 +196,9 @@ def test_the_page_needs_nothing_from_outside_and_runs_nothing(demo):
             assert not name.startswith("on")
             if name in ("src", "href"):
                 assert value.startswith("data:image/")
-    (policy,) = [m["content"] for m in found.all("meta") if m.get("http-equiv") == "Content-Security-Policy"]
+    (policy,) = [
+        m["content"] for m in found.all("meta") if m.get("http-equiv") == "Content-Security-Policy"
+    ]
     assert policy.startswith("default-src 'none'")
 
 
@@ -184,7 +221,10 @@ def test_what_a_run_holds_is_text_and_no_html(copied, tmp_path):
     found = Elements(page(read_records((copied, other)), refresh=5))
     clean = Elements(page(read_records((copied,))))
     assert not found.all("script") and not clean.all("script")
-    assert all(attrs["src"].startswith("data:image/") and "onerror" not in attrs for attrs in found.all("img"))
+    assert all(
+        attrs["src"].startswith("data:image/") and "onerror" not in attrs
+        for attrs in found.all("img")
+    )
     assert len(found.all("title")) == 1
 
 
@@ -192,7 +232,13 @@ def test_what_a_run_holds_is_text_and_no_html(copied, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "missing", ["metrics.jsonl", "evaluations.jsonl samples", "trees", "metrics.jsonl evaluations.jsonl samples trees"]
+    "missing",
+    [
+        "metrics.jsonl",
+        "evaluations.jsonl samples",
+        "trees",
+        "metrics.jsonl evaluations.jsonl samples trees",
+    ],
 )
 def test_a_run_is_shown_as_far_as_it_has_come(missing, copied, capsys):
     subprocess.run(["rm", "-r", *(copied / name for name in missing.split())], check=True)
@@ -259,11 +305,15 @@ def test_looking_does_not_disturb_a_training(copied):
     (copied / "run.json").write_text(json.dumps(info | {"state": "started"}))
     assert read_run(copied).state == "stopped"
     lock = copied / ".lock"
-    lock.write_text(json.dumps({"process": os.getpid(), "host": socket.gethostname(), "since": "now"}))
+    lock.write_text(
+        json.dumps({"process": os.getpid(), "host": socket.gethostname(), "since": "now"})
+    )
     before = lock.stat()
     assert read_run(copied).state == "training"
     assert (lock.stat().st_mtime_ns, lock.stat().st_ino) == (before.st_mtime_ns, before.st_ino)
-    lock.write_text(json.dumps({"process": 2**22 + 1, "host": socket.gethostname(), "since": "now"}))
+    lock.write_text(
+        json.dumps({"process": 2**22 + 1, "host": socket.gethostname(), "since": "now"})
+    )
     assert read_run(copied).state == "stopped"
     lock.write_text(json.dumps({"process": 1, "host": "another", "since": "now"}))
     assert read_run(copied).state == "training"  # it wrote something within the hour
@@ -285,5 +335,7 @@ sys.exit(code)
 
 
 def test_a_look_loads_no_torch(demo):
-    done = subprocess.run([sys.executable, "-c", LIGHT, demo.path], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", LIGHT, demo.path], capture_output=True, text=True, timeout=300
+    )
     assert (done.returncode, done.stderr) == (0, "[]\n")

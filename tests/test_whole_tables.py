@@ -21,8 +21,14 @@ RECOMPUTED = {  # tables that a page computes line by line from the csv itself, 
     ("pro_grpo", "Table 10"): "pro_grpo_tables4_10_11",
     ("pro_grpo", "Table 11"): "pro_grpo_tables4_10_11",
 }
-INPUTS = {"Noise Prediction", "VAE Decoding", "Reward Computation"}  # rows that such a page's arithmetic starts from
-BESIDE = {("pro_grpo", "Table 13"): "pro_grpo/table13"}  # tables of seconds that a page prints below its own
+INPUTS = {
+    "Noise Prediction",
+    "VAE Decoding",
+    "Reward Computation",
+}  # rows that such a page's arithmetic starts from
+BESIDE = {
+    ("pro_grpo", "Table 13"): "pro_grpo/table13"
+}  # tables of seconds that a page prints below its own
 
 
 def printed(paper: str) -> dict[str, tuple[set[str], set[str]]]:
@@ -37,14 +43,20 @@ def printed(paper: str) -> dict[str, tuple[set[str], set[str]]]:
     return tables
 
 
-TABLES = {(path.stem, table): names for path in PUBLISHED.glob("*.csv") for table, names in printed(path.stem).items()}
+TABLES = {
+    (path.stem, table): names
+    for path in PUBLISHED.glob("*.csv")
+    for table, names in printed(path.stem).items()
+}
 
 
 def constants(source: str) -> ast.Module:
     "Return the assignments of a cell that call nothing."
     body = ast.parse(source).body
     plain = [line for line in body if isinstance(line, ast.Assign)]
-    plain = [line for line in plain if not any(isinstance(part, ast.Call) for part in ast.walk(line))]
+    plain = [
+        line for line in plain if not any(isinstance(part, ast.Call) for part in ast.walk(line))
+    ]
     return ast.Module(plain, type_ignores=[])
 
 
@@ -59,17 +71,26 @@ def declared(path: Path) -> list[dict]:
 
 
 PAGES = {name: declared(path) for name, path in templates(ROOT / "reproduce").items()}
-WHOLE = {whole["PAPER_TABLE"]: (name, whole) for name, declared_here in PAGES.items() for whole in declared_here}
+WHOLE = {
+    whole["PAPER_TABLE"]: (name, whole)
+    for name, declared_here in PAGES.items()
+    for whole in declared_here
+}
 
 
 def missing(whole: dict, rows: set[str], columns: set[str]) -> list[str]:
     "Return what a declaration lacks or has too much, and what has neither a number of ours nor a reason."
     wrong = []
-    for kind, ours, theirs in (("row", whole["PAPER_ROWS"], rows), ("column", whole["PAPER_COLUMNS"], columns)):
+    for kind, ours, theirs in (
+        ("row", whole["PAPER_ROWS"], rows),
+        ("column", whole["PAPER_COLUMNS"], columns),
+    ):
         wrong += [f"{kind} {name!r} is not on the page" for name in theirs - ours.keys()]
         wrong += [f"{kind} {name!r} is not printed" for name in ours.keys() - theirs]
         wrong += [
-            f"{kind} {name!r} has no reason" for name, here in ours.items() if not here and name not in whole["WHY"]
+            f"{kind} {name!r} has no reason"
+            for name, here in ours.items()
+            if not here and name not in whole["WHY"]
         ]
     return wrong
 
@@ -109,7 +130,11 @@ def test_a_table_beside_is_read_by_its_page(table):
 
 @pytest.mark.parametrize("table", sorted(RECOMPUTED.keys() - WHOLE.keys()), ids=" ".join)
 def test_every_row_of_a_recomputed_table_is_in_its_record(table):
-    record = json.loads((ROOT / f"figures/testbed/{RECOMPUTED[table]}.json").read_text(encoding="utf-8"))
+    record = json.loads(
+        (ROOT / f"figures/testbed/{RECOMPUTED[table]}.json").read_text(encoding="utf-8")
+    )
     text = json.dumps(record, ensure_ascii=False)
     rows, _ = TABLES[table]
-    assert not [row for row in rows - INPUTS if json.dumps(row, ensure_ascii=False)[1:-1] not in text]
+    assert not [
+        row for row in rows - INPUTS if json.dumps(row, ensure_ascii=False)[1:-1] not in text
+    ]

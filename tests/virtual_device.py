@@ -21,12 +21,35 @@ PACKAGE = f"{Path(branchgrpo.__file__).parent}/"
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 # operations whose tensor arguments may lie on two devices
-COPIES = {"copy_", "copy", "_to_copy", "detach", "alias", "lift_fresh", "set_", "_local_scalar_dense"}
-INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
+COPIES = {
+    "copy_",
+    "copy",
+    "_to_copy",
+    "detach",
+    "alias",
+    "lift_fresh",
+    "set_",
+    "_local_scalar_dense",
+}
+INDEXING = {
+    "index",
+    "index_put",
+    "index_put_",
+    "_index_put_impl_",
+    "_unsafe_index",
+    "_unsafe_index_put",
+}
 # a CPU tensor of no dimension may join GPU tensors, but not here
 STRICT = ("cat", "stack", "gather", "scatter", "index_select", "index_add", "embedding")
 # the CPU must know a value, or how many there are
-WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "repeat_interleave"}
+WAITS = {
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "equal",
+    "_unique2",
+    "repeat_interleave",
+}
 
 
 class WrongDevice(RuntimeError):
@@ -87,7 +110,9 @@ def lines_of_branchgrpo() -> tuple[str, ...]:
     "The lines of the package that led to the current operation, innermost first."
     frames = [(frame.f_code, line) for frame, line in traceback.walk_stack(None)]
     inside = [(code, line) for code, line in frames if code.co_filename.startswith(PACKAGE)]
-    return tuple(f"{code.co_filename.removeprefix(PACKAGE)}:{line} {code.co_name}" for code, line in inside)
+    return tuple(
+        f"{code.co_filename.removeprefix(PACKAGE)}:{line} {code.co_name}" for code, line in inside
+    )
 
 
 def named_device(value) -> torch.device | None:
@@ -210,7 +235,9 @@ class PythonCalls(TorchFunctionMode):
     def run(self, func, args: tuple, kwargs: dict):
         "Call `func`; what it makes out of nothing lies where its tensors do."
         outer = self.device.within
-        self.device.within = GPU if any(MARKS.on_gpu(t) for t in tensors_of((args, kwargs))) else CPU
+        self.device.within = (
+            GPU if any(MARKS.on_gpu(t) for t in tensors_of((args, kwargs))) else CPU
+        )
         try:
             return func(*args, **kwargs)
         finally:
@@ -228,7 +255,11 @@ class PythonCalls(TorchFunctionMode):
 
     def move(self, tensor: Tensor, device: torch.device) -> Tensor:
         "Return the tensor on a device: itself if it lies there."
-        if not isinstance(tensor, Tensor) or tensor.device.type != "cpu" or MARKS.device(tensor).type == device.type:
+        if (
+            not isinstance(tensor, Tensor)
+            or tensor.device.type != "cpu"
+            or MARKS.device(tensor).type == device.type
+        ):
             return tensor
         self.device.count("upload" if device.type == "cuda" else "download", "to")
         moved = tensor.clone()
@@ -239,7 +270,9 @@ class PythonCalls(TorchFunctionMode):
         "Return `tensor.to(…)`: a device, a dtype, or both, or those of another tensor."
         like = [t for t in (*args, kwargs.pop("other", None)) if isinstance(t, Tensor)]
         places = [*map(MARKS.device, like), *map(named_device, (*args, kwargs.pop("device", None)))]
-        dtypes = [t.dtype for t in like] + [a for a in (*args, kwargs.pop("dtype", None)) if isinstance(a, torch.dtype)]
+        dtypes = [t.dtype for t in like] + [
+            a for a in (*args, kwargs.pop("dtype", None)) if isinstance(a, torch.dtype)
+        ]
         kwargs = {key: value for key, value in kwargs.items() if key in ("copy", "memory_format")}
         result = tensor.to(*dtypes[:1], **kwargs) if dtypes or kwargs else tensor
         places = [place for place in places if place is not None]

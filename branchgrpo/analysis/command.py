@@ -33,7 +33,9 @@ def groups_of(words: tuple[str, ...]) -> dict[str, list[str]]:
         if is_named(word):
             label, _, word = word.partition("=")
             if label in found:
-                raise ValueError(f"runs: group {shown(label)} is named twice; write {label}=A B for its folders")
+                raise ValueError(
+                    f"runs: group {shown(label)} is named twice; write {label}=A B for its folders"
+                )
             found[label] = []
         if not label:
             raise ValueError(f"runs: {shown(word)} is in no group; write name={word}")
@@ -45,7 +47,9 @@ def groups_of(words: tuple[str, ...]) -> dict[str, list[str]]:
 class CompareOptions:
     "What to compare"
 
-    runs: tuple[str, ...] = field(default=(), metadata={"positional": "*"})  # mine=FOLDERS base=FOLDERS, or folders
+    runs: tuple[str, ...] = field(
+        default=(), metadata={"positional": "*"}
+    )  # mine=FOLDERS base=FOLDERS, or folders
     metric: str = "reward"  # a score of the evaluations: reward, reward/NAME of held_out, check_all (share right), …
     base: str | None = None  # the group that the others are compared with; none: the last
     output: str = "compare.png"  # the learning curves: a file .png, .svg or .pdf
@@ -57,7 +61,9 @@ def compare_runs(given: dict[str, Any]) -> int:
     o = options(CompareOptions, given)
     named = any(is_named(word) for word in o.runs)
     if not o.runs:
-        raise ValueError("runs: nothing is given; write branchgrpo compare 'mine=runs/mine-*' 'base=runs/dance-*'")
+        raise ValueError(
+            "runs: nothing is given; write branchgrpo compare 'mine=runs/mine-*' 'base=runs/dance-*'"
+        )
     if o.json is not None:
         check_file(o.json)
     from branchgrpo.analysis.compare import compare, picture_kind

@@ -36,8 +36,14 @@ if TYPE_CHECKING:
 # %% ../../nbs/analysis/01_compare.ipynb #65e384dc
 def metrics_of(groups: list[Group]) -> list[str]:
     "Return the scores that all runs have, the reward first."
-    names = [{name for row in curve.rows for name in row} for group in groups for curve in group.curves]
-    common = sorted(name for name in set.intersection(*names) if name.startswith("eval_") and "unscored" not in name)
+    names = [
+        {name for row in curve.rows for name in row} for group in groups for curve in group.curves
+    ]
+    common = sorted(
+        name
+        for name in set.intersection(*names)
+        if name.startswith("eval_") and "unscored" not in name
+    )
     return sorted(common, key=lambda name: name != "eval_reward")
 
 
@@ -99,13 +105,21 @@ def measure(ours: Group, theirs: Group, metric: str, x: str) -> dict[str, Any]:
     else:
         tested = unpaired_difference(mine, base)
     if tested["verdict"] == UNCLEAR:
-        found["needed"] = seeds_needed(tested["difference"], spread_of(mine, base, bool(paired)), bool(paired))
+        found["needed"] = seeds_needed(
+            tested["difference"], spread_of(mine, base, bool(paired)), bool(paired)
+        )
     return tested | found
 
 
 def one_seed(mine: list[float], base: list[float]) -> dict[str, Any]:
     "Return what one seed says of a difference: its size, and no interval."
-    return {"difference": float(np.mean(mine) - np.mean(base)), "low": None, "high": None, "p": 1.0, "verdict": UNCLEAR}
+    return {
+        "difference": float(np.mean(mine) - np.mean(base)),
+        "low": None,
+        "high": None,
+        "p": 1.0,
+        "verdict": UNCLEAR,
+    }
 
 
 def spread_of(mine: list[float], base: list[float], paired: bool) -> float:
@@ -176,14 +190,20 @@ def notes_on(groups: list[Group], base: Group, metric: str) -> list[str]:
         had = f"{curve.of(metric)[-1]['iteration']:.0f} of {curve.planned} iterations"
         notes.append(f"{curve.path} is not finished: it was evaluated up to {had}")
     if short or len({curve.planned for curve in curves}) > 1:
-        notes.append(f"final scores are those after {common:.0f} iterations, which all runs have had")
+        notes.append(
+            f"final scores are those after {common:.0f} iterations, which all runs have had"
+        )
     for group in groups:
         if group is base:
             continue
         notes += seed_notes(group, base)
-    begin = [curve.of(metric)[0][metric] for curve in curves if curve.of(metric)[0]["iteration"] == 0]
+    begin = [
+        curve.of(metric)[0][metric] for curve in curves if curve.of(metric)[0]["iteration"] == 0
+    ]
     if begin and np.ptp(begin) > 1e-3 * max(map(abs, begin)):
-        notes.append("the model before training does not score the same in all runs: they draw or score in other ways")
+        notes.append(
+            "the model before training does not score the same in all runs: they draw or score in other ways"
+        )
     devices = sorted({str(curve.facts.get("device")) for curve in curves})
     if len(devices) > 1:
         notes.append(f"seconds are of different machines: {first_of(devices)}")
@@ -196,10 +216,14 @@ def seed_notes(group: Group, base: Group) -> list[str]:
         return []
     paired = paired_seeds(group.seeds, base.seeds)
     if not paired:
-        return [f"{group.label} and {base.label} have different seeds, so they are compared without pairs"]
+        return [
+            f"{group.label} and {base.label} have different seeds, so they are compared without pairs"
+        ]
     extra = sorted(set(group.seeds) ^ set(base.seeds))
     which = group.label if len(group.seeds) > len(base.seeds) else base.label
-    return [f"seeds {first_of(map(str, extra))} of {which} have no partner and do not count in the difference"]
+    return [
+        f"seeds {first_of(map(str, extra))} of {which} have no partner and do not count in the difference"
+    ]
 
 # %% ../../nbs/analysis/01_compare.ipynb #23a1a895
 @dataclass
@@ -232,7 +256,11 @@ class Compared:
         mean, low, high = mean_interval(list(group.at(self.metric, "iteration", at).values()))
         begin = [curve.of(self.metric)[0] for curve in group.curves]
         before = [row[self.metric] for row in begin if row["iteration"] == 0]
-        cost = {x: float(np.mean([c.at(x, "iteration", at) for c in group.curves])) for x in PLACES if x != "iteration"}
+        cost = {
+            x: float(np.mean([c.at(x, "iteration", at) for c in group.curves]))
+            for x in PLACES
+            if x != "iteration"
+        }
         found = {"group": label, "recipe": group.recipe, "seeds": group.seeds, "iterations": at}
         found |= {"runs": [str(curve.path) for curve in group.curves]}
         found |= {"before": float(np.mean(before)) if before else None}
@@ -246,10 +274,16 @@ class Compared:
 
     def further(self, label: str) -> list[dict[str, Any]]:
         "Return the differences at equal cost of the share right and of the rewards that only evaluations use."
-        shown_too = [m for m in metrics_of(self.groups) if m == "eval_check_all" or m.startswith("eval_reward/")]
+        shown_too = [
+            m
+            for m in metrics_of(self.groups)
+            if m == "eval_check_all" or m.startswith("eval_reward/")
+        ]
         pair = (self.group(label), self.group(self.base))
         names = {"group": label, "base": self.base}
-        return [names | {"metric": m} | measure(*pair, m, COST) for m in shown_too if m != self.metric]
+        return [
+            names | {"metric": m} | measure(*pair, m, COST) for m in shown_too if m != self.metric
+        ]
 
     def answer(self, label: str) -> str:
         "Return in one sentence whether a group is above the base at equal cost (iterations, if there is no cost)."
@@ -289,7 +323,9 @@ class Compared:
 
         kind = picture_kind(path)
         figure = self.draw()
-        write_atomic(path, lambda temporary: figure.savefig(temporary, format=kind, bbox_inches="tight"))
+        write_atomic(
+            path, lambda temporary: figure.savefig(temporary, format=kind, bbox_inches="tight")
+        )
         plt.close(figure)
 
 
@@ -307,14 +343,19 @@ def aligned(rows: list[list[str]], left: int = 1) -> list[str]:
     widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
     lines = []
     for row in rows:
-        cells = [text.ljust(w) if c < left else text.rjust(w) for c, (text, w) in enumerate(zip(row, widths))]
+        cells = [
+            text.ljust(w) if c < left else text.rjust(w)
+            for c, (text, w) in enumerate(zip(row, widths))
+        ]
         lines.append("  ".join(cells).rstrip())
     return lines
 
 
 def group_lines(c: Compared) -> list[str]:
     "Return the lines of a table of all groups: seeds, score before and after, and what it cost."
-    rows = [["", "seeds", "before", "after [95 %]", *(PLACES[x][0] for x in PLACES if x != "iteration")]]
+    rows = [
+        ["", "seeds", "before", "after [95 %]", *(PLACES[x][0] for x in PLACES if x != "iteration")]
+    ]
     for group in c.groups:
         s, d = c.summary(group.label), c.digits
         before = "–" if s["before"] is None else f"{s['before']:.{d}f}"
@@ -341,7 +382,9 @@ def difference_lines(c: Compared, label: str) -> list[str]:
 
 def table_text(c: Compared) -> str:
     "Return a comparison as plain text: the groups, the differences, what limits them, and the answer last."
-    title = f"{metric_title(c.metric, c.groups)} after {c.iterations:,.0f} iterations, mean over seeds"
+    title = (
+        f"{metric_title(c.metric, c.groups)} after {c.iterations:,.0f} iterations, mean over seeds"
+    )
     lines = [title, "", *group_lines(c)]
     for group in c.others:
         lines += ["", *difference_lines(c, group.label)]
@@ -356,7 +399,9 @@ def without_controls(line: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 # %% ../../nbs/analysis/01_compare.ipynb #e3eb2f5c
-def compare(groups: Mapping[str, Runs], metric: str = "eval_reward", base: str | None = None) -> Compared:
+def compare(
+    groups: Mapping[str, Runs], metric: str = "eval_reward", base: str | None = None
+) -> Compared:
     """Compare groups of runs: `print(compare({"mine": "runs/mine-*", "base": [Run("runs/dance-0"), …]}))`.
 
     A group is one setting on several seeds: folders, a pattern, or runs. `metric` is a score of the evaluations;

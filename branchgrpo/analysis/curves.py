@@ -149,7 +149,9 @@ class Group:
         return {seed: curve.at(metric, x, value) for seed, curve in self.by_seed.items()}
 
 
-METHOD = {"recipe", "prompts_per_iteration", *field_types(MethodSettings)} - {"seed"}  # what a group has in common
+METHOD = {"recipe", "prompts_per_iteration", *field_types(MethodSettings)} - {
+    "seed"
+}  # what a group has in common
 
 # %% ../../nbs/analysis/00_curves.ipynb #ae48832d
 def difference_in(names: Iterable[str], one: Curve, other: Curve) -> str:
@@ -176,12 +178,27 @@ def read_group(label: str, runs: Runs) -> Group:
             raise ValueError(f"runs: group {shown(label)} has seed {curve.seed} twice, in {both}")
         seen[curve.seed] = curve
         if found := difference_in(METHOD, curves[0], curve):
-            raise ValueError(f"runs: group {shown(label)} is one setting on several seeds, and {found}")
+            raise ValueError(
+                f"runs: group {shown(label)} is one setting on several seeds, and {found}"
+            )
     return Group(label, [seen[seed] for seed in sorted(seen)])
 
 # %% ../../nbs/analysis/00_curves.ipynb #44c684c4
-TASK = ("backbone", "lora", "negative_prompt", "reward", "prompts", "evaluation_prompts")  # the same for all groups
-DRAWING = ("guidance_scale", "height", "width", "frames", "text_length")  # of the images of an evaluation
+TASK = (
+    "backbone",
+    "lora",
+    "negative_prompt",
+    "reward",
+    "prompts",
+    "evaluation_prompts",
+)  # the same for all groups
+DRAWING = (
+    "guidance_scale",
+    "height",
+    "width",
+    "frames",
+    "text_length",
+)  # of the images of an evaluation
 
 
 def task_difference(one: Curve, other: Curve) -> str:
@@ -208,13 +225,17 @@ def check_same_task(groups: list[Group]) -> None:
     for group in groups:
         for curve in group.curves:
             if found := task_difference(first, curve):
-                raise ValueError(f"runs: {found}; only runs of one model, prompts, reward and evaluation are compared")
+                raise ValueError(
+                    f"runs: {found}; only runs of one model, prompts, reward and evaluation are compared"
+                )
 
 # %% ../../nbs/analysis/00_curves.ipynb #9e55fbf0
 def read_groups(groups: Mapping[str, Runs]) -> list[Group]:
     "Return two or more groups of runs that can be compared. Raise `ValueError` if they cannot."
     if len(groups) < 2:
-        raise ValueError(f"runs: {len(groups)} group is given, and two are compared; write mine=A B base=C D")
+        raise ValueError(
+            f"runs: {len(groups)} group is given, and two are compared; write mine=A B base=C D"
+        )
     found = [read_group(label, runs) for label, runs in groups.items()]
     check_same_task(found)
     return found

@@ -61,7 +61,12 @@ def name_lines(ax: Axes, ends: dict[str, tuple[float, float]], colours: dict[str
     low, high = ax.get_ylim()
     heights = spread_apart([y for _, y in ends.values()], 0.075 * (high - low))
     for (label, (end, _)), height in zip(ends.items(), heights):
-        place = {"xytext": (6, 0), "textcoords": "offset points", "va": "center", "annotation_clip": False}
+        place = {
+            "xytext": (6, 0),
+            "textcoords": "offset points",
+            "va": "center",
+            "annotation_clip": False,
+        }
         ax.annotate(label, (end, height), color=colours[label], parse_math=False, **place)
 
 
@@ -75,7 +80,9 @@ def draw_learning(groups: list[Group], metric: str, title: str) -> Figure:
             name_lines(ax, ends, colours)
             most = max(end for end, _ in ends.values())
             ax.xaxis.set_major_formatter("{x:,.0f}")
-            ax.xaxis.set_major_locator(MaxNLocator(4 if most >= 10_000 else 5, steps=(1, 2, 5, 10), integer=True))
+            ax.xaxis.set_major_locator(
+                MaxNLocator(4 if most >= 10_000 else 5, steps=(1, 2, 5, 10), integer=True)
+            )
         axes[0].set(xlabel="iteration", ylabel=title)
         axes[1].set(xlabel="cost: calls of rollouts + 3 × trained calls")
         fig.tight_layout(w_pad=6)

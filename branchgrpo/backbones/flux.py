@@ -83,4 +83,7 @@ class FluxPolicy(PackedPolicy):
         "Return conditioning of the right shapes and no content, on the denoiser's device."
         config = self.denoiser.config
         pooled = self.zeros(batch, config.pooled_projection_dim)
-        return {"prompt_embeds": self.zeros(batch, 512, config.joint_attention_dim), "pooled": pooled}
+        return {
+            "prompt_embeds": self.zeros(batch, 512, config.joint_attention_dim),
+            "pooled": pooled,
+        }

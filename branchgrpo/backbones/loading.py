@@ -64,9 +64,15 @@ class Backbone:
     "A pipeline with a short name, its default sizes, and how a recipe is adapted to it."
 
     where: str  # a folder inside this package, any other folder, or a hub name owner/model
-    sizes: dict[str, int] = field(default_factory=dict)  # default height and width in pixels, and frames
-    adapt: Callable | str | None = None  # (recipe, backbone's name) -> recipe, its name in FITS, or "module:name"
-    steps: int | None = None  # denoising steps of an image if none are given; none: those of its pipeline
+    sizes: dict[str, int] = field(
+        default_factory=dict
+    )  # default height and width in pixels, and frames
+    adapt: Callable | str | None = (
+        None  # (recipe, backbone's name) -> recipe, its name in FITS, or "module:name"
+    )
+    steps: int | None = (
+        None  # denoising steps of an image if none are given; none: those of its pipeline
+    )
     about: str = ""  # what it makes, for the list of models
 
     @property
@@ -113,7 +119,10 @@ def fit_name(name: str) -> str | None:
 # %% ../../nbs/backbones/01_loading.ipynb #92649e73
 def is_hub_model(name: str) -> bool:
     "Return whether `name` reads owner/model and is no path of this machine."
-    return re.fullmatch(r"[\w-][\w.-]{0,95}/[\w.-]{1,96}", name) is not None and not Path(name).exists()
+    return (
+        re.fullmatch(r"[\w-][\w.-]{0,95}/[\w.-]{1,96}", name) is not None
+        and not Path(name).exists()
+    )
 
 # %% ../../nbs/backbones/01_loading.ipynb #e5ee710a
 def folder_of(name: str) -> str:
@@ -129,7 +138,13 @@ def folder_of(name: str) -> str:
     )
 
 # %% ../../nbs/backbones/01_loading.ipynb #56cec890
-PIPELINE_ERRORS = (OSError, ValueError, ImportError, UnpicklingError, SafetensorError)  # diffusers on bad files
+PIPELINE_ERRORS = (
+    OSError,
+    ValueError,
+    ImportError,
+    UnpicklingError,
+    SafetensorError,
+)  # diffusers on bad files
 
 
 def pipeline_error(name: str, error: Exception) -> ValueError:
@@ -138,7 +153,11 @@ def pipeline_error(name: str, error: Exception) -> ValueError:
     if isinstance(error, (UnpicklingError, SafetensorError)):
         what = "holds what is not loaded"
     else:
-        what = "cannot be read" if Path(folder).exists() else "is not on this machine and could not be fetched"
+        what = (
+            "cannot be read"
+            if Path(folder).exists()
+            else "is not on this machine and could not be fetched"
+        )
     reason = " ".join(str(error).replace(folder, "…").split())[:120]
     return ValueError(f"backbone: {shown(name)} {what} ({reason}…)")
 
@@ -198,9 +217,17 @@ def denoiser_config(name: str) -> dict[str, Any]:
 
 def default_sizes(name: str) -> dict[str, int]:
     "Return the default height and width of a backbone, and its frames if it makes clips."
-    policy_class, entry = family(name), BACKBONES.get(name).sizes if name in BACKBONES.names() else {}
-    pixels, frames = declared(policy_class, "default_size"), declared(policy_class, "default_frames")
-    if declared(policy_class, "sized_by_files"):  # diffusers: sample_size · vae_scale_factor, 768 of SD-2.1
+    policy_class, entry = (
+        family(name),
+        BACKBONES.get(name).sizes if name in BACKBONES.names() else {},
+    )
+    pixels, frames = (
+        declared(policy_class, "default_size"),
+        declared(policy_class, "default_frames"),
+    )
+    if declared(
+        policy_class, "sized_by_files"
+    ):  # diffusers: sample_size · vae_scale_factor, 768 of SD-2.1
         blocks = part_config(name, "vae").get("block_out_channels", range(4))
         fold = 2 ** (len(blocks) - 1)
         pixels = denoiser_config(name).get("sample_size", pixels // fold) * fold
@@ -222,7 +249,9 @@ def takes_guidance(name: str) -> bool:
 def check_guidance(name: str, scale: float | None) -> None:
     "Raise `ValueError` if a guidance scale is given to a model that would ignore it."
     if scale is not None and scale > 1 and not takes_guidance(name):
-        raise ValueError(f"guidance_scale: {scale} is not 1; the files of {shown(name)} say that it takes no guidance")
+        raise ValueError(
+            f"guidance_scale: {scale} is not 1; the files of {shown(name)} say that it takes no guidance"
+        )
 
 
 def with_family_sizes(recipe: Any, name: str) -> Any:
@@ -234,7 +263,10 @@ def with_family_sizes(recipe: Any, name: str) -> Any:
     for setting, pipeline in recipe.sizes_for.items():
         ignored = setting == "guidance_scale" and not takes_guidance(name)
         if ignored or not issubclass(family(name), FAMILIES.get(pipeline)):
-            changes[setting] = (own[setting], f"of {name}; {recipe.name} states it for a {pipeline}")
+            changes[setting] = (
+                own[setting],
+                f"of {name}; {recipe.name} states it for a {pipeline}",
+            )
     if "frames" in own and recipe.values.frames is None:
         changes["frames"] = (own["frames"], f"of {name}")
     return recipe.with_values(changes) if changes else recipe
@@ -246,7 +278,11 @@ ENCODER_PLACES = ("device", "cpu", "none")
 def used_parts(folder: str) -> dict[str, list]:
     "Return library and class of each part that a pipeline's folder or hub name has, and that its family uses."
     parts, unused = read_index(folder), declared(family(folder), "unused")
-    return {n: kind for n, kind in parts.items() if isinstance(kind, list) and any(kind) and n not in unused}
+    return {
+        n: kind
+        for n, kind in parts.items()
+        if isinstance(kind, list) and any(kind) and n not in unused
+    }
 
 
 def encoder_names(folder: str) -> list[str]:
@@ -257,7 +293,11 @@ def encoder_names(folder: str) -> list[str]:
 def left_out(folder: str) -> dict[str, None]:
     "Return None for each part that a pipeline lacks or that its family does not use, as `from_pretrained` takes it."
     used = used_parts(folder)
-    return {name: None for name, kind in read_index(folder).items() if isinstance(kind, list) and name not in used}
+    return {
+        name: None
+        for name, kind in read_index(folder).items()
+        if isinstance(kind, list) and name not in used
+    }
 
 # %% ../../nbs/backbones/01_loading.ipynb #e6cc5974
 def read_checked(folder: str, name: str, kind: type, dtype: torch.dtype) -> nn.Module:
@@ -269,14 +309,18 @@ def read_checked(folder: str, name: str, kind: type, dtype: torch.dtype) -> nn.M
     variant = "fp16" if files and all(".fp16." in file for file in files) else None
     options: dict[str, Any] = {"subfolder": name, "variant": variant, "output_loading_info": True}
     model, found = kind.from_pretrained(folder, dtype=dtype, **options)
-    more = () if kind.__module__.startswith("transformers") else found["unexpected_keys"]  # half of a larger model
+    more = (
+        () if kind.__module__.startswith("transformers") else found["unexpected_keys"]
+    )  # half of a larger model
     for what, keys in (("lack", found["missing_keys"]), ("have, beyond its configuration,", more)):
         if keys:
             raise ValueError(f"the files of its {name} {what} the weight {min(keys)}")
     return model
 
 
-def read_pipeline(folder: str, dtype: torch.dtype, vae_dtype: torch.dtype | None = None, **parts: Any) -> Any:
+def read_pipeline(
+    folder: str, dtype: torch.dtype, vae_dtype: torch.dtype | None = None, **parts: Any
+) -> Any:
     "Return a pipeline on the CPU, frozen; `parts` take the place of its own, and None leaves a part out."
     import diffusers
     import transformers
@@ -285,12 +329,22 @@ def read_pipeline(folder: str, dtype: torch.dtype, vae_dtype: torch.dtype | None
 
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
-    kinds = {name: kind for name, kind in read_index(folder).items() if isinstance(kind, list) and name not in parts}
+    kinds = {
+        name: kind
+        for name, kind in read_index(folder).items()
+        if isinstance(kind, list) and name not in parts
+    }
     for name, (library, kind) in kinds.items():
-        found = getattr({"diffusers": diffusers, "transformers": transformers}.get(library), kind or "", None)
+        found = getattr(
+            {"diffusers": diffusers, "transformers": transformers}.get(library), kind or "", None
+        )
         if isinstance(found, type) and issubclass(found, nn.Module):
-            parts[name] = read_checked(folder, name, found, vae_dtype or dtype if name == "vae" else dtype)
-    pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, dtype=dtype, trust_remote_code=False, **parts)
+            parts[name] = read_checked(
+                folder, name, found, vae_dtype or dtype if name == "vae" else dtype
+            )
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(
+        folder, dtype=dtype, trust_remote_code=False, **parts
+    )
     for part in pipeline.components.values():
         if isinstance(part, nn.Module):
             part.requires_grad_(False).eval()
@@ -369,14 +423,18 @@ def load_pipeline(
     return pipeline
 
 # %% ../../nbs/backbones/01_loading.ipynb #341e7836
-def policy_around(pipeline: Any, name: str, given: dict[str, Any], guidance_scale: float | None, *more: Any) -> Any:
+def policy_around(
+    pipeline: Any, name: str, given: dict[str, Any], guidance_scale: float | None, *more: Any
+) -> Any:
     "Return a backbone's policy with a pipeline; what is None in `given` takes the backbone's or the family's default."
     policy_class = family(name)
     check_guidance(name, guidance_scale)
     sizes = default_sizes(name) | {key: value for key, value in given.items() if value is not None}
     further = {key: sizes[key] for key in declared(policy_class, "takes") if key in sizes}
     guidance_scale = default_guidance(name) if guidance_scale is None else guidance_scale
-    policy = policy_class(pipeline, sizes["height"], sizes["width"], guidance_scale, *more, **further)
+    policy = policy_class(
+        pipeline, sizes["height"], sizes["width"], guidance_scale, *more, **further
+    )
     texts = (given.get("text_length"), given.get("negative_prompt"))
     check_text(policy_class, *texts, guidance_scale)
     if hasattr(policy, "set_text"):
@@ -392,7 +450,9 @@ def own_policy(name: str, device: str | torch.device = "cpu") -> Any:
     try:
         policy = made() if callable(made) else made
     except Exception as error:
-        raise ValueError(f"backbone: {name!r} cannot be made without arguments ({reason(error)})") from error
+        raise ValueError(
+            f"backbone: {name!r} cannot be made without arguments ({reason(error)})"
+        ) from error
     parts = (*inspect.get_annotations(Policy), "encode", "predict", "decode")
     lacking = [part for part in parts if not hasattr(policy, part)]
     if lacking:
@@ -421,12 +481,18 @@ def load_backbone(
     takes = declared(family(name), "takes")
     check_guidance(name, guidance_scale)
     given = {"height": height, "width": width, "frames": frames}
-    given |= {key: options.pop(key) for key in (*takes, "text_length", "negative_prompt") if key in options}
+    given |= {
+        key: options.pop(key)
+        for key in (*takes, "text_length", "negative_prompt")
+        if key in options
+    }
     pipeline = load_pipeline(name, dtype, device, **options)
     return policy_around(pipeline, name, given, guidance_scale, guidance_grad)
 
 # %% ../../nbs/backbones/01_loading.ipynb #09b7f263
-def save_memory(pipeline, slicing: bool = False, tiling: bool = False, offload: bool = False, device="cpu") -> None:
+def save_memory(
+    pipeline, slicing: bool = False, tiling: bool = False, offload: bool = False, device="cpu"
+) -> None:
     "Turn on the VAE's slicing and tiling, and group offload (leaf by leaf) of VAE and encoders."
     if slicing:
         pipeline.vae.enable_slicing()
@@ -446,7 +512,9 @@ def encoders_of(pipeline) -> list[nn.Module]:
     "Return the encoders of a pipeline that are there and that no offloading moves."
     parts = [part for name, part in pipeline.components.items() if name.startswith(ENCODERS)]
     parts = [part for part in parts if isinstance(part, nn.Module)]
-    return [part for part in parts if not any(hasattr(m, "_diffusers_hook") for m in part.modules())]
+    return [
+        part for part in parts if not any(hasattr(m, "_diffusers_hook") for m in part.modules())
+    ]
 
 # %% ../../nbs/backbones/01_loading.ipynb #fc0e968a
 @contextmanager
@@ -470,16 +538,27 @@ def largest_rank(
 
     Raises `ValueError` if no layer's name ends in one of `targets`."""
     endings = tuple(f".{target}" for target in targets)
-    layers: list[Any] = [layer for name, layer in denoiser.named_modules() if f".{name}".endswith(endings)]
-    widths = [min(layer.in_features, layer.out_features) for layer in layers if hasattr(layer, "in_features")]
+    layers: list[Any] = [
+        layer for name, layer in denoiser.named_modules() if f".{name}".endswith(endings)
+    ]
+    widths = [
+        min(layer.in_features, layer.out_features)
+        for layer in layers
+        if hasattr(layer, "in_features")
+    ]
     if not widths:
         raise ValueError(f"lora_rank: no layer is named {', '.join(endings)}")
     return min(widths)
 
 # %% ../../nbs/backbones/01_loading.ipynb #53fc0715
-LORA_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")  # by diffusers, by PEFT
+LORA_FILES = (
+    "pytorch_lora_weights.safetensors",
+    "adapter_model.safetensors",
+)  # by diffusers, by PEFT
 
-FACTOR = re.compile(r"[._]lora[._](A|B|down|up)(\.default)?\.weight$")  # names in files; the last dot ends the layer's
+FACTOR = re.compile(
+    r"[._]lora[._](A|B|down|up)(\.default)?\.weight$"
+)  # names in files; the last dot ends the layer's
 TEXT = re.compile(r"^(text_encoder|lora_te)|text_model")
 
 
@@ -494,7 +573,11 @@ def lora_file(where: str) -> Path:
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())[:90]
             raise ValueError(f"lora: {shown(where)} could not be fetched ({reason}…)") from None
-    found = [path for path in (Path(place), *(Path(place, name) for name in LORA_FILES)) if path.is_file()]
+    found = [
+        path
+        for path in (Path(place), *(Path(place, name) for name in LORA_FILES))
+        if path.is_file()
+    ]
     if not found or found[0].suffix != ".safetensors":
         allowed = f"a .safetensors file, nor a folder or hub model with {' or '.join(LORA_FILES)}"
         raise ValueError(f"lora: {shown(where)} is neither {allowed}")
@@ -522,7 +605,10 @@ def add_lora(policy: Any, file: Path) -> dict[str, torch.Tensor]:
         from peft import LoraConfig
 
         config = LoraConfig.from_pretrained(str(file.parent)).to_dict()
-        state = {f"{policy.component}.{key.removeprefix('base_model.model.')}": value for key, value in state.items()}
+        state = {
+            f"{policy.component}.{key.removeprefix('base_model.model.')}": value
+            for key, value in state.items()
+        }
         metadata = {f"{policy.component}.{key}": value for key, value in config.items()}
         options = {"prefix": policy.component, "metadata": metadata, "adapter_name": "default"}
         policy.denoiser.load_lora_adapter(dict(state), **options)
@@ -542,7 +628,9 @@ def load_lora(policy: Any, where: str, encoders: bool = True) -> None:
     Raises `ValueError` if there is no such file, or if it does not fit the model as a whole."""
     file, name = lora_file(where), shown(where)
     if not hasattr(policy, "pipeline"):
-        raise ValueError(f"lora: {type(policy).__name__} has no pipeline, and takes no adapter from {name}")
+        raise ValueError(
+            f"lora: {type(policy).__name__} has no pipeline, and takes no adapter from {name}"
+        )
     channels = dict(policy.denoiser.config)
     try:
         with safe_open(file, "pt") as opened:
@@ -550,19 +638,40 @@ def load_lora(policy: Any, where: str, encoders: bool = True) -> None:
             broken = [key for key in keys if not opened.get_tensor(key).float().isfinite().all()]
         if odd := [key for key in keys if not FACTOR.search(key) and not key.endswith(".alpha")]:
             raise ValueError(f"{odd[0]} is no factor of a LoRA")
-        with without_remarks("diffusers", logging.CRITICAL), warnings.catch_warnings(action="ignore"):
+        with (
+            without_remarks("diffusers", logging.CRITICAL),
+            warnings.catch_warnings(action="ignore"),
+        ):
             state = {} if broken else add_lora(policy, file)
-    except (SafetensorError, RuntimeError, KeyError, TypeError, AttributeError, *PIPELINE_ERRORS) as error:
+    except (
+        SafetensorError,
+        RuntimeError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        *PIPELINE_ERRORS,
+    ) as error:
         reason = " ".join(str(error).split())[:160]
-        raise ValueError(f"lora: {name} does not fit {type(policy.denoiser).__name__} ({reason})") from None
+        raise ValueError(
+            f"lora: {name} does not fit {type(policy.denoiser).__name__} ({reason})"
+        ) from None
     if broken:
-        raise ValueError(f"lora: {name} holds numbers that are not finite (NaN or infinite), first in {broken[0]}")
+        raise ValueError(
+            f"lora: {name} holds numbers that are not finite (NaN or infinite), first in {broken[0]}"
+        )
     parts = [policy.denoiser, *encoders_of(policy.pipeline)]
     placed = sum("lora_" in key for part in parts for key, _ in part.named_parameters())
     pair = {"lora_A": "lora_B", "lora_B": "lora_A"}
     lost = [key for key in state if "lora" not in key]
-    lost += [key for key in state for one in pair if one in key and key.replace(one, pair[one]) not in state]
-    texts = [key for key in keys if FACTOR.search(key) and TEXT.search(key)]  # diffusers drops those of FLUX's T5, say
+    lost += [
+        key
+        for key in state
+        for one in pair
+        if one in key and key.replace(one, pair[one]) not in state
+    ]
+    texts = [
+        key for key in keys if FACTOR.search(key) and TEXT.search(key)
+    ]  # diffusers drops those of FLUX's T5, say
     lost += texts if len(texts) != sum(key.startswith("text_encoder") for key in state) else []
     if lost or placed < len(state) or dict(policy.denoiser.config) != channels:
         what = (
@@ -572,4 +681,6 @@ def load_lora(policy: Any, where: str, encoders: bool = True) -> None:
         )
         raise ValueError(f"lora: {name} does not fit {type(policy.denoiser).__name__} ({what})")
     if not encoders and any(key.startswith("text_encoder") for key in state):
-        raise ValueError(f"lora: {name} changes a text encoder, and training starts from the denoiser's alone")
+        raise ValueError(
+            f"lora: {name} changes a text encoder, and training starts from the denoiser's alone"
+        )

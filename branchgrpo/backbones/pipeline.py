@@ -29,7 +29,13 @@ from ..transition import SolverTail, Transition
 # %% ../../nbs/backbones/00_pipeline.ipynb #185ef340
 ENCODERS = ("text_encoder", "image_encoder")  # how the names of a pipeline's encoders begin
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
-JOINT_ATTENTION = (*ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")  # of image and text together
+JOINT_ATTENTION = (
+    *ATTENTION,
+    "add_q_proj",
+    "add_k_proj",
+    "add_v_proj",
+    "to_add_out",
+)  # of image and text together
 
 # %% ../../nbs/backbones/00_pipeline.ipynb #f5d71b0c
 class FamilyDefaults:
@@ -41,26 +47,43 @@ class FamilyDefaults:
     guidance = 1.0  # guidance scale if none is given
     guidance_name = "guidance_scale"  # what the pipeline's call names it
     lora_targets = ATTENTION  # layers that an adapter changes
-    adapter_unread_by: tuple[str, ...] = ()  # programs that do not know the names that diffusers gives these layers
+    adapter_unread_by: tuple[
+        str, ...
+    ] = ()  # programs that do not know the names that diffusers gives these layers
     patch = 2  # latent pixels per side of a token
     most_tokens = None  # what the denoiser's configuration calls the most tokens per side; none: there is no limit
     sized_by_files = False  # whether the default is the size that the files call sample_size
     default_frames = None  # frames of a clip if none are given
     takes = ()  # further options of the class: ("frames",) for video
-    text_lengths: tuple[int, int] | None = None  # tokens of the longest text: the pipeline's, and the most; none: fixed
+    text_lengths: tuple[int, int] | None = (
+        None  # tokens of the longest text: the pipeline's, and the most; none: fixed
+    )
     long_tokenizer = "tokenizer"  # whose tokens these are
     text_from_recipe = False  # recipes that state a length are written for this family
-    negative_prompt: str | None = None  # what guidance leads away from; none: the family has no such guidance
+    negative_prompt: str | None = (
+        None  # what guidance leads away from; none: the family has no such guidance
+    )
     encoded_by: tuple[str, ...] = ()  # parts that `encode` asks, besides the text encoders
     fps = None  # frames per second of a clip; none: images
-    first_frames = None  # function: P prompts -> P first frames (3, H, W) in [0, 1], for image-to-video
+    first_frames = (
+        None  # function: P prompts -> P first frames (3, H, W) in [0, 1], for image-to-video
+    )
     decode_batch = None  # images per call of the VAE; none: as many as `DECODE_BYTES` hold
-    published = ("", {})  # the published denoiser: its class in diffusers, and what differs from the class's defaults
+    published = (
+        "",
+        {},
+    )  # the published denoiser: its class in diffusers, and what differs from the class's defaults
     factors = {"vae_scale_factor": 8}  # pixels per latent pixel, named as in the published pipeline
-    parts: tuple[str, ...] | None = None  # of the pipeline, that read a prompt; none: what it has is not checked
+    parts: tuple[str, ...] | None = (
+        None  # of the pipeline, that read a prompt; none: what it has is not checked
+    )
     optional: tuple[str, ...] = ()  # those of them that may be absent
-    unused: tuple[str, ...] = ()  # parts and flags that change no image here; the parts are not loaded
-    flags: tuple[str, ...] = ()  # of the denoiser's configuration, that change its images and are not supported
+    unused: tuple[
+        str, ...
+    ] = ()  # parts and flags that change no image here; the parts are not loaded
+    flags: tuple[
+        str, ...
+    ] = ()  # of the denoiser's configuration, that change its images and are not supported
 
     @classmethod
     def guidance_for(cls, config) -> float:
@@ -82,7 +105,11 @@ def unsupported_error(family: type, index: dict, name: str = "the pipeline") -> 
     known = {family.component, "vae", "scheduler", *parts, *family.unused}
     for key, value in index.items():
         absent = not any(value) if isinstance(value, (list, tuple)) else not value
-        if absent and isinstance(value, (list, tuple)) and key in known - {*family.optional, *family.unused}:
+        if (
+            absent
+            and isinstance(value, (list, tuple))
+            and key in known - {*family.optional, *family.unused}
+        ):
             return f"backbone: {name} has no {key}, which {family.__name__} needs"
         if not absent and key not in known and not key.startswith(("_", "requires_safety_checker")):
             what = f"{key} ({value[-1] if isinstance(value, (list, tuple)) else value})"
@@ -90,16 +117,22 @@ def unsupported_error(family: type, index: dict, name: str = "the pipeline") -> 
     return None
 
 # %% ../../nbs/backbones/00_pipeline.ipynb #7883087f
-def check_text(family: type, text_length: int | None, negative_prompt: str | None, guidance_scale: float) -> None:
+def check_text(
+    family: type, text_length: int | None, negative_prompt: str | None, guidance_scale: float
+) -> None:
     "Raise `ValueError` if a family does not take a text of this length, or a negative prompt; None is always taken."
     lengths = getattr(family, "text_lengths", None)
     if text_length is not None and (lengths is None or text_length > lengths[1]):
         most = f"takes at most {lengths[1]} tokens" if lengths else "has one length"
         raise ValueError(f"text_length: {text_length} is not possible, {family.__name__} {most}")
     if negative_prompt is not None and getattr(family, "negative_prompt", None) is None:
-        raise ValueError(f"negative_prompt: {family.__name__} has no classifier-free guidance, which it would change")
+        raise ValueError(
+            f"negative_prompt: {family.__name__} has no classifier-free guidance, which it would change"
+        )
     if negative_prompt is not None and guidance_scale <= 1:
-        raise ValueError(f"negative_prompt: has no effect at guidance_scale {guidance_scale:g}; take one above 1")
+        raise ValueError(
+            f"negative_prompt: has no effect at guidance_scale {guidance_scale:g}; take one above 1"
+        )
 
 
 def check_pixels(name: str, pixels: int, step: int, most: int | None = None) -> None:
@@ -122,9 +155,13 @@ def own_scheduler(policy, steps: int) -> Any:
     try:
         scheduler.set_timesteps(**policy.scheduler_arguments(steps))
     except (TypeError, ValueError) as error:
-        raise scheduler_error(scheduler, f"cannot be set to {steps} steps ({' '.join(str(error).split())})") from None
+        raise scheduler_error(
+            scheduler, f"cannot be set to {steps} steps ({' '.join(str(error).split())})"
+        ) from None
     if scheduler.config.get("stochastic_sampling"):
-        raise scheduler_error(scheduler, "has stochastic_sampling: True, which draws noise of its own")
+        raise scheduler_error(
+            scheduler, "has stochastic_sampling: True, which draws noise of its own"
+        )
     return scheduler
 
 # %% ../../nbs/backbones/00_pipeline.ipynb #04d450ab
@@ -134,12 +171,25 @@ def flow_levels_of(scheduler) -> tuple[Tensor, Tensor, None]:
     Raises `ValueError` if they do not fall from 1 to 0. Pipelines count times in thousandths."""
     predicts = scheduler.config.get("prediction_type", "flow_prediction")
     if predicts != "flow_prediction":
-        raise scheduler_error(scheduler, f"has the prediction_type {predicts!r}, and a flow has flow_prediction")
+        raise scheduler_error(
+            scheduler, f"has the prediction_type {predicts!r}, and a flow has flow_prediction"
+        )
     times, sigmas = scheduler.timesteps.float() / 1000, scheduler.sigmas.float()
-    if len(sigmas) != len(times) + 1 or sigmas[0] > 1 or sigmas[-1] != 0 or not (sigmas.diff() < 0).all():
+    if (
+        len(sigmas) != len(times) + 1
+        or sigmas[0] > 1
+        or sigmas[-1] != 0
+        or not (sigmas.diff() < 0).all()
+    ):
         ends = f"{float(sigmas[0]):.4g} to {float(sigmas[-1]):.4g}"
-        raise scheduler_error(scheduler, f"has levels from {ends}; those of training fall from 1 to 0")
-    return sigmas[:-1] if torch.allclose(times, sigmas[:-1], atol=1e-6, rtol=0) else times, sigmas, None
+        raise scheduler_error(
+            scheduler, f"has levels from {ends}; those of training fall from 1 to 0"
+        )
+    return (
+        sigmas[:-1] if torch.allclose(times, sigmas[:-1], atol=1e-6, rtol=0) else times,
+        sigmas,
+        None,
+    )
 
 # %% ../../nbs/backbones/00_pipeline.ipynb #cdb9aaab
 SOLVERS = (  # schedulers that draw no noise and leave latents at their scale
@@ -157,7 +207,9 @@ def signal_levels(scheduler) -> Tensor:
     "Return ᾱ `(T + 1,)` at a diffusion model's timesteps, and at the end. Raise `ValueError` on a step it has not."
     alphas = getattr(scheduler, "alphas_cumprod", None)
     if alphas is None:
-        raise scheduler_error(scheduler, "has no beta_schedule, so it is not one of a diffusion model")
+        raise scheduler_error(
+            scheduler, "has no beta_schedule, so it is not one of a diffusion model"
+        )
     if int(scheduler.timesteps.max()) >= len(alphas):
         what = f"asks for step {int(scheduler.timesteps.max())} of {len(alphas)} (steps_offset, timestep_spacing)"
         raise scheduler_error(scheduler, what)
@@ -171,12 +223,22 @@ def solved_by(scheduler, kind: str) -> Transition:
     Raises `ValueError` if it draws noise, scales latents, or divides by 0."""
     name = type(scheduler).__name__
     if name not in SOLVERS:
-        raise scheduler_error(scheduler, f"is not one of {', '.join(SOLVERS)}, by which images are drawn")
+        raise scheduler_error(
+            scheduler, f"is not one of {', '.join(SOLVERS)}, by which images are drawn"
+        )
     if str(scheduler.config.get("algorithm_type", "")).startswith("sde"):
-        raise scheduler_error(scheduler, f"draws noise (algorithm_type {scheduler.config.algorithm_type!r})")
+        raise scheduler_error(
+            scheduler, f"draws noise (algorithm_type {scheduler.config.algorithm_type!r})"
+        )
     noise, tail = torch.zeros(len(scheduler.timesteps)), SolverTail(scheduler)
     if kind == "flow":
-        return Transition(flow_step, scheduler.timesteps.float() / 1000, scheduler.sigmas.float(), noise, tail=tail)
+        return Transition(
+            flow_step,
+            scheduler.timesteps.float() / 1000,
+            scheduler.sigmas.float(),
+            noise,
+            tail=tail,
+        )
     step = partial(ddim_step, prediction_type=scheduler.config.get("prediction_type", "epsilon"))
     levels = signal_levels(scheduler)
     check_divisible(scheduler, levels)
@@ -186,14 +248,21 @@ def solved_by(scheduler, kind: str) -> Transition:
 def check_divisible(scheduler, levels: Tensor) -> None:
     "Raise `ValueError` if a step without signal is one of noise prediction, which would divide by 0."
     if not levels[0] and scheduler.config.get("prediction_type", "epsilon") == "epsilon":
-        raise scheduler_error(scheduler, "has rescale_betas_zero_snr: True, which needs v_prediction, not epsilon")
+        raise scheduler_error(
+            scheduler, "has rescale_betas_zero_snr: True, which needs v_prediction, not epsilon"
+        )
 
 # %% ../../nbs/backbones/00_pipeline.ipynb #79ca977c
 def size_shift(config, tokens: int) -> float:
     "Return μ, the log of the shift for an image of so many tokens. Source: diffusers, pipeline_flux.py l. 827-833."
     from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
-    usual = {"base_image_seq_len": 256, "max_image_seq_len": 4096, "base_shift": 0.5, "max_shift": 1.15}
+    usual = {
+        "base_image_seq_len": 256,
+        "max_image_seq_len": 4096,
+        "base_shift": 0.5,
+        "max_shift": 1.15,
+    }
     return calculate_shift(tokens, *(config.get(name, value) for name, value in usual.items()))
 
 # %% ../../nbs/backbones/00_pipeline.ipynb #ede5b877
@@ -203,9 +272,23 @@ class PipelinePolicy(FamilyDefaults):
     `guidance_grad`: the unconditional branch gets a gradient too. Raises `ValueError` if a size does not fit,
     or as `unsupported_error` says."""
 
-    def __init__(self, pipeline, height: int, width: int, guidance_scale: float | None = None, guidance_grad=False):
-        present = {key: value for key, value in dict(getattr(pipeline, "config", {})).items() if value != (None, None)}
-        flags = {flag: getattr(getattr(pipeline, self.component).config, flag, None) for flag in self.flags}
+    def __init__(
+        self,
+        pipeline,
+        height: int,
+        width: int,
+        guidance_scale: float | None = None,
+        guidance_grad=False,
+    ):
+        present = {
+            key: value
+            for key, value in dict(getattr(pipeline, "config", {})).items()
+            if value != (None, None)
+        }
+        flags = {
+            flag: getattr(getattr(pipeline, self.component).config, flag, None)
+            for flag in self.flags
+        }
         if error := unsupported_error(type(self), present | flags):
             raise ValueError(error)
         self.pipeline = pipeline
@@ -215,7 +298,11 @@ class PipelinePolicy(FamilyDefaults):
         self.guidance_grad = guidance_grad
         fold = getattr(pipeline, "vae_scale_factor", None) or pipeline.vae_scale_factor_spatial
         self.step = fold * self.patch  # pixels; sizes are multiples of it
-        most = self.step * getattr(self.denoiser.config, self.most_tokens) if self.most_tokens else None
+        most = (
+            self.step * getattr(self.denoiser.config, self.most_tokens)
+            if self.most_tokens
+            else None
+        )
         check_pixels("height", height, self.step, most)
         check_pixels("width", width, self.step, most)
         self.call = self.denoiser
@@ -225,7 +312,9 @@ class PipelinePolicy(FamilyDefaults):
         check_text(type(self), text_length, negative_prompt, self.guidance_scale)
         self.given_length = text_length
         if text_length is not None and self.text_length != text_length:
-            raise ValueError(f"text_length: {text_length} is above {self.text_length}, the tokenizer's own limit")
+            raise ValueError(
+                f"text_length: {text_length} is above {self.text_length}, the tokenizer's own limit"
+            )
         if negative_prompt is not None:
             self.negative_prompt = negative_prompt
 
@@ -237,7 +326,9 @@ class PipelinePolicy(FamilyDefaults):
         if self.text_lengths is None:
             return 0
         tokenizer = getattr(self.pipeline, self.long_tokenizer, None)
-        return min(self.given_length or self.text_lengths[0], getattr(tokenizer, "model_max_length", 10**9))
+        return min(
+            self.given_length or self.text_lengths[0], getattr(tokenizer, "model_max_length", 10**9)
+        )
 
     denoiser = property(lambda self: getattr(self.pipeline, self.component))
     device = property(attrgetter("denoiser.device"))
@@ -268,8 +359,13 @@ class PipelinePolicy(FamilyDefaults):
         own = self.pipeline.scheduler
         if "solver_order" not in own.config:
             return own
-        first = {"solver_order": 1, "disable_corrector": list(range(own.config.num_train_timesteps))}
-        return own.from_config(own.config, **{name: value for name, value in first.items() if name in own.config})
+        first = {
+            "solver_order": 1,
+            "disable_corrector": list(range(own.config.num_train_timesteps)),
+        }
+        return own.from_config(
+            own.config, **{name: value for name, value in first.items() if name in own.config}
+        )
 
     def drawing(self, steps: int) -> dict[str, Any]:
         "Return what the pipeline's call takes to draw as the policy does, besides a prompt and its first frame."
@@ -306,7 +402,8 @@ def guided(
     run: Callable,  # (latents, conditioning) -> output (B, …)
     latents: Tensor,  # (B, …)
     conditioning: dict[str, Tensor],  # B rows, with those of `without_prompt`
-    rescale: Callable | None = None,  # (guided, conditional) -> output, for a family that changes the result
+    rescale: Callable
+    | None = None,  # (guided, conditional) -> output, for a family that changes the result
 ) -> Tensor:
     """Return the guided output `(B, …)` of `run`; two forward passes if `policy.guidance_scale` is above 1.
 
@@ -336,7 +433,10 @@ def measured_decode(
     dtype: torch.dtype,
 ) -> tuple[int, int]:
     "Return the bytes that a VAE holds at its peak while it decodes one image, its own weights aside, and the FLOPs."
-    with torch.random.fork_rng([]), torch.device("meta"):  # the caller's random numbers stay as they are
+    with (
+        torch.random.fork_rng([]),
+        torch.device("meta"),
+    ):  # the caller's random numbers stay as they are
         vae = model.from_config(json.loads(config)).to(dtype)
     with torch.no_grad(), fused_attention(), Operations() as live:
         vae.decode(torch.empty(1, *shape, device="meta", dtype=dtype), return_dict=False)
@@ -345,7 +445,9 @@ def measured_decode(
 # %% ../../nbs/backbones/00_pipeline.ipynb #80e0909e
 def decode_costs(vae, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> tuple[int, int]:
     "Return bytes and FLOPs of one image as `measured_decode` does, of a VAE's class and configuration."
-    return measured_decode(type(vae), json.dumps(dict(vae.config)), tuple(shape), dtype or vae.dtype)
+    return measured_decode(
+        type(vae), json.dumps(dict(vae.config)), tuple(shape), dtype or vae.dtype
+    )
 
 # %% ../../nbs/backbones/00_pipeline.ipynb #a01269b0
 DECODE_BYTES = 4e9  # what a call of a VAE may hold if no number of images is set
@@ -364,7 +466,10 @@ def unit_range(images: Tensor) -> Tensor:
 def decode_images(vae, z: Tensor, max_batch: int | None = None, most: int = 64) -> Tensor:
     "Return images float32 in [0, 1] from the VAE's own latents, `max_batch` at a time, or what memory holds of `most`."
     max_batch = max_batch or images_per_decode(decode_costs(vae, z.shape[1:])[0], most)
-    parts = [vae.decode(part.to(vae.device, vae.dtype), return_dict=False)[0] for part in z.split(max_batch)]
+    parts = [
+        vae.decode(part.to(vae.device, vae.dtype), return_dict=False)[0]
+        for part in z.split(max_batch)
+    ]
     return unit_range(torch.cat(parts))
 
 # %% ../../nbs/backbones/00_pipeline.ipynb #fccc14cc
@@ -372,8 +477,13 @@ def decode_by_channel(policy, z: Tensor, most: int, max_batch: int | None = None
     "Return what a video VAE makes of latents with mean 0 and std 1 in every channel, as `decode_images` does."
     vae = policy.pipeline.vae
     known = (vae.config.latents_mean, vae.config.latents_std)
-    mean, std = (torch.tensor(values, device=vae.device, dtype=vae.dtype).view(1, -1, 1, 1, 1) for values in known)
-    return decode_images(vae, z.to(vae.device, vae.dtype) * std + mean, max_batch or policy.decode_batch, most)
+    mean, std = (
+        torch.tensor(values, device=vae.device, dtype=vae.dtype).view(1, -1, 1, 1, 1)
+        for values in known
+    )
+    return decode_images(
+        vae, z.to(vae.device, vae.dtype) * std + mean, max_batch or policy.decode_batch, most
+    )
 
 # %% ../../nbs/backbones/00_pipeline.ipynb #8915dacc
 class ImagePolicy(PipelinePolicy):
@@ -400,7 +510,9 @@ class ImagePolicy(PipelinePolicy):
 class PackedPolicy(ImagePolicy):
     "A policy of images; latents `(N, C)` are tokens of 2 × 2 latent pixels each."
 
-    grid = property(lambda self: (self.height // self.step, self.width // self.step))  # rows and columns of tokens
+    grid = property(
+        lambda self: (self.height // self.step, self.width // self.step)
+    )  # rows and columns of tokens
 
     @cached_property
     def latent_shape(self) -> tuple[int, ...]:
@@ -417,7 +529,9 @@ class PackedPolicy(ImagePolicy):
     def unpack(self, latents: Tensor) -> Tensor:
         "Return the VAE's latents of tokens, in its dtype, but for shift and scale."
         vae, factor = self.pipeline.vae, self.pipeline.vae_scale_factor
-        return self.pipeline._unpack_latents(latents.to(vae.device, vae.dtype), self.height, self.width, factor)
+        return self.pipeline._unpack_latents(
+            latents.to(vae.device, vae.dtype), self.height, self.width, factor
+        )
 
 # %% ../../nbs/backbones/00_pipeline.ipynb #bcadbbc9
 def published_pipeline(family: type) -> SimpleNamespace:

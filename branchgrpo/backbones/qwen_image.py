@@ -18,7 +18,9 @@ def padded(policy, texts: list[str]) -> tuple[Tensor, Tensor]:
     "Return embeddings `(P, L, D)` and masks `(P, L)` of P texts, padded to `policy.text_length`."
     pipeline = policy.pipeline
     device = pipeline.text_encoder.device
-    embeds, mask = pipeline.encode_prompt(texts, device=device, max_sequence_length=policy.text_length)
+    embeds, mask = pipeline.encode_prompt(
+        texts, device=device, max_sequence_length=policy.text_length
+    )
     mask = torch.ones(embeds.shape[:2], device=embeds.device) if mask is None else mask
     room = policy.text_length - embeds.shape[1]
     embeds = F.pad(embeds, (0, 0, 0, room)).to(policy.device, policy.dtype)
@@ -40,7 +42,9 @@ def rescale_to(guided_output: Tensor, conditional: Tensor) -> Tensor:
     return guided_output * (norms[0] / norms[1])
 
 # %% ../../nbs/backbones/05_qwen_image.ipynb #2dbdceec
-def predict_qwen_image(policy, latents: Tensor, time: Tensor, conditioning: dict[str, Tensor]) -> Tensor:
+def predict_qwen_image(
+    policy, latents: Tensor, time: Tensor, conditioning: dict[str, Tensor]
+) -> Tensor:
     "Return the guided velocity `(B, N, C)` of packed `latents` at noise level `time`."
 
     def run(x, text):

@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .pipeline import ImagePolicy, check_divisible, guided, scheduler_error, signal_levels
+from branchgrpo.backbones.pipeline import (
+    ImagePolicy,
+    check_divisible,
+    guided,
+    scheduler_error,
+    signal_levels,
+)
 
 # %% ../../nbs/backbones/04_sd.ipynb #bcfc02f2
 @torch.no_grad()
@@ -30,7 +36,9 @@ def predict_sd(policy, latents: Tensor, time: Tensor, conditioning: dict[str, Te
     step = time.item() if isinstance(time, Tensor) else time
 
     def run(x, text):
-        steps = torch.full((len(x),), step, device=x.device)  # no copy of `time`, for which the device would wait
+        steps = torch.full(
+            (len(x),), step, device=x.device
+        )  # no copy of `time`, for which the device would wait
         return policy.call(x.to(policy.dtype), steps, text["prompt_embeds"], return_dict=False)[0]
 
     return guided(policy, run, latents, conditioning)
@@ -42,10 +50,14 @@ def ddim_scheduler(policy) -> Any:
 
     scheduler = policy.pipeline.scheduler
     if not hasattr(scheduler, "alphas_cumprod"):
-        raise scheduler_error(scheduler, "has no beta_schedule, so it is not one of a diffusion model")
+        raise scheduler_error(
+            scheduler, "has no beta_schedule, so it is not one of a diffusion model"
+        )
     for name in ("clip_sample", "thresholding"):
         if scheduler.config.get(name):
-            raise scheduler_error(scheduler, f"has {name}: True, which changes x̂₀; such a model is drawn, not trained")
+            raise scheduler_error(
+                scheduler, f"has {name}: True, which changes x̂₀; such a model is drawn, not trained"
+            )
     return DDIMScheduler.from_config(scheduler.config, clip_sample=False)
 
 
@@ -78,12 +90,23 @@ class SDPolicy(ImagePolicy):
     negative_prompt = ""
     parts = ("text_encoder", "tokenizer")
     unused = ("image_encoder", "feature_extractor", "safety_checker")
-    adapter_unread_by = ("ComfyUI",)  # its comfy/lora.py (commit 17358c8) knows kohya's names of a U-Net's layers
-    flags = ("time_cond_proj_dim", "encoder_hid_dim_type", "addition_embed_type", "class_embed_type")  # further inputs
+    adapter_unread_by = (
+        "ComfyUI",
+    )  # its comfy/lora.py (commit 17358c8) knows kohya's names of a U-Net's layers
+    flags = (
+        "time_cond_proj_dim",
+        "encoder_hid_dim_type",
+        "addition_embed_type",
+        "class_embed_type",
+    )  # further inputs
     published = ("UNet2DConditionModel", {"sample_size": 64, "cross_attention_dim": 768})
 
-    alphas_cumprod = property(lambda self: ddim_scheduler(self).alphas_cumprod)  # ᾱ_t of the training steps, (1000,)
-    prediction_type = property(lambda self: ddim_scheduler(self).config.prediction_type)  # or v_prediction, …
+    alphas_cumprod = property(
+        lambda self: ddim_scheduler(self).alphas_cumprod
+    )  # ᾱ_t of the training steps, (1000,)
+    prediction_type = property(
+        lambda self: ddim_scheduler(self).config.prediction_type
+    )  # or v_prediction, …
 
     encode = encode_sd
     predict = predict_sd

@@ -27,7 +27,9 @@ def encode_sd3(policy, prompts: list[str]) -> dict[str, Tensor]:
         do_classifier_free_guidance=True,
         negative_prompt=[policy.negative_prompt] * len(prompts),
     )
-    return policy.on_device(**dict(zip(("prompt_embeds", "negative_embeds", "pooled", "negative_pooled"), made)))
+    return policy.on_device(
+        **dict(zip(("prompt_embeds", "negative_embeds", "pooled", "negative_pooled"), made))
+    )
 
 # %% ../../nbs/backbones/03_sd3.ipynb #f459a828
 def predict_sd3(policy, latents: Tensor, time: Tensor, conditioning: dict[str, Tensor]) -> Tensor:
@@ -68,8 +70,13 @@ class SD3Policy(ImagePolicy):
     long_tokenizer = "tokenizer_3"
     text_from_recipe = True
     negative_prompt = ""
-    parts = tuple(f"{kind}{number}" for kind in ("text_encoder", "tokenizer") for number in ("", "_2", "_3"))
-    optional = ("text_encoder_3", "tokenizer_3")  # without T5 its tokens are zeros, as in the pipeline
+    parts = tuple(
+        f"{kind}{number}" for kind in ("text_encoder", "tokenizer") for number in ("", "_2", "_3")
+    )
+    optional = (
+        "text_encoder_3",
+        "tokenizer_3",
+    )  # without T5 its tokens are zeros, as in the pipeline
     unused = ("image_encoder", "feature_extractor")
     published = ("SD3Transformer2DModel", SD35_MEDIUM)
 
@@ -87,4 +94,9 @@ class SD3Policy(ImagePolicy):
         "Return zeros in place of CLIP's 77 and T5's 256 tokens, for the prompts and for the empty prompt."
         text = self.zeros(batch, 77 + 256, self.denoiser.config.joint_attention_dim)
         pooled = self.zeros(batch, self.denoiser.config.pooled_projection_dim)
-        return {"prompt_embeds": text, "negative_embeds": text, "pooled": pooled, "negative_pooled": pooled}
+        return {
+            "prompt_embeds": text,
+            "negative_embeds": text,
+            "pooled": pooled,
+            "negative_pooled": pooled,
+        }

@@ -73,19 +73,41 @@ class WanPolicy(PipelinePolicy):
     text_lengths = (512, 512)
     negative_prompt = ""
     parts = ("text_encoder", "tokenizer")
-    adapter_unread_by = ("ComfyUI",)  # its comfy/lora.py (commit 17358c8) knows the names of Wan's own code
-    unused = ("expand_timesteps",)  # a time per token (Wan2.2 5B); without a first frame all are equal
-    published = ("WanTransformer3DModel", {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30})  # of 1.3B
+    adapter_unread_by = (
+        "ComfyUI",
+    )  # its comfy/lora.py (commit 17358c8) knows the names of Wan's own code
+    unused = (
+        "expand_timesteps",
+    )  # a time per token (Wan2.2 5B); without a first frame all are equal
+    published = (
+        "WanTransformer3DModel",
+        {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30},
+    )  # of 1.3B
     factors = {"vae_scale_factor_spatial": 8, "vae_scale_factor_temporal": 4}
     takes = ("frames",)
     fps = 16.0  # Wan2.1: wan/configs/shared_config.py, sample_fps
 
-    def __init__(self, pipeline, height: int, width: int, guidance_scale=5.0, guidance_grad=False, frames: int = 33):
+    def __init__(
+        self,
+        pipeline,
+        height: int,
+        width: int,
+        guidance_scale=5.0,
+        guidance_grad=False,
+        frames: int = 33,
+    ):
         super().__init__(pipeline, height, width, guidance_scale, guidance_grad)
         self.frames = frames
         factor = pipeline.vae_scale_factor_spatial
-        folded = latent_frames(frames, pipeline.vae_scale_factor_temporal, self.denoiser.config.rope_max_seq_len)
-        self.latent_shape = (self.denoiser.config.out_channels, folded, height // factor, width // factor)
+        folded = latent_frames(
+            frames, pipeline.vae_scale_factor_temporal, self.denoiser.config.rope_max_seq_len
+        )
+        self.latent_shape = (
+            self.denoiser.config.out_channels,
+            folded,
+            height // factor,
+            width // factor,
+        )
 
     encode = encode_wan
     predict = predict_wan
@@ -129,7 +151,9 @@ def first_frame_condition(policy, images: list[Tensor]) -> Tensor:
 def first_frame_features(policy, images: list[Tensor]) -> Tensor:
     "Return the CLIP features `(P, tokens, D)` of first frames, rounded to 8 bits as the pipeline does."
     pipeline = policy.pipeline
-    pil = [pipeline.video_processor.numpy_to_pil(image.permute(1, 2, 0).numpy())[0] for image in images]
+    pil = [
+        pipeline.video_processor.numpy_to_pil(image.permute(1, 2, 0).numpy())[0] for image in images
+    ]
     return torch.cat([pipeline.encode_image(image, policy.device) for image in pil])
 
 # %% ../../nbs/backbones/06_wan.ipynb #bd13ce9a
@@ -142,7 +166,9 @@ def encode_wan_i2v(policy, prompts: list[str]) -> dict[str, Tensor]:
     if policy.denoiser.config.image_dim is None:
         return out
     if policy.pipeline.image_encoder is None:
-        raise ValueError("backbone: the pipeline has no image_encoder, whose features its denoiser takes (image_dim)")
+        raise ValueError(
+            "backbone: the pipeline has no image_encoder, whose features its denoiser takes (image_dim)"
+        )
     return out | policy.on_device(image_embeds=first_frame_features(policy, images))
 
 # %% ../../nbs/backbones/06_wan.ipynb #1b9aaacd
@@ -167,7 +193,10 @@ class WanImagePolicy(WanPolicy):
     optional = ("image_encoder", "image_processor")
     unused = ()  # with a first frame the times of `expand_timesteps` differ
     flags = ("pos_embed_seq_len",)  # a first and a last frame
-    published = ("WanTransformer3DModel", {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120})  # of 14B
+    published = (
+        "WanTransformer3DModel",
+        {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120},
+    )  # of 14B
 
     encode = encode_wan_i2v
     blank = blank_wan_i2v

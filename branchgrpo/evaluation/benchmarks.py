@@ -34,7 +34,9 @@ def geneval_layout(rows: list[dict], metadata: list[dict], source: Path, target:
     numbers = {first: n for n, first in enumerate(dict.fromkeys(firsts))}
     for row, known in zip(rows, metadata):
         if not {"tag", "include"} <= known.keys():
-            raise ValueError(f"prompts: {row['prompt']!r} has no GenEval metadata ('tag', 'include')")
+            raise ValueError(
+                f"prompts: {row['prompt']!r} has no GenEval metadata ('tag', 'include')"
+            )
     for row, first, known in zip(rows, firsts, metadata):
         folder = target / f"{numbers[first]:05d}"
         write_text(folder / "metadata.jsonl", json.dumps(known))
@@ -51,9 +53,13 @@ def file_names(rows: list[dict], ending: str) -> list[str]:
     for name, row in zip(names, rows):
         plain = name.encode(errors="ignore")
         if "\0" in name or len(plain) > 255 or plain.decode() != name:
-            raise ValueError(f"prompts: {row['prompt'][:60]!r}… cannot be a file's name (255 bytes of UTF-8, no NUL)")
+            raise ValueError(
+                f"prompts: {row['prompt'][:60]!r}… cannot be a file's name (255 bytes of UTF-8, no NUL)"
+            )
         if first.setdefault(name, row) is not row:
-            raise ValueError(f"prompts: {first[name]['prompt']!r} and {row['prompt']!r} give one file, {name!r}")
+            raise ValueError(
+                f"prompts: {first[name]['prompt']!r} and {row['prompt']!r} give one file, {name!r}"
+            )
     return names
 
 # %% ../../nbs/evaluation/03_benchmarks.ipynb #d677be78
@@ -61,7 +67,9 @@ def compbench_layout(rows: list[dict], metadata: list[dict], source: Path, targe
     "Write T2I-CompBench++'s layout: `samples/PROMPT_000000.png`. Raise `ValueError` on `_`, where it ends a prompt."
     cut = next((row["prompt"] for row in rows if "_" in row["prompt"]), None)
     if cut is not None:
-        raise ValueError(f"prompts: T2I-CompBench++ reads {cut!r} from a file's name only up to its '_'")
+        raise ValueError(
+            f"prompts: T2I-CompBench++ reads {cut!r} from a file's name only up to its '_'"
+        )
     names = file_names(rows, "_{number:06d}.png")
     (target / "samples").mkdir(parents=True, exist_ok=True)
     for row, name in zip(rows, names):
@@ -99,10 +107,15 @@ def vbench_layout(rows: list[dict], metadata: list[dict], source: Path, target: 
     for row, name in zip(rows, names):
         first, *rest = frames = strip_frames(Image.open(source / row["image"]), row.get("frames"))
         still += any(a.tobytes() == b.tobytes() for a, b in zip(frames, rest))
-        shown = 1000 / (row.get("fps") or 8)  # milliseconds: VBench's dynamic degree looks 8 times per second
+        shown = 1000 / (
+            row.get("fps") or 8
+        )  # milliseconds: VBench's dynamic degree looks 8 times per second
         first.save(target / name, save_all=True, append_images=rest, duration=shown, loop=0)
     if still:
-        warnings.warn(f"benchmark: {still} of {len(rows)} clips have still frames, which their GIFs lose", stacklevel=2)
+        warnings.warn(
+            f"benchmark: {still} of {len(rows)} clips have still frames, which their GIFs lose",
+            stacklevel=2,
+        )
 
 # %% ../../nbs/evaluation/03_benchmarks.ipynb #0a760eb0
 def read_geneval(path: str | Path) -> dict[str, float]:
@@ -137,7 +150,10 @@ def read_vbench(path: str | Path) -> dict[str, float]:
     Raises `ValueError` on another file.
     """
     try:
-        return {dimension: float(found[0]) for dimension, found in json.loads(Path(path).read_text()).items()}
+        return {
+            dimension: float(found[0])
+            for dimension, found in json.loads(Path(path).read_text()).items()
+        }
     except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError):
         raise ValueError(f"results: {str(path)!r} is not VBench's eval_results.json") from None
 
@@ -146,7 +162,9 @@ def read_vbench(path: str | Path) -> dict[str, float]:
 class Benchmark:
     "A tool in an environment of its own."
 
-    layout: Callable  # (rows, metadata, evaluation's folder, tool's folder): writes the tool's files
+    layout: (
+        Callable  # (rows, metadata, evaluation's folder, tool's folder): writes the tool's files
+    )
     read: Callable  # (path of the results) -> {name: score}
     results: str  # where the results are, inside the tool's folder
     command: str  # an example; {images} and {results} are filled in
@@ -155,7 +173,9 @@ class Benchmark:
 def benchmark_contract(entry: Any, label: str) -> Benchmark:
     "Return a benchmark. Raise `ValueError` if the object is none."
     if not isinstance(entry, Benchmark):
-        raise ValueError(f"{label} is of type {type(entry).__name__}, not a branchgrpo.evaluation.benchmarks.Benchmark")
+        raise ValueError(
+            f"{label} is of type {type(entry).__name__}, not a branchgrpo.evaluation.benchmarks.Benchmark"
+        )
     return entry
 
 
@@ -194,7 +214,9 @@ def run_command(name: str, command: str, images: Path, results: Path) -> None:
         words = shlex.split(command)
     except ValueError as error:
         raise ValueError(f"run: {command!r} is not a command ({error})") from None
-    words = [word.replace("{images}", str(images)).replace("{results}", str(results)) for word in words]
+    words = [
+        word.replace("{images}", str(images)).replace("{results}", str(results)) for word in words
+    ]
     if not words or shutil.which(words[0]) is None:
         raise ValueError(f"run: {(words or [''])[0]!r} is not a program on this machine")
     done = subprocess.run(words, capture_output=True, text=True)

@@ -36,14 +36,20 @@ def median_bandwidth(x: Tensor, y: Tensor, most: int = 2000) -> float:
     return torch.pdist(both).median().item()
 
 # %% ../../nbs/evaluation/02_distances.ipynb #125b9811
-def kernel_matrices(x: Tensor, y: Tensor, kernel: str = "polynomial") -> tuple[Tensor, Tensor, Tensor]:
+def kernel_matrices(
+    x: Tensor, y: Tensor, kernel: str = "polynomial"
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return `k(x, x)`, `k(y, y)` and `k(x, y)` in float64.
 
     Raises `ValueError` on another kernel.
     """
     check_one_of("kernel", kernel, KERNELS)
     x, y = x.double(), y.double()
-    function = partial(rbf_kernel, bandwidth=median_bandwidth(x, y)) if kernel == "rbf" else polynomial_kernel
+    function = (
+        partial(rbf_kernel, bandwidth=median_bandwidth(x, y))
+        if kernel == "rbf"
+        else polynomial_kernel
+    )
     return function(x, x), function(y, y), function(x, y)
 
 # %% ../../nbs/evaluation/02_distances.ipynb #cb556be3
@@ -53,7 +59,9 @@ def within(k: Tensor, weights: Tensor) -> Tensor:
     return total / (weights.sum(1).square() - weights.square().sum(1))
 
 # %% ../../nbs/evaluation/02_distances.ipynb #fd1c0d8e
-def weighted_mmd2(matrices: tuple[Tensor, Tensor, Tensor], weights_x: Tensor, weights_y: Tensor) -> Tensor:
+def weighted_mmd2(
+    matrices: tuple[Tensor, Tensor, Tensor], weights_x: Tensor, weights_y: Tensor
+) -> Tensor:
     "Return the squared MMD `(B,)` with row weights `(B, m)` and `(B, n)`."
     xx, yy, xy = matrices
     across = (weights_x @ xy * weights_y).sum(1) / (weights_x.sum(1) * weights_y.sum(1))
@@ -89,7 +97,9 @@ def mmd2(
     "Return the unbiased squared MMD with its bootstrap interval. Raise `ValueError` as `kernel_matrices` does."
     matrices = kernel_matrices(x, y, kernel)
     device = matrices[0].device
-    every_row = [torch.ones(1, len(sample), dtype=torch.float64, device=device) for sample in (x, y)]
+    every_row = [
+        torch.ones(1, len(sample), dtype=torch.float64, device=device) for sample in (x, y)
+    ]
     value = weighted_mmd2(matrices, *every_row).item()
     generator = torch.Generator().manual_seed(seed)
     drawn = [drawn_weights(len(sample), bootstraps, generator).to(device) for sample in (x, y)]

@@ -32,46 +32,88 @@ class Drawing:
     "What draws the images"
 
     backbone: str = "tiny-flux"  # a name, a pipeline's folder, a hub name, or a run's folder
-    weights: str = "trained"  # of a run: trained (as it was exported: with ema_used the average), ema or base
+    weights: str = (
+        "trained"  # of a run: trained (as it was exported: with ema_used the average), ema or base
+    )
     _: KW_ONLY
     lora: str | None = None  # an adapter on a model: a .safetensors file, a folder, or a hub name
-    height: int | None = as_in_training("height")  # pixels; none: those of the run or of the model's family
+    height: int | None = as_in_training(
+        "height"
+    )  # pixels; none: those of the run or of the model's family
     width: int | None = as_in_training("width")  # pixels, likewise
     frames: int | None = as_in_training("frames")  # of a clip, likewise
-    guidance_scale: float | None = as_in_training("guidance_scale")  # classifier-free guidance, likewise; 1: none
-    text_length: int | None = as_in_training("text_length")  # tokens of a prompt for the longest text encoder, likewise
-    negative_prompt: str | None = None  # what guidance leads away from; none: the run's or the family's
-    shift: float | str | None = as_in_training("shift")  # of a flow's levels; none: the run's, or its own scheduler
-    base_dtype: Literal["float32", "bfloat16"] | None = None  # of weights; none: the run's; else bfloat16 on a GPU
-    mixed_precision: Literal["no", "bf16", "fp16"] | None = None  # of activations; none: the run's, or no
-    max_batch: int | None = bounded(None, 1, 100_000)  # images per denoiser call; none: the run's, or all of a block
-    seed: int | None = as_in_training("seed")  # of the initial noises; none: that of all evaluations, 10000
+    guidance_scale: float | None = as_in_training(
+        "guidance_scale"
+    )  # classifier-free guidance, likewise; 1: none
+    text_length: int | None = as_in_training(
+        "text_length"
+    )  # tokens of a prompt for the longest text encoder, likewise
+    negative_prompt: str | None = (
+        None  # what guidance leads away from; none: the run's or the family's
+    )
+    shift: float | str | None = as_in_training(
+        "shift"
+    )  # of a flow's levels; none: the run's, or its own scheduler
+    base_dtype: Literal["float32", "bfloat16"] | None = (
+        None  # of weights; none: the run's; else bfloat16 on a GPU
+    )
+    mixed_precision: Literal["no", "bf16", "fp16"] | None = (
+        None  # of activations; none: the run's, or no
+    )
+    max_batch: int | None = bounded(
+        None, 1, 100_000
+    )  # images per denoiser call; none: the run's, or all of a block
+    seed: int | None = as_in_training(
+        "seed"
+    )  # of the initial noises; none: that of all evaluations, 10000
 
     def policy(self, device: str = "cpu") -> Any:
         "Return the policy that draws. Raise `ValueError` as `load_policy` does."
         from branchgrpo.evaluation.sampling import load_policy
 
-        names = ("height", "width", "frames", "guidance_scale", "text_length", "negative_prompt", "lora")
+        names = (
+            "height",
+            "width",
+            "frames",
+            "guidance_scale",
+            "text_length",
+            "negative_prompt",
+            "lora",
+        )
         names += ("base_dtype", "mixed_precision", "max_batch")
-        return load_policy(self.backbone, self.weights, device, self.shift, **{n: getattr(self, n) for n in names})
+        return load_policy(
+            self.backbone, self.weights, device, self.shift, **{n: getattr(self, n) for n in names}
+        )
 
 
 @dataclass(frozen=True)
 class Evaluation(Drawing):
     "What to sample and how to score it; the same fields in the same folder continue an evaluation."
 
-    prompts: str | None = None  # a name, a .txt or .jsonl file, a folder, a hub data set; none: the run's, or digits
-    limit: int | None = bounded(None, 1)  # only so many prompts, a fixed sample; none: as the run's evaluations, or all
+    prompts: str | None = (
+        None  # a name, a .txt or .jsonl file, a folder, a hub data set; none: the run's, or digits
+    )
+    limit: int | None = bounded(
+        None, 1
+    )  # only so many prompts, a fixed sample; none: as the run's evaluations, or all
     samples: int = bounded(1, 1, 10**6)  # images per prompt
-    rewards: tuple[str, ...] = ()  # names, sums, or your own: my_scores:redness; none: the run's, or tiny-clip
-    steps: int | None = as_in_training("steps")  # denoising steps; none: of a run its evaluations', or the pipeline's
-    block: int | None = bounded(None, 1, 10**6)  # images drawn and written together; none: 8, as in a training
+    rewards: tuple[
+        str, ...
+    ] = ()  # names, sums, or your own: my_scores:redness; none: the run's, or tiny-clip
+    steps: int | None = as_in_training(
+        "steps"
+    )  # denoising steps; none: of a run its evaluations', or the pipeline's
+    block: int | None = bounded(
+        None, 1, 10**6
+    )  # images drawn and written together; none: 8, as in a training
     save_images: bool = True  # keep PNG files, clips as strips of frames
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #88679b60
 def check_evaluation(e: Evaluation, rewards: Mapping[str, Any] = MappingProxyType({})) -> None:
     "Raise `ValueError` naming the first field that is wrong; `rewards` are objects by name. Load no weights."
-    from branchgrpo.rewards.names import check_name  # not above: the help of `evaluate` needs no torch
+    from branchgrpo.rewards.names import (
+        check_name,
+    )  # not above: the help of `evaluate` needs no torch
 
     read_settings(Evaluation, asdict(e))
     for name in e.rewards:
@@ -166,9 +208,13 @@ def read_evaluation(folder: Path) -> dict[str, Any]:
     try:
         old = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"output: evaluation.json in {str(folder)!r} is not readable ({reason(error)})") from None
+        raise ValueError(
+            f"output: evaluation.json in {str(folder)!r} is not readable ({reason(error)})"
+        ) from None
     if not isinstance(old, dict):
-        raise ValueError(f"output: evaluation.json in {str(folder)!r} holds no settings of an evaluation")
+        raise ValueError(
+            f"output: evaluation.json in {str(folder)!r} holds no settings of an evaluation"
+        )
     return old
 
 
@@ -192,13 +238,21 @@ def check_place(folder: Path, new: dict[str, Any]) -> bool:
 
     check_output(folder)
     if (folder / "evaluation.json").is_file():
-        old = {name: new[name] for name in ("prompt_set", "iterations") if name in new}  # older records have none
+        old = {
+            name: new[name] for name in ("prompt_set", "iterations") if name in new
+        }  # older records have none
         old |= read_evaluation(folder)
         if "drawn_with" not in old or "drawn_with" not in new:  # not loaded yet, or an older record
             old, new = [{k: v for k, v in one.items() if k != "drawn_with"} for one in (old, new)]
-        differ = sorted(name for name in old.keys() | new.keys() if not same_as_recorded(old.get(name), new.get(name)))
+        differ = sorted(
+            name
+            for name in old.keys() | new.keys()
+            if not same_as_recorded(old.get(name), new.get(name))
+        )
         if differ:
-            raise ValueError(f"output: {str(folder)!r} holds another evaluation (differs in {first_of(differ)})")
+            raise ValueError(
+                f"output: {str(folder)!r} holds another evaluation (differs in {first_of(differ)})"
+            )
         return True
     others = folder.iterdir() if folder.exists() else ()
     if any(not other.name.startswith("evaluation.json") for other in others):
@@ -235,10 +289,17 @@ class Evaluator:
     rank: int = 0  # this process draws the blocks rank, rank + processes, …
     processes: int = 1
     device: str = "cpu"
-    given: dict[str, Any] = field(default_factory=dict)  # objects: policy, prompts, rewards and scorers by name
+    given: dict[str, Any] = field(
+        default_factory=dict
+    )  # objects: policy, prompts, rewards and scorers by name
 
     def __post_init__(self):
-        from branchgrpo.evaluation.sampling import drawing_process, drawing_seed, drawing_steps, drawn_with
+        from branchgrpo.evaluation.sampling import (
+            drawing_process,
+            drawing_seed,
+            drawing_steps,
+            drawn_with,
+        )
         from branchgrpo.prompts import load_prompts
 
         asked, rewards = self.evaluation, self.given.get("rewards", {})
@@ -247,12 +308,16 @@ class Evaluator:
         self.block = block_of(asked, self.folder)
         self.evaluation = e = replace(complete(asked, self.given.get("policy")), block=self.block)
         self.steps, self.seed = drawing_steps(e.backbone, e.steps), drawing_seed(e.seed)
-        self.prompt_set = prompts_as_begun(load_prompts(self.given.get("prompts", e.prompts)), e, self.folder)
+        self.prompt_set = prompts_as_begun(
+            load_prompts(self.given.get("prompts", e.prompts)), e, self.folder
+        )
         if asked.prompts is None:
             check_prompts_of_run(e, self.prompt_set)
         self.record = evaluation_record(e, self.prompt_set, rewards)
         if check_place(self.folder, self.record) and "policy" in self.given:
-            raise ValueError(f"output: {str(self.folder)!r} is not empty, and a policy that is an object begins anew")
+            raise ValueError(
+                f"output: {str(self.folder)!r} is not empty, and a policy that is an object begins anew"
+            )
         self.prompts = self.prompt_set.few(e.limit)
         self.policy, self.scorers = load_models(e, self.device, self.given)
         drawing_process(self.policy, self.steps)  # raises before anything is written
@@ -267,7 +332,9 @@ class Evaluator:
         e = self.evaluation
         model = f"{e.backbone}, {e.weights} weights" if is_run(e.backbone) else e.backbone
         count = f"{len(self.prompts)} of {len(self.prompt_set.test)} prompts of {e.prompts}"
-        said = [line.partition(": ")[2] for line in remarks(replace(self.prompt_set, train=[]), e.limit)]
+        said = [
+            line.partition(": ")[2] for line in remarks(replace(self.prompt_set, train=[]), e.limit)
+        ]
         count += f" ({'; '.join(said)})" if said else ""
         each = f", {e.samples} images each" if e.samples > 1 else ""
         return f"{model}: {drawing_line(self.policy, self.steps, self.seed)}; {count}{each}"
@@ -287,7 +354,9 @@ def load_models(e: Evaluation, device: str, given: dict[str, Any]) -> tuple[Any,
     rewards = {name: given.get("rewards", {}).get(name, name) for name in e.rewards}
     scorers = given.get("scorers")
     if scorers is None:
-        scorers = {name: Scorer(load_reward(reward, device=device)) for name, reward in rewards.items()}
+        scorers = {
+            name: Scorer(load_reward(reward, device=device)) for name, reward in rewards.items()
+        }
     for scorer in scorers.values():
         tell_frame_rate(scorer.reward, policy)
     return policy, scorers
@@ -306,7 +375,12 @@ def block_count(evaluator: Evaluator) -> int:
 def block_numbers(evaluator: Evaluator, block: int) -> list[int]:
     "Return the numbers of a block's images."
     e = evaluator.evaluation
-    return list(range(block * evaluator.block, min((block + 1) * evaluator.block, len(evaluator.prompts) * e.samples)))
+    return list(
+        range(
+            block * evaluator.block,
+            min((block + 1) * evaluator.block, len(evaluator.prompts) * e.samples),
+        )
+    )
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #447d14e6
 def score_images(
@@ -323,18 +397,30 @@ def score_images(
     from branchgrpo.training.scoring import finite_rows, with_rows
 
     known, lost = rows_of(prompts), ~finite_rows(images)
-    images = with_rows(images, lost, 0.0) if lost.any() else images  # what is not finite is no image, and has no score
-    rewards = {name: scorer.total(scorer(images, prompts, known)[1]) for name, scorer in scorers.items()}
+    images = (
+        with_rows(images, lost, 0.0) if lost.any() else images
+    )  # what is not finite is no image, and has no score
+    rewards = {
+        name: scorer.total(scorer(images, prompts, known)[1]) for name, scorer in scorers.items()
+    }
     check = prompt_set.checks(images, prompts) if prompt_set.check else {}
     kinds = {"rewards": rewards} | ({"check": check} if check else {})
-    kinds = {k: {name: with_rows(v.float(), lost, math.nan) for name, v in table.items()} for k, table in kinds.items()}
-    return {kind: {name: column.tolist() for name, column in table.items()} for kind, table in kinds.items()}
+    kinds = {
+        k: {name: with_rows(v.float(), lost, math.nan) for name, v in table.items()}
+        for k, table in kinds.items()
+    }
+    return {
+        kind: {name: column.tolist() for name, column in table.items()}
+        for kind, table in kinds.items()
+    }
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #ab9bba5a
 def scores_at(table: dict[str, list[float]], i: int) -> dict[str, float | None]:
     "Return the scores of image `i`, rounded to six digits; None for a missing one."
     values = {name: column[i] for name, column in table.items()}
-    return {name: round(value, 6) if math.isfinite(value) else None for name, value in values.items()}
+    return {
+        name: round(value, 6) if math.isfinite(value) else None for name, value in values.items()
+    }
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #52b1eca1
 def scored_rows(
@@ -359,7 +445,9 @@ def sample_full(evaluator: Evaluator, prompts: list[str], numbers: list[int]) ->
     "Return the images of a block. Its last prompt fills a last block, so that all have one size, as in a training."
     from branchgrpo.evaluation.sampling import sample_block
 
-    spare = min(evaluator.block, len(evaluator.prompts) * evaluator.evaluation.samples) - len(numbers)
+    spare = min(evaluator.block, len(evaluator.prompts) * evaluator.evaluation.samples) - len(
+        numbers
+    )
     filled = prompts + prompts[-1:] * spare, numbers + numbers[-1:] * spare
     return sample_block(evaluator.policy, *filled, evaluator.steps, evaluator.seed)[: len(numbers)]
 
@@ -390,7 +478,11 @@ def block_rows(evaluator: Evaluator, block: int) -> list[dict[str, Any]]:
         rows = [row | {"image": image_place(row["number"])} for row in rows]
     for n in (~images.isfinite()).flatten(1).any(1).nonzero()[:, 0].tolist():
         rows[n]["finite"] = False
-    clip = {"frames": images.shape[2], "fps": getattr(evaluator.policy, "fps", None)} if images.ndim == 5 else {}
+    clip = (
+        {"frames": images.shape[2], "fps": getattr(evaluator.policy, "fps", None)}
+        if images.ndim == 5
+        else {}
+    )
     return [row | clip for row in rows]
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #3b573692
@@ -410,14 +502,21 @@ def bootstrap_interval(values: Sequence[float]) -> dict[str, Any]:  # of one val
     ends = torch.tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2], dtype=torch.float64)
     low, high = torch.quantile(known[drawn].mean(1), ends).tolist()
     mean = known.mean().item()
-    return {"mean": round(mean, 6), "low": round(low, 6), "high": round(high, 6), "prompts": len(known)}
+    return {
+        "mean": round(mean, 6),
+        "low": round(low, 6),
+        "high": round(high, 6),
+        "prompts": len(known),
+    }
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #c055ac69
 def prompt_means(rows: list[dict], kind: str, name: str) -> list[float]:
     "Return the mean score of every prompt over all its lines; NaN if none of its images has a score."
     by_prompt = {}
     for row in rows:  # two prompts may have one text
-        by_prompt.setdefault(row.get("repeats", row["number"] - row["sample"]), []).append(row[kind][name])
+        by_prompt.setdefault(row.get("repeats", row["number"] - row["sample"]), []).append(
+            row[kind][name]
+        )
     means = []
     for scores in by_prompt.values():
         known = [score for score in scores if score is not None]
@@ -439,10 +538,14 @@ def summarise_scores(rows: list[dict]) -> dict[str, dict]:
 def summarise(rows: list[dict]) -> dict[str, Any]:
     "Return the number of `images`, the summary of all rows, and that of each tag if the rows have tags."
     lost = sum(not row.get("finite", True) for row in rows)
-    summary = {"images": len(rows), **summarise_scores(rows)} | ({"not_finite": lost} if lost else {})
+    summary = {"images": len(rows), **summarise_scores(rows)} | (
+        {"not_finite": lost} if lost else {}
+    )
     tags = dict.fromkeys(row["tag"] for row in rows if "tag" in row)
     if tags:
-        summary["tags"] = {tag: summarise_scores([row for row in rows if row.get("tag") == tag]) for tag in tags}
+        summary["tags"] = {
+            tag: summarise_scores([row for row in rows if row.get("tag") == tag]) for tag in tags
+        }
     return summary
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #f0429d7f
@@ -459,7 +562,10 @@ def run_evaluation(evaluator: Evaluator) -> dict[str, Any] | None:
     paths = [block_path(evaluator, block) for block in range(block_count(evaluator))]
     if not all(path.is_file() for path in paths):
         return None
-    for part in ("blocks", "images"):  # of killed processes: all blocks are there, so nobody writes one now
+    for part in (
+        "blocks",
+        "images",
+    ):  # of killed processes: all blocks are there, so nobody writes one now
         remove_temporaries(evaluator.folder / part)
     if evaluator.processes == 1:  # else another one may write the summary
         remove_temporaries(evaluator.folder)
@@ -499,17 +605,23 @@ def evaluate_run(
     Returns the summary, with that of the `base` and the `change`; None while other processes still draw.
     Raises `ValueError` as an `Evaluator` does."""
     folder = Path(folder)
-    trained = Evaluator(replace(evaluation, weights="trained"), folder, rank, processes, device, dict(given or {}))
+    trained = Evaluator(
+        replace(evaluation, weights="trained"), folder, rank, processes, device, dict(given or {})
+    )
     tell(str(trained))
     after = trained.run()
     e, scorers = replace(trained.evaluation, weights="base"), trained.scorers
     del trained  # two models may not fit
-    base = Evaluator(e, folder / "base", rank, processes, device, dict(given or {}) | {"scorers": scorers})
+    base = Evaluator(
+        e, folder / "base", rank, processes, device, dict(given or {}) | {"scorers": scorers}
+    )
     tell(str(base))
     before = base.run()
     if after is None or before is None:
         return None
-    found = changes(read_jsonl(folder / "base" / "images.jsonl"), read_jsonl(folder / "images.jsonl"))
+    found = changes(
+        read_jsonl(folder / "base" / "images.jsonl"), read_jsonl(folder / "images.jsonl")
+    )
     summary = after | {"base": before, "change": found}
     write_text(folder / "summary.json", json.dumps(summary, indent=1))
     return summary
@@ -531,10 +643,15 @@ def evaluate(
     from branchgrpo.evaluation.sampling import is_run
     from branchgrpo.rewards.names import reward_name
 
-    several = rewards if isinstance(rewards, (list, tuple)) else [] if rewards is None else [rewards]
+    several = (
+        rewards if isinstance(rewards, (list, tuple)) else [] if rewards is None else [rewards]
+    )
     by_name = {reward_name(reward): reward for reward in several}
     given: dict[str, Any] = {"rewards": by_name}
-    fields |= {"rewards": tuple(by_name), "save_images": fields.get("save_images", output is not None)}
+    fields |= {
+        "rewards": tuple(by_name),
+        "save_images": fields.get("save_images", output is not None),
+    }
     if isinstance(policy, (str, Path)):
         fields["backbone"] = str(policy)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")

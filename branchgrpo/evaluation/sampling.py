@@ -88,7 +88,11 @@ def drawing_process(policy: Policy, steps: int) -> Transition:
     Raises `ValueError` if its levels do not differ."""
     shift = getattr(policy, "shift", None)
     process = sampling_process(policy, steps, shift)
-    if process.tail is None and not (process.levels.diff() < 0).all() and not (process.levels.diff() > 0).all():
+    if (
+        process.tail is None
+        and not (process.levels.diff() < 0).all()
+        and not (process.levels.diff() > 0).all()
+    ):
         raise ValueError(f"shift: {shift} makes noise levels of {steps} steps equal")
     return process
 
@@ -109,7 +113,15 @@ def sample_block(
     return policy.decode(latents).float().cpu()
 
 # %% ../../nbs/evaluation/00_sampling.ipynb #e34d0be8
-RESOLVED = ("guidance_scale", "height", "width", "frames", "text_length", "negative_prompt", "shift")
+RESOLVED = (
+    "guidance_scale",
+    "height",
+    "width",
+    "frames",
+    "text_length",
+    "negative_prompt",
+    "shift",
+)
 RESOLVED += ("base_dtype", "mixed_precision", "max_batch")
 
 
@@ -143,7 +155,9 @@ def save_images(images: Tensor, numbers: list[int], folder: Path) -> None:
     "Save images as PNG files, clips as strips of frames; each file whole or not at all."
     for number, image in zip(numbers, images):
         sheet = image_sheet(image[None])
-        write_atomic(folder / image_place(number), lambda temporary: sheet.save(temporary, format="png"))
+        write_atomic(
+            folder / image_place(number), lambda temporary: sheet.save(temporary, format="png")
+        )
 
 # %% ../../nbs/evaluation/00_sampling.ipynb #aa66e419
 RUN_WEIGHTS = ("trained", "ema", "base")
@@ -206,14 +220,18 @@ def load_as_trained(name: str, device: str | torch.device, options: dict[str, An
     return policy
 
 
-def load_run_policy(run: Run, weights: str, device: str | torch.device, options: dict[str, Any]) -> Policy:
+def load_run_policy(
+    run: Run, weights: str, device: str | torch.device, options: dict[str, Any]
+) -> Policy:
     """Return the policy of a run, of an unfinished one with the weights of its last checkpoint.
 
     `options` that are not None take the place of its sizes and guidance."""
     info, table = run.info, saved_table(run, weights)
     checkpoint = newest(run.path, contents=True) if table else None
     if table and checkpoint is None:
-        raise ValueError(f"backbone: the run {str(run.path)!r} has no checkpoint; run the command that began it again")
+        raise ValueError(
+            f"backbone: the run {str(run.path)!r} has no checkpoint; run the command that began it again"
+        )
     from branchgrpo.training.learner import make_trainable  # not above: it imports accelerate
 
     kept = ("height", "width", "guidance_scale", "frames", "text_length", "negative_prompt")
@@ -223,7 +241,9 @@ def load_run_policy(run: Run, weights: str, device: str | torch.device, options:
     if whole and not own and not (model / "model_index.json").is_file():
         what = f"the run {str(run.path)!r} trained {info['settings']['backbone']!r}, an object in Python"
         raise ValueError(f"backbone: {what}; draw with that object itself")
-    needed = ("backbone", "lora") if weights == "base" or table else ("backbone",)  # the export holds the rest
+    needed = (
+        ("backbone", "lora") if weights == "base" or table else ("backbone",)
+    )  # the export holds the rest
     if whole and not own:
         recorded = info["settings"] | {"backbone": str(model)}
     else:
@@ -238,9 +258,13 @@ def load_run_policy(run: Run, weights: str, device: str | torch.device, options:
     if whole and own:
         load_model(policy.denoiser, model / "model.safetensors")
     policy.pad = getattr(settings, "pad_batches", False)
-    policy.shift = getattr(settings, "shift", 3.0)  # a run's images, its base's too, are drawn at its noise levels
+    policy.shift = getattr(
+        settings, "shift", 3.0
+    )  # a run's images, its base's too, are drawn at its noise levels
     if table is None and weights == "trained" and settings.lora_rank:
-        with without_remarks("diffusers.loaders.lora_base"):  # that there is none for a text encoder
+        with without_remarks(
+            "diffusers.loaders.lora_base"
+        ):  # that there is none for a text encoder
             policy.pipeline.load_lora_weights(run.path / "lora")
     if weights == "base" and settings.lora is not None:
         load_lora(policy, settings.lora)
@@ -255,16 +279,22 @@ def load_run_policy(run: Run, weights: str, device: str | torch.device, options:
 def check_drawing(policy: Any, name: str, frames: int | None, shift: float | str | None) -> None:
     "Raise `ValueError` if frames are given for a model of images, or a shift for a diffusion model."
     if frames is not None and "frames" not in declared(type(policy), "takes"):
-        raise ValueError(f"frames: {frames} is for a model of clips, and {shown(name)} draws images")
+        raise ValueError(
+            f"frames: {frames} is for a model of clips, and {shown(name)} draws images"
+        )
     if shift is not None and policy.kind != "flow":
-        raise ValueError(f"shift: {shift} is for a flow model, and {shown(name)} is a diffusion model")
+        raise ValueError(
+            f"shift: {shift} is for a flow model, and {shown(name)} is a diffusion model"
+        )
 
 
 def load_policy(
     name: str,  # a backbone's name, folder or hub name, your own my_file.py:MyPolicy, or a run's folder
     weights: str = "trained",  # of a run: trained, ema or base
     device: str | torch.device = "cpu",
-    shift: float | str | None = None,  # of a flow model's noise levels; none: the run's, or its files draw
+    shift: float
+    | str
+    | None = None,  # of a flow model's noise levels; none: the run's, or its files draw
     lora: str | None = None,  # an adapter to put on a backbone: a file, a folder or a hub name
     **options: Any,  # as of `load_backbone`: sizes, guidance_scale, dtype, …
 ) -> Policy:
@@ -274,11 +304,17 @@ def load_policy(
     checkpoint, and as `check_drawing` and `load_backbone` do.
     """
     check_one_of("weights", weights, RUN_WEIGHTS)
-    if is_own_name(name) and (given := [key for key, value in (options | {"lora": lora}).items() if value is not None]):
-        raise ValueError(f"{given[0]}: {options.get(given[0], lora)!r} is for a pipeline; {name!r} is your own policy")
+    if is_own_name(name) and (
+        given := [key for key, value in (options | {"lora": lora}).items() if value is not None]
+    ):
+        raise ValueError(
+            f"{given[0]}: {options.get(given[0], lora)!r} is for a pipeline; {name!r} is your own policy"
+        )
     if is_run(name):
         if lora is not None:
-            raise ValueError(f"lora: {shown(lora)} is for a model, and {name!r} is a run with weights of its own")
+            raise ValueError(
+                f"lora: {shown(lora)} is for a model, and {name!r} is a run with weights of its own"
+            )
         recorded_run(name, "backbone")
         policy = load_run_policy(Run(Path(name)), weights, device, options)
     elif weights == "trained":
@@ -286,7 +322,9 @@ def load_policy(
         if lora is not None:
             load_lora(policy, lora)
     else:
-        raise ValueError(f"weights: {weights!r} are those of a run, and {shown(name)} is no run's folder")
+        raise ValueError(
+            f"weights: {weights!r} are those of a run, and {shown(name)} is no run's folder"
+        )
     check_drawing(policy, name, options.get("frames"), shift)
     if shift is not None:
         policy.shift = shift  # pyrefly: ignore[missing-attribute]: what a policy may have, and `drawing_process` reads
@@ -296,7 +334,8 @@ def load_policy(
 def sample(
     policy: Any,  # a `Policy`, a backbone's name, or a run's folder
     prompts: str | Sequence[str],
-    steps: int | None = None,  # denoising steps; none: of a run its evaluations', else the pipeline's own
+    steps: int
+    | None = None,  # denoising steps; none: of a run its evaluations', else the pipeline's own
     seed: int | None = None,  # of the initial noises; none: that of all evaluations
     device: str | None = None,  # none: a GPU if there is one; a `Policy` stays where it is
     **options: Any,  # of `load_policy`: weights, lora, height, guidance_scale, …
@@ -308,9 +347,15 @@ def sample(
             raise ValueError(f"prompt: {text!r} is empty; name at least one, such as 'a cat'")
     steps = drawing_steps(policy, steps)
     if options and not isinstance(policy, (str, Path)):
-        raise ValueError(f"{min(options)}: is for a name; a policy that is an object draws as it is")
+        raise ValueError(
+            f"{min(options)}: is for a name; a policy that is an object draws as it is"
+        )
     if isinstance(policy, (str, Path)):
-        policy = load_policy(str(policy), device=device or ("cuda" if torch.cuda.is_available() else "cpu"), **options)
+        policy = load_policy(
+            str(policy),
+            device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            **options,
+        )
     images = sample_block(policy, texts, list(range(len(texts))), steps, drawing_seed(seed))
     check_finite(images)
     return images
@@ -321,12 +366,22 @@ def check_finite(images: Tensor) -> None:
     lost = int((~images.isfinite()).flatten(1).any(1).sum())
     if lost:
         cause = "the cause may be the weights, the guidance, or a decoder in 16 bits (base_dtype)"
-        raise ValueError(f"backbone: {lost} of {len(images)} images are not finite, and none is kept; {cause}")
+        raise ValueError(
+            f"backbone: {lost} of {len(images)} images are not finite, and none is kept; {cause}"
+        )
 
 
 KNOWN = {  # what the models in the package can draw, still or moving: a parser of prompts, examples, and prompts
-    False: ("branchgrpo.testbed.digits:parse_caption", "'a red 3' or 'a blue 7 above a green 5'", "digits"),
-    True: ("branchgrpo.testbed.clips:parse_clip", "'a red 3 moving left' or 'a blue 7 standing still'", "clips"),
+    False: (
+        "branchgrpo.testbed.digits:parse_caption",
+        "'a red 3' or 'a blue 7 above a green 5'",
+        "digits",
+    ),
+    True: (
+        "branchgrpo.testbed.clips:parse_clip",
+        "'a red 3 moving left' or 'a blue 7 standing still'",
+        "clips",
+    ),
 }
 
 
@@ -362,4 +417,8 @@ def truths(name: str, images: Tensor, prompts: Sequence[str]) -> list[bool]:
 def state_text(name: str) -> str:
     "Say of which iteration the images of an unfinished run are; nothing of anything else."
     iteration = unfinished_iteration(name)
-    return "" if iteration is None else f", by the checkpoint of iteration {iteration}: the run is not finished"
+    return (
+        ""
+        if iteration is None
+        else f", by the checkpoint of iteration {iteration}: the run is not finished"
+    )

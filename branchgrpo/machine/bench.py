@@ -33,7 +33,10 @@ from ..training.trainer import Trainer
 from ..training.update import accumulate, micro_batches
 
 # %% ../../nbs/machine/03_bench.ipynb #a539be80
-CLOCKS = {"cpu": "processor seconds", "cuda": "seconds of a synchronised clock"}  # by kind of device
+CLOCKS = {
+    "cpu": "processor seconds",
+    "cuda": "seconds of a synchronised clock",
+}  # by kind of device
 
 
 def seconds_now(device: torch.device) -> float:
@@ -78,7 +81,9 @@ def interleaved(
     "Return the median seconds of each job; the jobs take turns."
     taken: dict[str, list[float]] = {name: [] for name in jobs}
     done, last = 0, 0.0
-    while done < warm_up + rounds and not (watch and done and time.monotonic() + last > watch.table_end):
+    while done < warm_up + rounds and not (
+        watch and done and time.monotonic() + last > watch.table_end
+    ):
         began = time.monotonic()
         for name, job in jobs.items():
             taken[name].append(seconds_of(job, device))
@@ -102,7 +107,10 @@ class Work:
 
     def rows(self, n: int) -> dict[str, Tensor]:
         "Return conditioning of `n` rows, without a copy."
-        return {name: values[:1].expand(n, *values.shape[1:]) for name, values in self.rolled.conditioning.items()}
+        return {
+            name: values[:1].expand(n, *values.shape[1:])
+            for name, values in self.rolled.conditioning.items()
+        }
 
 # %% ../../nbs/machine/03_bench.ipynb #7f09dccf
 def prepare_work(config: TrainConfig, **objects: Any) -> Work:
@@ -144,7 +152,9 @@ def update_floor(work: Work) -> None:
     for batch in micro_batches(rolled.tree, rolled.edge_mask, s.train_batch or s.max_batch):
         n = len(batch.parents)
         latents = rolled.tree.latents[batch.step].flatten(0, 1)[:n]
-        output = work.trainer.policy.predict(latents, rolled.process.times[batch.step], work.rows(n))
+        output = work.trainer.policy.predict(
+            latents, rolled.process.times[batch.step], work.rows(n)
+        )
         output.float().square().mean().backward()
     work.trainer.learner.optimizer.zero_grad()
 
@@ -158,7 +168,9 @@ def node_by_node(work: Work) -> None:
         nodes = [work.rolled.tree.latents[0][p, root : root + 1] for root in range(plan.roots)]
         for i, (parents, drawn) in enumerate(plan.shape):
             outputs = [policy.predict(x, process.times[i], row) for x in nodes]
-            dist = process.step(i, torch.cat(nodes), torch.cat(outputs))  # once: a solver counts its steps
+            dist = process.step(
+                i, torch.cat(nodes), torch.cat(outputs)
+            )  # once: a solver counts its steps
             nodes = []
             for parent, is_drawn in zip(parents, drawn):
                 mean = dist.mean[parent : parent + 1]
@@ -173,7 +185,9 @@ def edge_gradient(work: Work, step: int, prompt: int, child: int) -> None:
     edge = edges_in(x.tree, chosen, step)
     dist = revisit(x.tree, work.trainer.policy, x.conditioning, x.process, edge)
     log_prob = dist.log_prob(edge.of(x.tree.latents))
-    edge_loss(log_prob, edge.of(x.tree.log_probs), edge.of(x.advantages), s.clip_range).sum().backward()
+    edge_loss(
+        log_prob, edge.of(x.tree.log_probs), edge.of(x.advantages), s.clip_range
+    ).sum().backward()
 
 # %% ../../nbs/machine/03_bench.ipynb #910f108f
 def edge_by_edge(work: Work) -> None:
@@ -192,12 +206,19 @@ TIMED_PARTS = {  # part: its job, its floor, and the published way
 
 def floor_rows(work: Work, watch: Countdown) -> list[dict[str, Any]]:
     "Return one row per part: seconds, floor, the published way, and their ratios."
-    jobs = {f"{part}, {way}": partial(job, work) for part, ways in TIMED_PARTS.items() for way, job in ways.items()}
+    jobs = {
+        f"{part}, {way}": partial(job, work)
+        for part, ways in TIMED_PARTS.items()
+        for way, job in ways.items()
+    }
     took = interleaved(jobs, math.inf, work.device, watch=watch)
     rows = []
     for part, ways in TIMED_PARTS.items():
         row = {way: took[f"{part}, {way}"] for way in ways}
-        ratios = {"× floor": row["seconds"] / row["floor"], "× faster": row["one by one"] / row["seconds"]}
+        ratios = {
+            "× floor": row["seconds"] / row["floor"],
+            "× faster": row["one by one"] / row["seconds"],
+        }
         rows.append({"part": part} | row | ratios)
     return rows
 
@@ -223,24 +244,37 @@ def beside_paper(took: dict[str, float]) -> list[dict[str, Any]]:
     return rows
 
 # %% ../../nbs/machine/03_bench.ipynb #1ef3e85b
-def recipe_rows(config: TrainConfig, recipes: Iterable[str], watch: Countdown) -> list[dict[str, Any]]:
+def recipe_rows(
+    config: TrainConfig, recipes: Iterable[str], watch: Countdown
+) -> list[dict[str, Any]]:
     "Return seconds per iteration of recipes that take turns, beside the paper's."
     trainers = {name: Trainer(dataclasses.replace(config, recipe=name)) for name in recipes}
     device = next(iter(trainers.values())).accelerator.device
-    return beside_paper(interleaved({name: t.step for name, t in trainers.items()}, math.inf, device, watch=watch))
+    return beside_paper(
+        interleaved({name: t.step for name, t in trainers.items()}, math.inf, device, watch=watch)
+    )
 
 # %% ../../nbs/machine/03_bench.ipynb #eeb2e3e3
-def growth_rows(config: TrainConfig, factors: Iterable[int], watch: Countdown) -> list[dict[str, Any]]:
+def growth_rows(
+    config: TrainConfig, factors: Iterable[int], watch: Countdown
+) -> list[dict[str, Any]]:
     "Return leaves, calls, seconds of rollout and update, and seconds per leaf of one prompt's trees."
     one = dataclasses.replace(config, prompts_per_iteration=1)
-    works = {factor: prepare_work(dataclasses.replace(one, branch_factor=factor)) for factor in factors}
+    works = {
+        factor: prepare_work(dataclasses.replace(one, branch_factor=factor)) for factor in factors
+    }
     jobs = {
-        f"{k} children, {part}": partial(TIMED_PARTS[part]["seconds"], works[k]) for k in works for part in TIMED_PARTS
+        f"{k} children, {part}": partial(TIMED_PARTS[part]["seconds"], works[k])
+        for k in works
+        for part in TIMED_PARTS
     }
     took = interleaved(jobs, math.inf, next(iter(works.values())).device, watch=watch)
     rows = []
     for factor, work in works.items():
-        plan, seconds = work.rolled.tree.plan, {part: took[f"{factor} children, {part}"] for part in TIMED_PARTS}
+        plan, seconds = (
+            work.rolled.tree.plan,
+            {part: took[f"{factor} children, {part}"] for part in TIMED_PARTS},
+        )
         row = {"leaves": plan.leaves, "calls": plan.denoiser_calls} | seconds
         rows.append(row | {"per leaf": sum(seconds.values()) / plan.leaves})
     return rows
@@ -264,7 +298,11 @@ def measure_speed(
             watch.begin(title)
             rows = measure()
             tables[f"{title} ({watch.measured})"] = rows
-    about = {"backbone": config.backbone, "prompts": config.prompts_per_iteration, "minutes": minutes}
+    about = {
+        "backbone": config.backbone,
+        "prompts": config.prompts_per_iteration,
+        "minutes": minutes,
+    }
     return {"tables": tables, "date": time.strftime("%Y-%m-%d"), **about, **environment()}
 
 # %% ../../nbs/machine/03_bench.ipynb #82a8f894

@@ -30,7 +30,9 @@ def scale_factors(vae: dict[str, Any]) -> dict[str, int]:
     "Return the pixels per latent pixel, named as in a pipeline of images or of video."
     if "block_out_channels" in vae:
         return {"vae_scale_factor": 2 ** (len(vae["block_out_channels"]) - 1)}
-    return {f"vae_scale_factor_{axis}": vae[f"scale_factor_{axis}"] for axis in ("spatial", "temporal")}
+    return {
+        f"vae_scale_factor_{axis}": vae[f"scale_factor_{axis}"] for axis in ("spatial", "temporal")
+    }
 
 # %% ../../nbs/machine/00_counting.ipynb #2cc503af
 def part_class(name: str, part: str) -> Any:
@@ -40,7 +42,9 @@ def part_class(name: str, part: str) -> Any:
     kind = read_index(folder_of(name)).get(part) or [None]
     model = getattr(diffusers, str(kind[-1]), None) if isinstance(kind, list) else None
     if model is None:
-        raise ValueError(f"backbone: model_index.json of {shown(name)} names no {part} of diffusers")
+        raise ValueError(
+            f"backbone: model_index.json of {shown(name)} names no {part} of diffusers"
+        )
     return model
 
 
@@ -76,18 +80,27 @@ def equal_runs(denoiser: torch.nn.Module) -> list[tuple[str, range]]:
     for name, blocks in denoiser.named_children():
         if not isinstance(blocks, torch.nn.ModuleList):
             continue
-        shapes = [repr(sorted((key, value.shape) for key, value in block.named_parameters())) for block in blocks]
-        starts = [place for place, shape in enumerate(shapes) if place == 0 or shape != shapes[place - 1]]
+        shapes = [
+            repr(sorted((key, value.shape) for key, value in block.named_parameters()))
+            for block in blocks
+        ]
+        starts = [
+            place for place, shape in enumerate(shapes) if place == 0 or shape != shapes[place - 1]
+        ]
         runs += [(name, range(*ends)) for ends in pairwise([*starts, len(shapes)])]
     return [(name, run) for name, run in runs if len(run) > 3]
 
 # %% ../../nbs/machine/00_counting.ipynb #a498cf35
-def shortened(denoiser: torch.nn.Module, kept: dict[tuple[str, range], int]) -> AbstractContextManager[None]:
+def shortened(
+    denoiser: torch.nn.Module, kept: dict[tuple[str, range], int]
+) -> AbstractContextManager[None]:
     "Leave out blocks in this context; of each run, as many as `kept` says stay."
     out = {(name, place) for (name, run), few in kept.items() for place in run[few:]}
     fewer = {}
     for name, _ in kept:
-        stay = [block for place, block in enumerate(getattr(denoiser, name)) if (name, place) not in out]
+        stay = [
+            block for place, block in enumerate(getattr(denoiser, name)) if (name, place) not in out
+        ]
         fewer[name] = torch.nn.ModuleList(stay)
     return instead(denoiser, **fewer)
 
@@ -107,7 +120,10 @@ def count_all_blocks(denoiser: torch.nn.Module, measure: Callable[[], Tensor]) -
 def largest_block(denoiser: torch.nn.Module) -> int:
     "Return the parameters of the largest block: a module in a list of modules of the denoiser."
     lists = [m for m in denoiser.modules() if isinstance(m, torch.nn.ModuleList)]
-    return max((sum(p.numel() for p in block.parameters()) for blocks in lists for block in blocks), default=0)
+    return max(
+        (sum(p.numel() for p in block.parameters()) for blocks in lists for block in blocks),
+        default=0,
+    )
 
 # %% ../../nbs/machine/00_counting.ipynb #3534c819
 @dataclass(frozen=True)
@@ -131,7 +147,9 @@ def set_trainable(policy: Any, rank: int, checkpointing: bool) -> list[torch.nn.
         from peft import LoraConfig
 
         with torch.device("meta"):
-            policy.denoiser.add_adapter(LoraConfig(r=rank, target_modules=list(policy.lora_targets)))
+            policy.denoiser.add_adapter(
+                LoraConfig(r=rank, target_modules=list(policy.lora_targets))
+            )
     if checkpointing:
         policy.denoiser.enable_gradient_checkpointing()
         policy.denoiser.train()
@@ -164,7 +182,9 @@ def count(policy: Any, checkpointing: bool = True, rank: int = 0) -> CallCost:
     trained = set_trainable(policy, rank, checkpointing)
     for parameter in trained:
         parameter.grad = torch.empty_like(parameter)
-    training, activation_bytes, kept = count_all_blocks(denoiser, partial(count_update, policy)).tolist()
+    training, activation_bytes, kept = count_all_blocks(
+        denoiser, partial(count_update, policy)
+    ).tolist()
     return CallCost(
         parameters=parameters,
         trained=sum(p.numel() for p in trained),
@@ -178,7 +198,9 @@ def count(policy: Any, checkpointing: bool = True, rank: int = 0) -> CallCost:
 
 # %% ../../nbs/machine/00_counting.ipynb #abf36274
 @lru_cache(maxsize=64)
-def _counted(rank: int, checkpointing: bool, guidance_grad: bool, *where: Any) -> tuple[Any, CallCost]:
+def _counted(
+    rank: int, checkpointing: bool, guidance_grad: bool, *where: Any
+) -> tuple[Any, CallCost]:
     "Return a policy without weights and what it costs, once per process."
     policy = meta_policy(*where)
     policy.guidance_grad = guidance_grad
@@ -236,7 +258,9 @@ def latent_shape(config: Any, height: int, width: int, frames: int) -> tuple[int
 
 # %% ../../nbs/machine/00_counting.ipynb #e7e20f23
 @lru_cache(maxsize=64)
-def vae_cost(name: str, height: int, width: int, frames: int, bytes_per_number: int) -> DecodingCost:
+def vae_cost(
+    name: str, height: int, width: int, frames: int, bytes_per_number: int
+) -> DecodingCost:
     "Return what a backbone's VAE takes at a size."
     vae = meta_vae(name)
     weights = bytes_per_number * sum(p.numel() for p in vae.parameters())
@@ -247,4 +271,10 @@ def vae_cost(name: str, height: int, width: int, frames: int, bytes_per_number: 
 # %% ../../nbs/machine/00_counting.ipynb #e11712ad
 def decoding_cost(policy: Any, s: Settings) -> DecodingCost:
     "Return what the VAE of a run takes."
-    return vae_cost(s.backbone, policy.height, policy.width, getattr(policy, "frames", 1), weight_bytes(s, s.vae_dtype))
+    return vae_cost(
+        s.backbone,
+        policy.height,
+        policy.width,
+        getattr(policy, "frames", 1),
+        weight_bytes(s, s.vae_dtype),
+    )

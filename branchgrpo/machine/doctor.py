@@ -26,7 +26,15 @@ import torch
 from huggingface_hub import constants, get_session
 
 import branchgrpo
-from ..backbones.loading import declared, family, local_file, folder_of, is_hub_model, lora_file, used_parts
+from branchgrpo.backbones.loading import (
+    declared,
+    family,
+    local_file,
+    folder_of,
+    is_hub_model,
+    lora_file,
+    used_parts,
+)
 from ..backbones.published import instead
 from branchgrpo.machine.estimate import (
     Estimate,
@@ -135,7 +143,8 @@ def has_weights(folder: Path) -> bool:
     found = {path.name for kind in ("*.safetensors", "*.bin") for path in folder.glob(kind)}
     try:
         lists = [
-            set(json.loads(path.read_text("utf-8"))["weight_map"].values()) for path in folder.glob("*.index.json")
+            set(json.loads(path.read_text("utf-8"))["weight_map"].values())
+            for path in folder.glob("*.index.json")
         ]
     except (ValueError, LookupError, TypeError, AttributeError):
         return False  # a damaged list
@@ -145,7 +154,10 @@ def has_weights(folder: Path) -> bool:
 def lacking(folder: Path) -> list[str]:
     "Return the parts of a pipeline that it needs, by its model_index.json, and that are not whole in its folder."
     place = str(folder)
-    kinds = {declared(family(place), "component"): "", "vae": ""}  # needed, even if the file does not name them
+    kinds = {
+        declared(family(place), "component"): "",
+        "vae": "",
+    }  # needed, even if the file does not name them
     kinds |= {name: str(kind[-1]) for name, kind in used_parts(place).items()}
     models = {name for name, kind in kinds.items() if not WITHOUT_WEIGHTS.search(kind)}
     without = {name for name in models if not has_weights(folder / name)}
@@ -187,7 +199,11 @@ def server_finding(what: str, address: str) -> Finding:
         return Finding("missing", what, str(error).removeprefix("reward: "))
 
 # %% ../../nbs/machine/02_doctor.ipynb #023bfb7c
-WEIGHT_FILES = {"hps-v2.1": "HPS_v2.1_compressed.pt", "imagereward": "ImageReward.pt", "aesthetic": WEIGHTS}
+WEIGHT_FILES = {
+    "hps-v2.1": "HPS_v2.1_compressed.pt",
+    "imagereward": "ImageReward.pt",
+    "aesthetic": WEIGHTS,
+}
 CLIP_H = ("laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "preprocessor_config.json")
 CLIP_L = (AestheticReward.clip, "config.json")
 COMPANIONS = {
@@ -208,7 +224,11 @@ def video_finding(what: str, place: str) -> Finding:
     "Report whether VideoReward's checkpoint, and the base model that it changes, are where the reward looks for them."
     config = local_file(place, "model_config.json")
     if config is None or not last_checkpoint(config.parent):
-        advice = f"hf download {place}" if is_hub_model(place) else "put model_config.json and checkpoint-N there"
+        advice = (
+            f"hf download {place}"
+            if is_hub_model(place)
+            else "put model_config.json and checkpoint-N there"
+        )
         return Finding("missing", what, advice)
     base = base_model(config.parent)
     if not is_downloaded(base, "config.json"):
@@ -230,9 +250,15 @@ def reward_finding(name: str) -> Finding:
         return video_finding(what, place)
     file = WEIGHT_FILES.get(name.partition(":")[0], "config.json")
     steps = []
-    if not is_downloaded(place, file) and (is_hub_model(place) or not is_downloaded(place, "config.json")):
+    if not is_downloaded(place, file) and (
+        is_hub_model(place) or not is_downloaded(place, "config.json")
+    ):
         download = f"hf download {place}" + ("" if file == "config.json" else f" {file}")
-        steps = [download if is_hub_model(place) else f"put {place} there, or name its place: {name}:PATH"]
+        steps = [
+            download
+            if is_hub_model(place)
+            else f"put {place} there, or name its place: {name}:PATH"
+        ]
     if companion := missing_companion(name, place):
         steps.append(f"hf download {companion}")
     return Finding("missing", what, "; ".join(steps)) if steps else Finding("ok", what, place)
@@ -251,7 +277,11 @@ def prompts_finding(name: str) -> Finding:
 
 # %% ../../nbs/machine/02_doctor.ipynb #b77c5cb5
 def findings(
-    backbone: str, reward: str, prompts: str = "digit-pairs", held_out: str | None = None, lora: str | None = None
+    backbone: str,
+    reward: str,
+    prompts: str = "digit-pairs",
+    held_out: str | None = None,
+    lora: str | None = None,
 ) -> list[Finding]:
     "Report on the weights of a backbone, its adapter, every reward of a sum and held-out one, and on the prompts."
     names = [name for some in (reward, *listed(held_out)) for _, name in terms(some)[0]]
@@ -269,11 +299,16 @@ def verify_commands(s: Settings) -> list[str]:
     backbone = None if is_own_name(s.backbone) else folder_of(s.backbone)
     places = [backbone, *(split_name(name).where for name in sorted(rewards))]
     outside = [
-        place for place in dict.fromkeys(places) if place and not place.startswith("http") and not is_packaged(place)
+        place
+        for place in dict.fromkeys(places)
+        if place and not place.startswith("http") and not is_packaged(place)
     ]
     hub = [f"hf cache verify {place}" for place in outside if is_hub_model(place)]
     folders = [place for place in outside if Path(place).is_dir()]
-    return [*hub, *(f"hf cache verify OWNER/NAME --local-dir {shlex.quote(place)}" for place in folders)]
+    return [
+        *hub,
+        *(f"hf cache verify OWNER/NAME --local-dir {shlex.quote(place)}" for place in folders),
+    ]
 
 # %% ../../nbs/machine/02_doctor.ipynb #d22926e0
 OVERHEAD = 0.05  # seconds that an iteration takes at least, however few its FLOPs
@@ -293,12 +328,18 @@ def levels_of(s: Settings) -> str:
     "Say which noise levels a run trains at."
     if getattr(family(s.backbone), "kind", "flow") == "diffusion":
         return "those of its files, by DDIM"
-    return "those of its files' scheduler" if isinstance(s.shift, str) else f"even, shift {s.shift:g}"
+    return (
+        "those of its files' scheduler" if isinstance(s.shift, str) else f"even, shift {s.shift:g}"
+    )
 
 
 def plan_lines(s: Settings, leaves: int, calls: int, trained_calls: int) -> list[str]:
     "Return what a run does, whatever its model."
-    counts = count_of(leaves, "leaf", "leaves"), count_of(calls, "call"), count_of(trained_calls, "trained call")
+    counts = (
+        count_of(leaves, "leaf", "leaves"),
+        count_of(calls, "call"),
+        count_of(trained_calls, "trained call"),
+    )
     return [
         f"recipe        {s.recipe} on {s.backbone}, {s.height}×{s.width} pixels",
         f"noise levels  {levels_of(s)}; guidance {s.guidance_scale:g}",
@@ -347,7 +388,13 @@ def cost_lines(
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:100]
         return [f"costs: the model's configuration is not on this machine ({reason})"]
-    lines = [*work_lines(s, e, gpus, tflops), "", *memory_table(e.parts), "", memory_verdict(s, gpus, gpu)]
+    lines = [
+        *work_lines(s, e, gpus, tflops),
+        "",
+        *memory_table(e.parts),
+        "",
+        memory_verdict(s, gpus, gpu),
+    ]
     return [*lines, f"not counted: {NOT_COUNTED}"]
 
 # %% ../../nbs/machine/02_doctor.ipynb #397df384
@@ -359,7 +406,10 @@ def is_small(backbone: str) -> bool:
 def all_findings(s: Settings, asked: Gpus | None = None) -> list[Finding]:
     "Report on the packages, the GPUs, and everything that a run reads; what is `missing` it cannot do without."
     asked = None if is_small(s.backbone) else asked  # nothing is estimated
-    return [*package_findings(asked), *findings(s.backbone, s.reward, s.prompts, s.held_out, s.lora)]
+    return [
+        *package_findings(asked),
+        *findings(s.backbone, s.reward, s.prompts, s.held_out, s.lora),
+    ]
 
 
 def report(
@@ -384,8 +434,18 @@ def cost_facts(
         return {"error": " ".join(str(error).split())}
     changes = advice(s, gpus, gpu)
     work = {"parameters": e.counted.parameters, "trained_parameters": e.counted.trained}
-    work |= {"leaves": e.leaves, "calls": e.calls, "trained_calls": e.trained_calls, "tflop_per_iteration": e.tflop}
-    time = {"hours": e.hours, "evaluation_hours": e.evaluation_hours, "gpus": gpus, "tflops": tflops}
+    work |= {
+        "leaves": e.leaves,
+        "calls": e.calls,
+        "trained_calls": e.trained_calls,
+        "tflop_per_iteration": e.tflop,
+    }
+    time = {
+        "hours": e.hours,
+        "evaluation_hours": e.evaluation_hours,
+        "gpus": gpus,
+        "tflops": tflops,
+    }
     memory = {"gpu_gb": gpu, "peak_gb": e.peak_gb, "gb_by_phase": gb_by_phase(e.parts)}
     return work | time | memory | {"fits": changes == {}, "fits_with": changes}
 

@@ -25,7 +25,13 @@ from ..backbones.loading import encoder_names, folder_of
 from ..backbones.pipeline import images_per_decode
 from ..backbones.published import ENCODING_BYTES, PUBLISHED, T5_XXL
 from .gpus import GPU_GB, GPUS_PER_NODE, MEASURED_SPEED
-from .counting import CallCost, compute_bytes, counted_policy, decoding_cost, weight_bytes
+from branchgrpo.machine.counting import (
+    CallCost,
+    compute_bytes,
+    counted_policy,
+    decoding_cost,
+    weight_bytes,
+)
 from ..noise import EVALUATION_BLOCK, Noise
 from ..objective import needs_means
 from ..plan import RolloutPlan, plan_cost
@@ -53,7 +59,9 @@ class GpuShare:
     @property
     def prompts(self) -> int:
         "Return the prompts of an iteration on one GPU."
-        return math.ceil(self.settings.prompts_per_iteration * self.settings.ranks_per_prompt / self.gpus)
+        return math.ceil(
+            self.settings.prompts_per_iteration * self.settings.ranks_per_prompt / self.gpus
+        )
 
     @property
     def evaluated(self) -> int:
@@ -88,12 +96,18 @@ def trained_parts(c: CallCost, s: Settings, share: GpuShare) -> list[MemoryPart]
     each = c.trained / share.shards
     in_buckets = share.gpus > 1 and s.sharding == "none"
     reference = c.parameters * (weight_bytes(s) if s.sharding == "none" else 2 / share.shards)
-    autocast = 2 * c.trained if s.mixed_precision != "no" and not s.lora_rank and s.sharding == "none" else 0
+    autocast = (
+        2 * c.trained
+        if s.mixed_precision != "no" and not s.lora_rank and s.sharding == "none"
+        else 0
+    )
     return [
         MemoryPart("adapter", 4 * each if s.lora_rank else 0),
         MemoryPart("averaged weights", 4 * each),
         MemoryPart("stored trained weights", 4 * each if s.ema_used else 0, ("evaluation",)),
-        MemoryPart("reference for KL", reference if s.kl and (s.lora is not None or not s.lora_rank) else 0),
+        MemoryPart(
+            "reference for KL", reference if s.kl and (s.lora is not None or not s.lora_rank) else 0
+        ),
         MemoryPart("optimiser", 8 * each, ("evaluation", "rollout", "update", "step")),
         MemoryPart("gradients", 4 * each, PHASES if in_buckets else ("update", "step")),
         MemoryPart("weights in bfloat16", autocast, ("evaluation", "rollout", "update")),
@@ -106,7 +120,9 @@ def denoiser_parts(c: CallCost, s: Settings, share: GpuShare) -> list[MemoryPart
     if s.sharding == "none":
         return [own]
     size = compute_bytes(s)
-    blocks = 2 * c.block * (size + 4)  # weights of this block and the next one, and float32 gradients on their way
+    blocks = (
+        2 * c.block * (size + 4)
+    )  # weights of this block and the next one, and float32 gradients on their way
     return [
         own,
         MemoryPart("gathered weights", size * c.parameters, ("evaluation", "rollout")),
@@ -124,7 +140,9 @@ def call_rows(s: Settings, share: GpuShare) -> int:
 def update_rows(s: Settings, share: GpuShare) -> int:
     "Return the latents of a micro-batch of the update."
     plan = share.plan
-    parents = plan.roots if plan.side else max(plan.widths)  # only the trunk's nodes have trained children
+    parents = (
+        plan.roots if plan.side else max(plan.widths)
+    )  # only the trunk's nodes have trained children
     return s.train_batch or s.max_batch or share.prompts * parents // s.ranks_per_prompt
 
 # %% ../../nbs/machine/01_estimate.ipynb #ea5f9dd9
@@ -141,9 +159,13 @@ def working_parts(policy: Any, c: CallCost, s: Settings, share: GpuShare) -> lis
     "Return what a rollout and an update hold besides weights."
     wide = compute_bytes(s) / 2  # activations are counted in bfloat16
     elements = torch.Size(policy.latent_shape).numel()
-    tree = plan_cost(share.plan, latent_elements=elements, latent_bytes=compute_bytes(s)).latent_bytes
+    tree = plan_cost(
+        share.plan, latent_elements=elements, latent_bytes=compute_bytes(s)
+    ).latent_bytes
     return [
-        MemoryPart("denoiser's call", wide * c.call_bytes * call_rows(s, share), ("evaluation", "rollout")),
+        MemoryPart(
+            "denoiser's call", wide * c.call_bytes * call_rows(s, share), ("evaluation", "rollout")
+        ),
         MemoryPart("latents of the trees", share.prompts * tree, ("rollout", "update")),
         MemoryPart("activations", wide * update_bytes(c, s) * update_rows(s, share), ("update",)),
     ]
@@ -170,7 +192,9 @@ def image_parts(policy: Any, s: Settings, share: GpuShare) -> list[MemoryPart]:
     image = 4 * 3 * frames * policy.height * policy.width
     rollout, evaluated = images_of_rollout(share), share.evaluated
 
-    def decoded(images: int) -> float:  # one call of the VAE, and the images before and after they are joined
+    def decoded(
+        images: int,
+    ) -> float:  # one call of the VAE, and the images before and after they are joined
         return vae.peak * decoded_at_once(s, vae.peak, images, frames > 1) + 2 * image * images
 
     return [
@@ -209,7 +233,9 @@ def encoder_parts(s: Settings) -> list[MemoryPart]:
     return [
         MemoryPart("encoders", 0 if s.offload else weight_bytes(s) * sum(sizes), phases),
         MemoryPart(
-            "encoding prompts", activations, ("encoding",) if s.embeddings else ("encoding", "evaluation", "rollout")
+            "encoding prompts",
+            activations,
+            ("encoding",) if s.embeddings else ("encoding", "evaluation", "rollout"),
         ),
     ]
 
@@ -284,7 +310,9 @@ def training_flops(c: CallCost, s: Settings) -> float:
 # %% ../../nbs/machine/01_estimate.ipynb #00e85cbe
 def calls_after_pruning(s: Settings, plan: RolloutPlan, prompts: int = 32) -> float:
     "Return the denoiser calls of one prompt's update after pruning, a mean over trees with random rewards."
-    s = replace(s, beta=0.0, beta_scale="mean")  # log-densities, which decide little here, are not known
+    s = replace(
+        s, beta=0.0, beta_scale="mean"
+    )  # log-densities, which decide little here, are not known
     tree, noise = Tree.from_plan(plan, prompts), Noise(0, 0, tuple(range(prompts)))
     generator = torch.Generator().manual_seed(0)
     rewards = torch.rand(prompts, plan.leaves, generator=generator)
@@ -292,7 +320,9 @@ def calls_after_pruning(s: Settings, plan: RolloutPlan, prompts: int = 32) -> fl
     counted = counted_leaves(s, rewards, torch.zeros(prompts, dtype=torch.bool), noise, seen)
     edges = trained_edges(s, tree, rewards, counted, noise)
     below = zip(tree.parents, tree.parents[1:], edges[1:])
-    parents = [torch.zeros_like(above).scatter_add(1, own, kept.long()) > 0 for above, own, kept in below]
+    parents = [
+        torch.zeros_like(above).scatter_add(1, own, kept.long()) > 0 for above, own, kept in below
+    ]
     return sum(int(asked.sum()) for asked in parents) / prompts
 
 # %% ../../nbs/machine/01_estimate.ipynb #96d7f767
@@ -311,7 +341,10 @@ def evaluation_flops(c: CallCost, s: Settings, image: float) -> float:
     return times * s.evaluation_prompts * ((s.evaluation_steps or s.steps) * c.forward + image)
 
 # %% ../../nbs/machine/01_estimate.ipynb #0bd3df9b
-FULL_PRECISION = {"float32": 50.0, "TF32": 200.0}  # sustained TFLOP/s at most; an H100's peaks are 67 and 494
+FULL_PRECISION = {
+    "float32": 50.0,
+    "TF32": 200.0,
+}  # sustained TFLOP/s at most; an H100's peaks are 67 and 494
 
 
 def precision_of(s: Settings) -> str:
@@ -400,14 +433,20 @@ def joined_changes(s: Settings, *remedies: dict[str, Any]) -> dict[str, Any]:
 # %% ../../nbs/machine/01_estimate.ipynb #41b96728
 def other_experiments(s: Settings, gpus: int) -> list[dict[str, Any]]:
     "Return the changes that train something else: none, fewer prompts, an adapter, and both."
-    few = [{"prompts_per_iteration": n * gpus} for n in FEWER_PROMPTS if n * gpus < s.prompts_per_iteration]
+    few = [
+        {"prompts_per_iteration": n * gpus}
+        for n in FEWER_PROMPTS
+        if n * gpus < s.prompts_per_iteration
+    ]
     adapter = {"base_dtype": "bfloat16"} if s.lora_rank else ADAPTER
     return [{}, *few, adapter, *(adapter | fewer for fewer in few)]
 
 
 def advice(s: Settings, gpus: int = 8, gpu: float = GPU_GB) -> dict[str, Any] | None:
     "Return the fewest changes that make a run fit on its GPUs; an empty table if it fits, None if none of them helps."
-    usable = [remedy for remedy in REMEDIES if helps(s, remedy) and (gpus > 1 or "sharding" not in remedy)]
+    usable = [
+        remedy for remedy in REMEDIES if helps(s, remedy) and (gpus > 1 or "sharding" not in remedy)
+    ]
     for last in other_experiments(s, gpus):
         for number in range(len(usable) + 1):
             for remedies in combinations(usable, number):
@@ -430,8 +469,20 @@ IMAGE_MODELS = (
     "stable-diffusion-v1-5/stable-diffusion-v1-5",
 )
 VIDEO_MODELS = ("Wan-AI/Wan2.1-T2V-1.3B-Diffusers",)
-KEPT = ("recipe", "reward", "held_out", "prompts", "prompts_per_iteration", "embeddings", "mixed_precision")
-KEPT += ("gradient_checkpointing", "max_batch", "decode_batch")  # what the nearest model takes of a run
+KEPT = (
+    "recipe",
+    "reward",
+    "held_out",
+    "prompts",
+    "prompts_per_iteration",
+    "embeddings",
+    "mixed_precision",
+)
+KEPT += (
+    "gradient_checkpointing",
+    "max_batch",
+    "decode_batch",
+)  # what the nearest model takes of a run
 
 
 def smaller_models(s: Settings) -> tuple[str, ...]:
@@ -446,7 +497,9 @@ def nearest_fit(s: Settings, gpus: int, gpu: float) -> str:
     from branchgrpo.training.resolve import resolve
 
     for name in smaller_models(s):
-        with suppress(ValueError, OSError):  # a recipe that this model refuses, or a model that is not known here
+        with suppress(
+            ValueError, OSError
+        ):  # a recipe that this model refuses, or a model that is not known here
             given: dict[str, Any] = {key: getattr(s, key) for key in KEPT} | ADAPTER
             run = resolve(TrainConfig(backbone=name, **given))
             changes = advice(run, gpus, gpu)
@@ -464,9 +517,14 @@ def memory_verdict(s: Settings, gpus: int = 8, gpu: float = GPU_GB) -> str:
         return f"fits: yes, {where}"
     changes = advice(s, gpus, gpu)
     if changes is None:
-        largest = max(memory_parts(replace(s, **joined_changes(s, ADAPTER)), gpus), key=lambda part: part.bytes)
+        largest = max(
+            memory_parts(replace(s, **joined_changes(s, ADAPTER)), gpus),
+            key=lambda part: part.bytes,
+        )
         why = f"the {largest.name} of an adapter's run takes {largest.gb:.1f} GB"
         other = nearest_fit(s, gpus, gpu)
         nearest = f"; the nearest model that fits: {other}" if other else ""
-        return f"fits: NO, {where} (10 % stay free); none of the known settings helps: {why}{nearest}"
+        return (
+            f"fits: NO, {where} (10 % stay free); none of the known settings helps: {why}{nearest}"
+        )
     return f"fits: NO, {where} (10 % stay free); it fits with {' '.join(flag(*item) for item in changes.items())}"

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 # %% ../../nbs/machine/04_gpus.ipynb #cf794ef7
 GPU_GB = 85.5  # 10⁹ bytes of an H100 with 80 GB
 MEASURED_SPEED = 320.0  # TFLOP/s in 16 bits: FLUX at 720² on an H200, 2026-11-26 (figures/gpu/first-half-hour.json)
-SLOWER = (1.9, 2.2)  # published runs take so many times the hours (BranchGRPO Table 1: 698, 493, 148 s an iteration)
+SLOWER = (
+    1.9,
+    2.2,
+)  # published runs take so many times the hours (BranchGRPO Table 1: 698, 493, 148 s an iteration)
 GPUS_PER_NODE = 8
 
 # %% ../../nbs/machine/04_gpus.ipynb #8520db21
@@ -25,14 +28,19 @@ class Gpus:
 
     def __str__(self) -> str:
         each = " each" if self.number > 1 else ""
-        return f"{self.number} GPU{'s' * (self.number > 1)} with {self.gb:.4g} GB{each}: {self.note}"
+        return (
+            f"{self.number} GPU{'s' * (self.number > 1)} with {self.gb:.4g} GB{each}: {self.note}"
+        )
 
 
 def gpus_for(number: int | None = None, gb: float | None = None) -> Gpus:
     "Return the GPUs of a run: as given, else those of this machine, else a node of H100s. A given value is final."
     import torch  # heavy, and the options of the command line need the numbers alone
 
-    memory = [torch.cuda.get_device_properties(place).total_memory / 1e9 for place in range(torch.cuda.device_count())]
+    memory = [
+        torch.cuda.get_device_properties(place).total_memory / 1e9
+        for place in range(torch.cuda.device_count())
+    ]
     open_values = [name for name, value in (("number", number), ("memory", gb)) if value is None]
     source = "this machine's" if memory else "assumed, there is no GPU here (--gpus, --gpu-memory)"
     note = f"{' and '.join(open_values)} {source}" if open_values else "as given"

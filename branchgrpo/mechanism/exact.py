@@ -72,11 +72,15 @@ def decoded(policy: Any, latents: Tensor) -> Tensor:
 def scored(reward: Any, images: Tensor, prompts: list[str]) -> Tensor:
     "Return the scores `(B,)` of images with gradient. Raises `ValueError` if the reward has none."
     if isinstance(reward, ClipReward) and type(reward).__call__ is ClipReward.__call__:
-        features = inspect.unwrap(embed_images)(reward.model, reward.pixels(images), reward.max_batch)
+        features = inspect.unwrap(embed_images)(
+            reward.model, reward.pixels(images), reward.max_batch
+        )
         return reward.scale * F.cosine_similarity(features, reward.text(prompts))
     scores = (reward.reward if isinstance(reward, Checked) else reward)(images, prompts)
     if not scores.requires_grad:
-        raise ValueError(f"reward: {label(reward)!r} has no gradient; a function of torch operations has")
+        raise ValueError(
+            f"reward: {label(reward)!r} has no gradient; a function of torch operations has"
+        )
     return scores
 
 # %% ../../nbs/mechanism/01_exact.ipynb #7aa5d44f
@@ -99,7 +103,9 @@ def pathwise_gradient(
 
 # %% ../../nbs/mechanism/01_exact.ipynb #6dffea1e
 @torch.no_grad()
-def step_derivatives(learner: Learner, x: Experience, moved: Any, edges: Edges, delta: float) -> Tensor:
+def step_derivatives(
+    learner: Learner, x: Experience, moved: Any, edges: Edges, delta: float
+) -> Tensor:
     "Return the derivatives `(E,)` of edges' log-ratios towards `moved`, a policy at the distance `delta`."
     dist = revisit(x.tree, learner.policy, x.conditioning, x.process, edges).at(edges.parent)
     there = revisit(x.tree, moved, x.conditioning, x.process, edges).at(edges.parent)
@@ -117,7 +123,9 @@ def edge_derivatives(learner: Learner, x: Experience, moved: Any, delta: float) 
     found = [torch.zeros_like(p, dtype=torch.float32) for p in x.tree.parents]
     for step in sorted(x.tree.plan.trained):
         edges = edges_in(x.tree, x.tree.drawn[step + 1], step)
-        found[step + 1][edges.prompt, edges.child] = step_derivatives(learner, x, moved, edges, delta)
+        found[step + 1][edges.prompt, edges.child] = step_derivatives(
+            learner, x, moved, edges, delta
+        )
     return found
 
 # %% ../../nbs/mechanism/01_exact.ipynb #db0900dc
@@ -146,14 +154,22 @@ def trained_parents(rolled: Experience) -> float:
     return sum(len(batch.parents) for batch in batches) / rolled.tree.prompts
 
 # %% ../../nbs/mechanism/01_exact.ipynb #555dd05f
-def score_function_side(t: Trainer, iteration: int, direction: Tensor, delta: float) -> Tensor:  # (P,)
+def score_function_side(
+    t: Trainer, iteration: int, direction: Tensor, delta: float
+) -> Tensor:  # (P,)
     "Return each prompt's REINFORCE gradient along a direction, at the scale of ∇J."
     rolled = t.collect(iteration)
     t.credit(rolled)
     moved = moved_policy(t.learner, direction, delta)
     found = projections(rolled, edge_derivatives(t.learner, rolled, moved, delta)).sum(1)
     plan = rolled.tree.plan
-    return found * len(plan.trained) * math.prod(t.policy.latent_shape) * plan.leaves / (plan.leaves - 1)
+    return (
+        found
+        * len(plan.trained)
+        * math.prod(t.policy.latent_shape)
+        * plan.leaves
+        / (plan.leaves - 1)
+    )
 
 # %% ../../nbs/mechanism/01_exact.ipynb #fb06a770
 def pathwise_side(t: Trainer, iteration: int, direction: Tensor, copies: int = 1) -> float:

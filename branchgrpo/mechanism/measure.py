@@ -25,7 +25,12 @@ from ..planning import sampling_process
 from ..prompts import PromptSet, load_prompts
 from ..reproduction.runs import cache_key
 from ..selection import looks_at_images
-from ..settings import CreditSettings, ObjectiveSettings, OptimiserSettings, SelectionSettings
+from branchgrpo.settings import (
+    CreditSettings,
+    ObjectiveSettings,
+    OptimiserSettings,
+    SelectionSettings,
+)
 from ..training.config import Settings, TrainConfig
 from ..training.credit import assign_credit
 from ..training.learner import Learner
@@ -57,7 +62,9 @@ class Reference:
 def reference_of(gradients: Tensor) -> Reference:  # (N, n)
     "Return the mean direction of N gradients. Raises `ValueError` for fewer than two."
     if len(gradients) < 2:
-        raise ValueError(f"reference_batches: {len(gradients)} is below 2, and the precision needs two")
+        raise ValueError(
+            f"reference_batches: {len(gradients)} is below 2, and the precision needs two"
+        )
     signal, noise = signal_and_noise(gradients)
     mean, kept = gradients.mean(0), max(signal, 0.0)
     cosine = (kept / (kept + max(noise, 0.0) / len(gradients))) ** 0.5 if kept else 0.0
@@ -79,7 +86,9 @@ def signed_square(projections: np.ndarray, squares: np.ndarray) -> np.ndarray:
     return np.sign(mean) * mean**2 / squares.mean(-1)
 
 # %% ../../nbs/mechanism/02_measure.ipynb #54b20905
-def bootstrap_cosines(measured: dict[str, GradientSamples], draws: int = 4000, seed: int = 0) -> dict[str, np.ndarray]:
+def bootstrap_cosines(
+    measured: dict[str, GradientSamples], draws: int = 4000, seed: int = 0
+) -> dict[str, np.ndarray]:
     "Return cos² `(draws,)` of each method in every draw of the bootstrap. The methods have the same iterations."
     rng = np.random.default_rng(seed)
     one = next(iter(measured.values()))
@@ -98,10 +107,15 @@ def value_and_ends(value: float, draws: np.ndarray, level: float = 0.95) -> dict
     return {"value": value, "low": float(low), "high": float(high)}
 
 # %% ../../nbs/mechanism/02_measure.ipynb #3ecf2746
-def alignment_rows(measured: dict[str, GradientSamples], baseline: str, draws: int = 4000, seed: int = 0) -> list[dict]:
+def alignment_rows(
+    measured: dict[str, GradientSamples], baseline: str, draws: int = 4000, seed: int = 0
+) -> list[dict]:
     "Return cos² of each method per gradient and per 10⁶ of cost, and both as ratios to the `baseline`, with intervals."
     found, rows = bootstrap_cosines(measured, draws, seed), []
-    values = {label: float(signed_square(m.projections.ravel(), m.squares.ravel())) for label, m in measured.items()}
+    values = {
+        label: float(signed_square(m.projections.ravel(), m.squares.ravel()))
+        for label, m in measured.items()
+    }
     for label, m in measured.items():
         own = value_and_ends(values[label], found[label])
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -139,7 +153,9 @@ class Study:
 def two_halves(found: PromptSet, seed: int) -> tuple[PromptSet, PromptSet]:
     "Return the training prompts in two random halves: of the methods, and of the reference."
     order = torch.randperm(len(found.train), generator=torch.Generator().manual_seed(seed)).tolist()
-    first, second = (replace(found, train=[found.train[n] for n in half]) for half in (order[::2], order[1::2]))
+    first, second = (
+        replace(found, train=[found.train[n] for n in half]) for half in (order[::2], order[1::2])
+    )
     return first, second
 
 # %% ../../nbs/mechanism/02_measure.ipynb #ccf59024
@@ -152,12 +168,23 @@ AFTER_ROLLOUT = {
 
 def recipe_config(base: TrainConfig, study: Study, recipe: str) -> TrainConfig:
     "Return the config by which a recipe is measured."
-    return replace(base, recipe=recipe, kl=0.0, tracker="none", prompts_per_iteration=study.prompts, seed=study.seed)
+    return replace(
+        base,
+        recipe=recipe,
+        kl=0.0,
+        tracker="none",
+        prompts_per_iteration=study.prompts,
+        seed=study.seed,
+    )
 
 # %% ../../nbs/mechanism/02_measure.ipynb #2b6a084d
 def rollout_key(s: Settings) -> str:
     "Return a text that is equal for settings whose rollouts are equal."
-    kept = {name: value for name, value in s.to_dict().items() if name not in AFTER_ROLLOUT | {"recipe", "sources"}}
+    kept = {
+        name: value
+        for name, value in s.to_dict().items()
+        if name not in AFTER_ROLLOUT | {"recipe", "sources"}
+    }
     by_images = s.group_selection if looks_at_images(s.group_selection) else ""
     return json.dumps([kept, by_images], sort_keys=True, default=str)
 
@@ -172,7 +199,11 @@ def recipes_by_rollout(settings: dict[str, Settings]) -> list[list[str]]:
 # %% ../../nbs/mechanism/02_measure.ipynb #7119adbe
 @torch.no_grad()
 def trainer_with_weights(
-    base: TrainConfig, study: Study, recipe: str, prompts: PromptSet, weights: dict[str, Tensor] | None
+    base: TrainConfig,
+    study: Study,
+    recipe: str,
+    prompts: PromptSet,
+    weights: dict[str, Tensor] | None,
 ) -> Trainer:
     "Return a trainer of a recipe whose policy has the given weights; None: those before training."
     t = Trainer(recipe_config(base, study, recipe), prompts=prompts)
@@ -191,7 +222,11 @@ def measure_reference(study: Study, t: Trainer) -> Reference:
         prompts = [t.prompts.train[n % len(t.prompts.train)] for n in places]
         x = torch.randn(study.batch, *t.policy.latent_shape, generator=generator)
         conditioning = {k: v.clone() for k, v in t.conditioner(prompts).items()}
-        found.append(exact.pathwise_gradient(t.learner, t.scorer.reward, prompts, process, conditioning, x)[0])
+        found.append(
+            exact.pathwise_gradient(t.learner, t.scorer.reward, prompts, process, conditioning, x)[
+                0
+            ]
+        )
     return reference_of(torch.stack(found))
 
 # %% ../../nbs/mechanism/02_measure.ipynb #b26b1cdf
@@ -207,17 +242,30 @@ def load_or_measure_reference(path: Path, study: Study, t: Trainer) -> Reference
     return found
 
 # %% ../../nbs/mechanism/02_measure.ipynb #9cbfab8f
-def measure_rollout(rolled: Experience, learner: Learner, derivatives: list[Tensor], lengths: bool) -> dict:
+def measure_rollout(
+    rolled: Experience, learner: Learner, derivatives: list[Tensor], lengths: bool
+) -> dict:
     "Return the projections (P, T), the cost per prompt, and with `lengths` the |g|² of the prompts."
     prompts = range(rolled.tree.prompts) if lengths else ()
     cost = papers_cost(rolled.tree.plan.denoiser_calls, exact.trained_parents(rolled))
-    squares = [exact.prompt_gradient(learner, rolled, p).double().square().sum().item() for p in prompts]
-    return {"projections": exact.projections(rolled, derivatives).tolist(), "cost": cost, "squares": squares}
+    squares = [
+        exact.prompt_gradient(learner, rolled, p).double().square().sum().item() for p in prompts
+    ]
+    return {
+        "projections": exact.projections(rolled, derivatives).tolist(),
+        "cost": cost,
+        "squares": squares,
+    }
 
 # %% ../../nbs/mechanism/02_measure.ipynb #885cc880
-def measure(study: Study, t: Trainer, variants: dict[str, Settings], reference: Reference) -> dict[str, list[dict]]:
+def measure(
+    study: Study, t: Trainer, variants: dict[str, Settings], reference: Reference
+) -> dict[str, list[dict]]:
     "Return what every iteration gives for each variant of one rollout."
-    moved, found = exact.moved_policy(t.learner, reference.direction, study.delta), {name: [] for name in variants}
+    moved, found = (
+        exact.moved_policy(t.learner, reference.direction, study.delta),
+        {name: [] for name in variants},
+    )
     for iteration in range(study.iterations):
         experience = t.collect(iteration)
         known: dict[str, list[Tensor]] = {}  # derivatives by ratio rule
@@ -227,7 +275,9 @@ def measure(study: Study, t: Trainer, variants: dict[str, Settings], reference: 
             assign_credit(learner, rolled)
             if s.ratio not in known:
                 known[s.ratio] = exact.edge_derivatives(learner, rolled, moved, study.delta)
-            found[name].append(measure_rollout(rolled, learner, known[s.ratio], iteration in study.whole))
+            found[name].append(
+                measure_rollout(rolled, learner, known[s.ratio], iteration in study.whole)
+            )
     return found
 
 # %% ../../nbs/mechanism/02_measure.ipynb #c6334869
@@ -241,22 +291,37 @@ def study_moment(
     "Return the reference and every recipe's numbers at one policy: from files, or measured now, rollout by rollout."
     ours, theirs = two_halves(load_prompts(base.prompts), study.seed)
     settings = {name: resolve(recipe_config(base, study, name)) for name in recipes}
-    facts = {name: {"study": asdict(study), "settings": cache_key(s.to_dict())} for name, s in settings.items()}
+    facts = {
+        name: {"study": asdict(study), "settings": cache_key(s.to_dict())}
+        for name, s in settings.items()
+    }
     paths = {name: Path(folder) / f"{name}.json" for name in settings}
     first = trainer_with_weights(base, study, next(iter(settings)), theirs, weights)
     reference = load_or_measure_reference(Path(folder) / "reference.pt", study, first)
-    there = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.exists()}
+    there = {
+        name: json.loads(path.read_text(encoding="utf-8"))
+        for name, path in paths.items()
+        if path.exists()
+    }
     for group in recipes_by_rollout(settings):
-        missing = {name: settings[name] for name in group if there.get(name, {"facts": None})["facts"] != facts[name]}
+        missing = {
+            name: settings[name]
+            for name in group
+            if there.get(name, {"facts": None})["facts"] != facts[name]
+        }
         if missing:
             t = trainer_with_weights(base, study, next(iter(missing)), ours, weights)
             for name, rows in measure(study, t, missing, reference).items():
                 write_text(paths[name], json.dumps({"facts": facts[name], "rows": rows}))
-    return reference, {name: json.loads(paths[name].read_text(encoding="utf-8")) for name in settings}
+    return reference, {
+        name: json.loads(paths[name].read_text(encoding="utf-8")) for name in settings
+    }
 
 # %% ../../nbs/mechanism/02_measure.ipynb #9ae01caf
 def gradient_samples(found: dict) -> GradientSamples:
     "Return a recipe's numbers as `GradientSamples`."
     by_step = [np.array(row["projections"]).sum(1) for row in found["rows"]]
     squares = [row["squares"] for row in found["rows"] if row["squares"]]
-    return GradientSamples(np.stack(by_step), np.array(squares), float(np.mean([row["cost"] for row in found["rows"]])))
+    return GradientSamples(
+        np.stack(by_step), np.array(squares), float(np.mean([row["cost"] for row in found["rows"]]))
+    )

@@ -84,7 +84,10 @@ def read_erratum(paper: str, entry: dict[str, Any]) -> Erratum:
     return Erratum(paper, entry["title"], entry["finding"], quotes, tuple(entry.get("audit", ())))
 
 # %% ../../nbs/methods/05_papers.ipynb #59b9943b
-PAPERS = {"BranchGRPO": "branchgrpo.yaml", "Pro-GRPO": "pro_grpo.yaml"}  # those whose words are kept, and their files
+PAPERS = {
+    "BranchGRPO": "branchgrpo.yaml",
+    "Pro-GRPO": "pro_grpo.yaml",
+}  # those whose words are kept, and their files
 
 
 def read_paper(paper: str) -> tuple[tuple[Quote, ...], tuple[Erratum, ...]]:
@@ -109,14 +112,21 @@ def belongs(q: Quote, recipe: Recipe) -> bool:
 def quotes_of(recipe: Recipe, setting: str, quotes: Iterable[Quote]) -> list[Quote]:
     "Return the quotes behind one value: those of the places that its source names which state the value."
     named = places(recipe.sources.get(setting, ""))
-    return [q for q in quotes if setting in q.says and (q.paper, q.place) in named and belongs(q, recipe)]
+    return [
+        q
+        for q in quotes
+        if setting in q.says and (q.paper, q.place) in named and belongs(q, recipe)
+    ]
 
 # %% ../../nbs/methods/05_papers.ipynb #9195584e
 def words_of(recipe: Recipe, quotes: Iterable[Quote]) -> list[tuple[Quote, list[str]]]:
     "Return every quote behind a recipe, once, with the settings whose values it states there."
     kept = list(quotes)
     settings = {name: quotes_of(recipe, name, kept) for name in recipe.sources}
-    pairs = [(q, [name for name, found in settings.items() if any(one is q for one in found)]) for q in kept]
+    pairs = [
+        (q, [name for name, found in settings.items() if any(one is q for one in found)])
+        for q in kept
+    ]
     return [(q, names) for q, names in pairs if names]
 
 # %% ../../nbs/methods/05_papers.ipynb #2a310f8e
@@ -127,7 +137,10 @@ def quoted(q: Quote) -> str:
 
 def words_lines(recipe: Recipe) -> list[str]:
     "Return the words behind a recipe's values, one quote per line; none if no quote is kept of its papers."
-    return [f"{', '.join(names):22} {q.paper} {q.place}: {quoted(q)}" for q, names in words_of(recipe, QUOTES)]
+    return [
+        f"{', '.join(names):22} {q.paper} {q.place}: {quoted(q)}"
+        for q, names in words_of(recipe, QUOTES)
+    ]
 
 # %% ../../nbs/methods/05_papers.ipynb #279bc0ab
 def words_rows(recipe: Recipe) -> list[dict[str, Any]]:

@@ -16,7 +16,12 @@ from ..settings import NEUTRAL, MethodSettings, read_settings
 
 # %% ../../nbs/methods/00_recipe.ipynb #d7dd78ca
 Sourced = tuple[Any, str]  # a value and its source
-FAMILY_SIZES = ("height", "width", "frames", "guidance_scale")  # what a value of one family of models says of no other
+FAMILY_SIZES = (
+    "height",
+    "width",
+    "frames",
+    "guidance_scale",
+)  # what a value of one family of models says of no other
 
 
 @dataclass(frozen=True)
@@ -29,11 +34,15 @@ class Recipe:
     sources: dict[str, str]
     paper: str = ""  # "Name, arXiv 2509.06040"
     equation: str = ""  # in the symbols of the lessons
-    sizes_for: dict[str, str] = field(default_factory=dict)  # {size or guidance: the pipeline it is stated for}
+    sizes_for: dict[str, str] = field(
+        default_factory=dict
+    )  # {size or guidance: the pipeline it is stated for}
     published: bool = False  # a recipe of the package, which is fitted to a small model
     origin: "Recipe | None" = None  # of a fitted recipe: the published one
     base: "Recipe | None" = None  # of a recipe of your own: the published one that it starts from
-    stated: dict[str, Sourced] = field(default_factory=dict)  # what a recipe of your own states: used as it stands
+    stated: dict[str, Sourced] = field(
+        default_factory=dict
+    )  # what a recipe of your own states: used as it stands
 
     def rows(self) -> list[tuple[str, Any, str]]:
         "Return `(setting, value, source)` of every setting that the recipe states."
@@ -45,9 +54,17 @@ class Recipe:
         A published recipe stays one. `family` is the pipeline that its sizes and guidance are of.
         Raises `ValueError` on an unknown setting or a wrong type."""
         if "seed" in changes:
-            raise ValueError(f"seed: {changes['seed'][0]!r} is for a run, and a recipe is a method; give it to the run")
-        values = read_settings(MethodSettings, {setting: value for setting, (value, _) in changes.items()})
-        sizes_for = {setting: pipeline for setting, pipeline in self.sizes_for.items() if setting not in changes}
+            raise ValueError(
+                f"seed: {changes['seed'][0]!r} is for a run, and a recipe is a method; give it to the run"
+            )
+        values = read_settings(
+            MethodSettings, {setting: value for setting, (value, _) in changes.items()}
+        )
+        sizes_for = {
+            setting: pipeline
+            for setting, pipeline in self.sizes_for.items()
+            if setting not in changes
+        }
         sizes_for |= {setting: family for setting in FAMILY_SIZES if family and setting in changes}
         return dataclasses.replace(
             self,
@@ -63,7 +80,9 @@ class Recipe:
         base = self if self.published else self.base
         return dataclasses.replace(own, published=False, base=base, stated=self.stated | changes)
 
-    def variant(self, name: str, summary: str, paper: str = "", equation: str = "", **changes: Sourced) -> "Recipe":
+    def variant(
+        self, name: str, summary: str, paper: str = "", equation: str = "", **changes: Sourced
+    ) -> "Recipe":
         'Return a recipe of another name with some values changed: `splits=((0, 1, 2), "our sweep")`.'
         return self.changed(changes, name=name, summary=summary, paper=paper, equation=equation)
 
@@ -81,8 +100,12 @@ class Recipe:
 # %% ../../nbs/methods/00_recipe.ipynb #60b1341b
 def neutral() -> Recipe:
     "Return the recipe in which every optional part is off."
-    sources = {field.name: "off" for field in dataclasses.fields(MethodSettings) if "off" in field.metadata}
+    sources = {
+        field.name: "off" for field in dataclasses.fields(MethodSettings) if "off" in field.metadata
+    }
     return Recipe("neutral", "every optional part off", NEUTRAL, sources)
 
 # %% ../../nbs/methods/00_recipe.ipynb #9078adec
-FITS = Registry("recipe", "fits", {"testbed": "branchgrpo.testbed.scaling:at_testbed"})  # (recipe, model) -> recipe
+FITS = Registry(
+    "recipe", "fits", {"testbed": "branchgrpo.testbed.scaling:at_testbed"}
+)  # (recipe, model) -> recipe

@@ -99,7 +99,9 @@ class Asked:
         parameters, trained = weights_of(s, self.cost)
         model = weight_bytes(s) * (parameters + sum(encoder_sizes(s.backbone)) if parameters else 0)
         kept = s.keep_checkpoints + (s.iterations // s.keep_every if s.keep_every else 0)
-        return (kept * 16 * trained + (4 * trained if s.lora_rank else model)) / GB, 16 * trained / GB
+        return (
+            kept * 16 * trained + (4 * trained if s.lora_rank else model)
+        ) / GB, 16 * trained / GB
 
     @property
     def published_hours(self) -> list[float]:
@@ -115,7 +117,9 @@ def memory_text(config: TrainConfig, gpus: int, cost: Estimate) -> str:
     if fits(cost.peak_gb):
         return f"{text}, fits"
     changes = advice(resolve(config), gpus)
-    return f"{text}, DOES NOT FIT on {GPU_GB:g}: " + " ".join(flag(*item) for item in (changes or {}).items())
+    return f"{text}, DOES NOT FIT on {GPU_GB:g}: " + " ".join(
+        flag(*item) for item in (changes or {}).items()
+    )
 
 # %% ../../nbs/reproduction/07_budget.ipynb #971c4435
 def time_text(hours: float, gpus: int) -> str:
@@ -133,7 +137,9 @@ def gpus_of(job: Job, given: int | None) -> int:
     return job.runner.get("gpus", default) if given is None else given
 
 
-def run_line(config: TrainConfig, job: Job, runs: dict[str, Asked], gpus: int, tflops: float) -> str:
+def run_line(
+    config: TrainConfig, job: Job, runs: dict[str, Asked], gpus: int, tflops: float
+) -> str:
     "Return the line of a run below its page, and add it to `runs`."
     s, small = resolve(config), is_small(config.backbone)
     cost = None if small else cost_of(config, max(gpus, 1), tflops)
@@ -167,9 +173,15 @@ def page_line(job: Job, configs: list[TrainConfig]) -> str:
 def disk_lines(runs: dict[str, Asked]) -> list[str]:
     "Return one line of what all runs write, if that is a GB or more."
     ends, checkpoints = (sum(run.disk[part] for run in runs.values()) for part in (0, 1))
-    end, most = (f"{gb / 1000:.1f} TB" if gb >= 1000 else f"{gb:.0f} GB" for gb in (ends, ends + checkpoints))
+    end, most = (
+        f"{gb / 1000:.1f} TB" if gb >= 1000 else f"{gb:.0f} GB" for gb in (ends, ends + checkpoints)
+    )
     what = "results and the checkpoints that are kept; embeddings come on top"
-    return [f"disk: {end} at the end, {most} while every run writes one more checkpoint ({what})"] if ends >= 1 else []
+    return (
+        [f"disk: {end} at the end, {most} while every run writes one more checkpoint ({what})"]
+        if ends >= 1
+        else []
+    )
 
 # %% ../../nbs/reproduction/07_budget.ipynb #2eb0b33a
 def limit_lines(runs: dict[str, Asked], limit: int) -> list[str]:
@@ -180,7 +192,9 @@ def limit_lines(runs: dict[str, Asked], limit: int) -> list[str]:
         if most:
             low, high = run.published_hours
             times = f"{fewest} to {most}" if fewest < most else most
-            lines.append(f"      {key:60} {low:.0f} to {high:.0f} hours, queued again {times} times")
+            lines.append(
+                f"      {key:60} {low:.0f} to {high:.0f} hours, queued again {times} times"
+            )
     what = "they save a checkpoint, go back into the queue and go on"
     some = f"{len(lines)} of {count_of(len(runs), 'run')}"
     head = f"time limit: {some} may reach {limit} hours (--hours) under Slurm; {what}"
@@ -189,14 +203,21 @@ def limit_lines(runs: dict[str, Asked], limit: int) -> list[str]:
 # %% ../../nbs/reproduction/07_budget.ipynb #ea7af73b
 def file_line(needs: set[tuple[str, str, str]]) -> list[str]:
     "Return one line of the names that a page needs, for the list at the end; none for a page without."
-    names = sorted({need[0] for need in needs}) + sorted({need[1] for need in needs}) + sorted({n[2] for n in needs})
+    names = (
+        sorted({need[0] for need in needs})
+        + sorted({need[1] for need in needs})
+        + sorted({n[2] for n in needs})
+    )
     return [f"      needs {', '.join(names)}"] if names else []
 
 # %% ../../nbs/reproduction/07_budget.ipynb #58b1974b
 def weight_lines(needs: set[tuple[str, str, str]]) -> list[str]:
     "Return one line per backbone, reward and prompt set: whether it is on this machine."
     lines = dict.fromkeys(line for need in sorted(needs) for line in findings(*need))
-    return [f"  {'ok     ' if state == 'ok' else 'MISSING'}  {what:48} {note}" for state, what, note in lines]
+    return [
+        f"  {'ok     ' if state == 'ok' else 'MISSING'}  {what:48} {note}"
+        for state, what, note in lines
+    ]
 
 # %% ../../nbs/reproduction/07_budget.ipynb #30d6c370
 @without_hub()
@@ -216,7 +237,9 @@ def budget(
         of_page, of_run = needed(job, configs), gpus_of(job, gpus)
         needs |= of_page
         lines.append(page_line(job, configs))
-        missing = [config for config, root in planned if train is None or run_folder(config, root) in train]
+        missing = [
+            config for config, root in planned if train is None or run_folder(config, root) in train
+        ]
         lines += [run_line(config, job, runs, of_run, tflops) for config in missing]
         if len(missing) < len(configs):
             lines.append(f"      {count_of(len(configs) - len(missing), 'run')} not trained")
@@ -224,6 +247,17 @@ def budget(
     sums, once = count_of(len(runs), "run"), sum(run.gpu_hours for run in runs.values())
     if once:
         requested = sum(run.times * run.gpu_hours for run in runs.values())
-        sums += f", {once:,.1f} GPU-hours at {tflops:g} TFLOP/s ({requested:,.1f} if none were shared)"
+        sums += (
+            f", {once:,.1f} GPU-hours at {tflops:g} TFLOP/s ({requested:,.1f} if none were shared)"
+        )
         sums += f"; rewards, encoders and communication take no time here, and {PUBLISHED}"
-    return [*lines, "", sums, *disk_lines(runs), *limit_lines(runs, hours), "", "files", *weight_lines(needs)]
+    return [
+        *lines,
+        "",
+        sums,
+        *disk_lines(runs),
+        *limit_lines(runs, hours),
+        "",
+        "files",
+        *weight_lines(needs),
+    ]

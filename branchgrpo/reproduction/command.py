@@ -25,17 +25,25 @@ from ..settings import bounded, options
 class PageOptions:
     "Which notebooks, and how"
 
-    names: tuple[str, ...] = field(default=(), metadata={"positional": "*"})  # notebooks; see --all --dry-run
+    names: tuple[str, ...] = field(
+        default=(), metadata={"positional": "*"}
+    )  # notebooks; see --all --dry-run
     all: bool = False  # every notebook that the scale knows
     scale: str = "testbed"  # smoke (minutes), quickstart, testbed (hours on two cores) or paper (GPUs, real weights)
     jobs: int = bounded(1, 1, 10_000)  # runs, and then notebooks, at a time
     gpus: str | None = None  # one run, and then one notebook, per GPU: 0,1,2,3
-    set: tuple[str, ...] = ()  # NAME=VALUE for all named notebooks, as JSON; a table is merged: extra={lora_rank: 32}
+    set: tuple[
+        str, ...
+    ] = ()  # NAME=VALUE for all named notebooks, as JSON; a table is merged: extra={lora_rank: 32}
     folder: str = "reproduce"  # where the notebooks are
     output: str = "runs/reproduce"  # where executed notebooks go
-    launch: str | None = None  # how a run starts on several GPUs: 'torchrun --standalone --nproc-per-node 8'
+    launch: str | None = (
+        None  # how a run starts on several GPUs: 'torchrun --standalone --nproc-per-node 8'
+    )
     redraw: bool = False  # draw again from the recorded runs; nothing is trained
-    recorded: bool = False  # take the runs that the tables of figures/ hold, and train only the others
+    recorded: bool = (
+        False  # take the runs that the tables of figures/ hold, and train only the others
+    )
     only: tuple[str, ...] = ()  # train only these runs of the notebooks (names of their folders)
     dry_run: bool = False  # list every run that would be trained with its GPUs, memory, hours, and every file it needs
     tflops: float = bounded(MEASURED_SPEED, 0.001)  # sustained speed of one GPU, for --dry-run
@@ -47,8 +55,12 @@ class SlurmOptions:
 
     slurm: bool = False  # hand the runs, and after them the notebooks, to Slurm (with --dry-run: show the scripts)
     slurm_options: str = ""  # further #SBATCH options: partition=a100,account=x
-    hours: int = bounded(24, 1, 10_000)  # time limit of a task; a task that reaches it goes back into the queue
-    nodes: int | None = bounded(None, 1, 100_000)  # nodes per run; none: as many as the scale's number of GPUs needs
+    hours: int = bounded(
+        24, 1, 10_000
+    )  # time limit of a task; a task that reaches it goes back into the queue
+    nodes: int | None = bounded(
+        None, 1, 100_000
+    )  # nodes per run; none: as many as the scale's number of GPUs needs
     gpus_per_node: int = bounded(8, 0, 1000)  # GPUs per node of a run
 
 # %% ../../nbs/reproduction/08_command.ipynb #ebe99a98
@@ -59,7 +71,9 @@ def reproduce(given: dict[str, Any]) -> int:
     o, slurm = options(PageOptions, given), options(SlurmOptions, given)
     if bool(o.names) == o.all:
         what = f"{' '.join(o.names)!r} and --all are given" if o.names else "nothing is given"
-        raise ValueError(f"names: {what}; give notebooks, or --all alone (--all --dry-run lists them)")
+        raise ValueError(
+            f"names: {what}; give notebooks, or --all alone (--all --dry-run lists them)"
+        )
     check_options(o, slurm)
     parameters = given_parameters(o.set)
     jobs = pages.jobs(list(o.names), o.scale, o.folder, o.output, parameters)
@@ -95,7 +109,9 @@ def check_options(o: PageOptions, slurm: SlurmOptions) -> None:
 def check_gpus(gpus: str | None) -> None:
     "Raise `ValueError` if GPUs are not distinct numbers or identifiers, separated by commas."
     names = [] if gpus is None else gpus.split(",")
-    if len(set(names)) < len(names) or not all(re.fullmatch(r"[0-9]+|(GPU|MIG)-[\w/-]+", name) for name in names):
+    if len(set(names)) < len(names) or not all(
+        re.fullmatch(r"[0-9]+|(GPU|MIG)-[\w/-]+", name) for name in names
+    ):
         raise ValueError(f"gpus: {gpus!r} is not a list of different GPUs, such as 0,1,2,3")
 
 # %% ../../nbs/reproduction/08_command.ipynb #eae4d4b0
@@ -153,7 +169,9 @@ def drawn_runs(jobs: list) -> dict:
 def tables_of(jobs: list) -> list[Path]:
     "Return the tables of runs in the folders that notebooks write their results to."
     outputs = dict.fromkeys(job.parameters.get("output", "figures/testbed") for job in jobs)
-    return [path for output in outputs for path in sorted((Path(output) / "runs").glob("*.parquet"))]
+    return [
+        path for output in outputs for path in sorted((Path(output) / "runs").glob("*.parquet"))
+    ]
 
 
 def ready_folders(jobs: list, recorded: bool) -> None:
@@ -164,7 +182,9 @@ def ready_folders(jobs: list, recorded: bool) -> None:
     waiting = [job for job in jobs if not job.done]
     drawn = drawn_runs(waiting)
     if recorded:
-        others = {folder: run for folder, run in wanted_runs(waiting).items() if folder not in drawn}
+        others = {
+            folder: run for folder, run in wanted_runs(waiting).items() if folder not in drawn
+        }
         found = runs_from_tables(others, tables_of(jobs))
         print(f"from the tables of figures/: {count_of(found, 'run')}", flush=True)
     remove_runs_without_weights(drawn)
@@ -181,9 +201,13 @@ def runs_to_train(jobs: list, recorded: bool) -> tuple[dict, str]:
     train = missing_runs(jobs) | {folder: drawn[folder] for folder in again}
     line, tables = f"{len(wanted) - len(train)} of {len(wanted)} runs are there", tables_of(jobs)
     if not recorded:
-        hint = " (--recorded takes those that the tables of figures/ hold)" if train and tables else ""
+        hint = (
+            " (--recorded takes those that the tables of figures/ hold)" if train and tables else ""
+        )
         return train, f"{line}; to train: {len(train)}{hint}"
-    found = found_in_tables({folder: run for folder, run in train.items() if folder not in drawn}, tables)
+    found = found_in_tables(
+        {folder: run for folder, run in train.items() if folder not in drawn}, tables
+    )
     train = {folder: run for folder, run in train.items() if folder not in found}
     return train, f"{line}, {len(found)} come from the tables of figures/; to train: {len(train)}"
 
@@ -225,10 +249,15 @@ def run_here(jobs: list, o: PageOptions) -> int:
         schedule.make_runs(jobs, o.jobs, gpus, launch)
         # a page would train a missing run in one process
         lacking = [job for job in jobs if launch.command and missing_runs([job])]
-        results = [schedule.Result(job.name, "failed", error="its runs are not finished") for job in lacking]
+        results = [
+            schedule.Result(job.name, "failed", error="its runs are not finished")
+            for job in lacking
+        ]
         results += schedule.run_all([job for job in jobs if job not in lacking], o.jobs, gpus)
     failed = [result for result in results if result.state == "failed"]
-    drawn = {result.name: result.notebook for result in results if o.redraw and result.state == "done"}
+    drawn = {
+        result.name: result.notebook for result in results if o.redraw and result.state == "done"
+    }
     for job in (job for job in jobs if job.name in drawn):
         print(*redrawn_lines(job, drawn[job.name], tables=not o.all), sep="\n")
     print(f"{len(results) - len(failed)} of {len(results)} notebooks done")
@@ -244,7 +273,12 @@ def hand_to_slurm(jobs: list, o: PageOptions, slurm: SlurmOptions) -> int:
     "Hand runs and notebooks to Slurm as job arrays, or show their scripts."
     from branchgrpo.reproduction.slurm import slurm_scripts, submit
 
-    asked: dict[str, Any] = {"scale": o.scale, "gpus": slurm.gpus_per_node, "nodes": slurm.nodes, "hours": slurm.hours}
+    asked: dict[str, Any] = {
+        "scale": o.scale,
+        "gpus": slurm.gpus_per_node,
+        "nodes": slurm.nodes,
+        "hours": slurm.hours,
+    }
     asked |= {"more": slurm.slurm_options, "launch": o.launch or ""}
     folder = f"{o.output}/slurm"
     if o.dry_run:
@@ -255,7 +289,9 @@ def hand_to_slurm(jobs: list, o: PageOptions, slurm: SlurmOptions) -> int:
         return 0
     sent = submit(jobs, folder, **asked)
     for name, tasks in sent.items():
-        print(f"{name}: {len(tasks)} tasks, Slurm job {tasks[0].job_id.split('_')[0]}; logs in {folder}")
+        print(
+            f"{name}: {len(tasks)} tasks, Slurm job {tasks[0].job_id.split('_')[0]}; logs in {folder}"
+        )
     print("the same command without --slurm shows what is done" if sent else "nothing left to do")
     return 0
 

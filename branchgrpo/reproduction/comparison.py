@@ -27,7 +27,10 @@ from ..training.resolve import resolve
 from ..training.runs import Run
 
 # %% ../../nbs/reproduction/09_comparison.ipynb #79c5ee38
-COST = ("cost", "calls, rollout + 3–4 × trained")  # key and label of the axis; 4 with a reference model
+COST = (
+    "cost",
+    "calls, rollout + 3–4 × trained",
+)  # key and label of the axis; 4 with a reference model
 
 # %% ../../nbs/reproduction/09_comparison.ipynb #31c8ea0d
 CURVE = "curve"  # in place of an x: compare the averages over the run
@@ -64,7 +67,9 @@ class Comparison:
     @property
     def decides(self) -> bool:
         "Return whether all runs have had more than the one iteration that decides nothing."
-        return all(run.evaluations[-1]["iteration"] > 1 for runs in self.runs.values() for run in runs)
+        return all(
+            run.evaluations[-1]["iteration"] > 1 for runs in self.runs.values() for run in runs
+        )
 
     def only(self, labels: Iterable[str]) -> "Comparison":
         "Return the comparison of some of the labels."
@@ -84,16 +89,26 @@ class Comparison:
             at_equal = "iterations, on average over the run"
         else:
             budget = self.only([label, other]).budget(x)
-            ours, theirs = self.at_equal(label, key, x, budget), self.at_equal(other, key, x, budget)
+            ours, theirs = (
+                self.at_equal(label, key, x, budget),
+                self.at_equal(other, key, x, budget),
+            )
         gains = [value - run.evaluations[0][key] for value, run in zip(theirs, self.runs[other])]
-        claim = {"claim": f"{label} above {other}", "key": key, "at equal": at_equal, "budget": budget}
+        claim = {
+            "claim": f"{label} above {other}",
+            "key": key,
+            "at equal": at_equal,
+            "budget": budget,
+        }
         if not np.isfinite(ours + theirs).all():
             return unmeasured(len(ours)) | claim
         return difference(ours, theirs, gains=gains) | claim
 
     def test_claims(
         self,
-        claims: list[tuple[str, str]],  # pairs of labels: the first is claimed to be above the second
+        claims: list[
+            tuple[str, str]
+        ],  # pairs of labels: the first is claimed to be above the second
         key: str = "eval_reward",
         xs=(None, "denoiser_calls", "seconds"),
     ) -> list[dict]:
@@ -119,7 +134,9 @@ def claim_line(tested: dict) -> str:
 def score_name(metric: str) -> str:
     "Return how a sentence names a score of the evaluations."
     name = metric.removeprefix("eval_")
-    return name.replace("check_", "the checker's score of ").replace("reward/", "the untrained reward ")
+    return name.replace("check_", "the checker's score of ").replace(
+        "reward/", "the untrained reward "
+    )
 
 
 def fall_verdict(high: float | None) -> str:
@@ -134,7 +151,10 @@ def scores_below_base(found: Comparison) -> dict[str, str]:
     sentences = {}
     for label, runs in found.runs.items() if found.decides else ():
         for metric in (key for key in runs[0].evaluations[0] if key.startswith("eval_")):
-            before, after = runs[0].evaluations[0][metric], found.at_end(label, metric)  # of the label's own base model
+            before, after = (
+                runs[0].evaluations[0][metric],
+                found.at_end(label, metric),
+            )  # of the label's own base model
             if np.mean(after) < before:
                 _, _, high = mean_interval([value - before for value in after])
                 sentence = f"{label} ends below the base model in {score_name(metric)}"
@@ -152,12 +172,17 @@ def roughness(rows: list[dict], early: bool = False) -> float:
 # %% ../../nbs/reproduction/09_comparison.ipynb #0676de8b
 def test_rougher(found: Comparison, label: str, other: str, early: bool = False) -> list[dict]:
     "Return the tested claim that one curve is rougher than another; none with one seed or two evaluations."
-    ours, theirs = ([roughness(run.evaluations, early=early) for run in found.runs[name]] for name in (label, other))
+    ours, theirs = (
+        [roughness(run.evaluations, early=early) for run in found.runs[name]]
+        for name in (label, other)
+    )
     if len(found.seeds) < 2 or not np.isfinite(ours + theirs).all():
         return []
     part = "its first half" if early else "the run"
     claim = {"claim": f"{label} rougher than {other}", "key": "eval_reward", "budget": None}
-    tested = difference(ours, theirs) | claim | {"at equal": f"iterations, changes of slope over {part}"}
+    tested = (
+        difference(ours, theirs) | claim | {"at equal": f"iterations, changes of slope over {part}"}
+    )
     print(claim_line(tested))
     return [tested]
 
@@ -165,7 +190,9 @@ def test_rougher(found: Comparison, label: str, other: str, early: bool = False)
 def calls_per_image(config: TrainConfig, run: Run) -> dict[str, float]:
     "Return a run's denoiser calls per image, in rollouts and in training."
     last = run.metrics[-1]
-    prompts = last["iteration"] * run.info["settings"]["prompts_per_iteration"]  # the run's own: it may be an older one
+    prompts = (
+        last["iteration"] * run.info["settings"]["prompts_per_iteration"]
+    )  # the run's own: it may be an older one
     images = prompts * plan_of(resolve(config)).leaves
     return {
         "calls per image": last["denoiser_calls"] / images,
@@ -191,7 +218,9 @@ def train_all(configs: dict[tuple, TrainConfig], root: str) -> dict[tuple, Run]:
             seconds = time.monotonic() - started
             slowest = max(slowest, seconds)
             if seconds > 1:  # it was trained, not found
-                took = f"run {len(finished)} of {len(configs)}: {label}, seed {seed}, {seconds:.0f} s"
+                took = (
+                    f"run {len(finished)} of {len(configs)}: {label}, seed {seed}, {seconds:.0f} s"
+                )
                 report_progress(f"{took}   {slowest * len(left) / 60:.1f} min left at most")
         wait = len(left) == before  # nothing else is left to do
     return finished
@@ -216,5 +245,7 @@ def compare(
     runs = {label: [finished[label, seed] for seed in arms.seeds] for label in arms.changes}
     if rounds:
         seconds = time_iterations(arms.changed(), rounds)
-        runs = {label: [TimedRun(run, seconds[label]) for run in found] for label, found in runs.items()}
+        runs = {
+            label: [TimedRun(run, seconds[label]) for run in found] for label, found in runs.items()
+        }
     return Comparison(runs, list(arms.seeds))

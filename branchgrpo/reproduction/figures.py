@@ -124,7 +124,9 @@ def line_styles(recipe: str | None) -> Iterator[LineStyle]:
 def next_line_style(ax: Axes, recipe: str | None) -> LineStyle:
     "Return the first style of a recipe that no line on `ax` has."
     taken = {(to_hex(line.get_color()), line.get_linestyle()) for line in ax.lines}
-    return next(style for style in line_styles(recipe) if (to_hex(style.colour), style.line) not in taken)
+    return next(
+        style for style in line_styles(recipe) if (to_hex(style.colour), style.line) not in taken
+    )
 
 # %% ../../nbs/reproduction/11_figures.ipynb #c6fffec8
 STYLE = {
@@ -166,7 +168,9 @@ def save_small_png(fig: Figure, target: str | Path | BinaryIO, colours: int, **o
     fig.savefig(full, format="png", bbox_inches="tight", **options)
     image = Image.open(full).convert("RGB")
     if image.getcolors(MOST):
-        image = image.quantize(colours, kmeans=1)  # without it, one pale band may get another's colour
+        image = image.quantize(
+            colours, kmeans=1
+        )  # without it, one pale band may get another's colour
     image.save(target, format="png", optimize=True)
 
 # %% ../../nbs/reproduction/11_figures.ipynb #5c5c5126
@@ -209,7 +213,8 @@ def end_bar(ax: Axes, x: float, ys: np.ndarray, style: LineStyle) -> None:
     where = {"transform": ax.transData + right, "clip_on": False}
     ends = [(x, ys.min()), (x, ys.max())]
     ax.add_collection(
-        LineCollection([ends], colors=style.colour, linestyles=style.line, linewidths=1.4, **where), False
+        LineCollection([ends], colors=style.colour, linestyles=style.line, linewidths=1.4, **where),
+        False,
     )
     ax.scatter(x, ys.mean(), s=9, color=style.colour, lw=0, **where)
     ax.update_datalim(ends)
@@ -227,7 +232,9 @@ def draw_line(
     "Draw the mean over seeds in the next line style of a recipe, and their range as a band or a bar."
     style = next_line_style(ax, recipe)
     marker = "o" if len(xs) < FEW else None
-    ax.plot(xs, ys.mean(0), color=style.colour, ls=style.line, lw=1.6, marker=marker, ms=3, label=label)
+    ax.plot(
+        xs, ys.mean(0), color=style.colour, ls=style.line, lw=1.6, marker=marker, ms=3, label=label
+    )
     if len(ys) > 1 and band:
         ax.fill_between(xs, ys.min(0), ys.max(0), color=style.colour, alpha=0.15, lw=0)
     elif len(ys) > 1:
@@ -240,13 +247,16 @@ def plot_curve(
     x: str,  # a key of the rows, for example denoiser_calls
     y: str,
     label: str | None,
-    recipe: str | None = None,  # decides the colour; without it the label does, if it is a recipe's name
+    recipe: str
+    | None = None,  # decides the colour; without it the label does, if it is a recipe's name
     band: bool = True,  # the range over seeds as a band; else as a bar at the end
 ) -> None:
     "Draw one setting at equal iterations. The axis of iterations has whole numbers."
     rows = [[row for row in run if y in row] for run in runs]
     count = min(map(len, rows))
-    draw_line(ax, column(rows, x, count).mean(0), column(rows, y, count), label, recipe or label, band)
+    draw_line(
+        ax, column(rows, x, count).mean(0), column(rows, y, count), label, recipe or label, band
+    )
     most = ax.get_xlim()[1]
     ax.xaxis.set_major_formatter("{x:,.0f}" if most >= 1000 else "{x:g}")
     ticks = 3 if most >= 100_000 else 5  # long numbers need room
@@ -270,7 +280,9 @@ def ordered_legend(ax: Axes, on: Axes | None = None, **options) -> None:
         (on or ax).legend(handles, labels, **options)
 
 # %% ../../nbs/reproduction/11_figures.ipynb #553ff7f7
-def side_by_side(columns: dict, captions: list[str], size: float = 1.0, right: dict | None = None) -> Figure:
+def side_by_side(
+    columns: dict, captions: list[str], size: float = 1.0, right: dict | None = None
+) -> Figure:
     """Draw one row per caption and one column per key of `columns` `{title: images (B, 3, H, W) in [0, 1]}`.
 
     `right` `{title: B truths}` marks the images of a column with ✓ or ✗, as a prompt set's `check` says."""
@@ -285,7 +297,16 @@ def side_by_side(columns: dict, captions: list[str], size: float = 1.0, right: d
         for ax, is_right in zip(axes[:, j], (right or {}).get(title, ())):
             mark, colour = ("✓", "#009E73") if is_right else ("✗", "#D55E00")
             box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
-            ax.text(0.97, 0.03, mark, transform=ax.transAxes, ha="right", va="bottom", color=colour, bbox=box)
+            ax.text(
+                0.97,
+                0.03,
+                mark,
+                transform=ax.transAxes,
+                ha="right",
+                va="bottom",
+                color=colour,
+                bbox=box,
+            )
     for ax, caption in zip(axes[:, 0], captions):
         plain = {"fontsize": 7, "parse_math": False}  # a prompt may hold a $
         ax.text(-0.08, 0.5, caption, transform=ax.transAxes, ha="right", va="center", **plain)
@@ -301,7 +322,11 @@ def own_recipes(c: "Comparison") -> dict[str, str]:
 def reward_label(c: "Comparison") -> str:
     "Return the name of the axis of the trained reward, on held-out prompts."
     names = {runs[0].info["settings"].get("reward") for runs in c.runs.values()}
-    return f"trained reward ({names.pop()})" if len(names) == 1 and None not in names else "trained reward"
+    return (
+        f"trained reward ({names.pop()})"
+        if len(names) == 1 and None not in names
+        else "trained reward"
+    )
 
 
 SECONDS = ("seconds", "seconds, as timed on this page")
@@ -313,12 +338,15 @@ def draw_curves(
     c: "Comparison",
     x: str,  # cost, denoiser_calls, seconds or iteration
     key: str = "eval_reward",
-    names: dict[str, str] | None = None,  # {label: its name in the legend}; only these labels are drawn
+    names: dict[str, str]
+    | None = None,  # {label: its name in the legend}; only these labels are drawn
 ) -> None:
     "Draw `key` of every label against `x`, in the colours of the recipes; variants of a recipe differ in line style."
     recipes = own_recipes(c)
     shown = names or {label: label for label in c.runs}
-    alone = len({recipes[label] for label in shown}) == len(shown)  # bands of one colour hide each other
+    alone = len({recipes[label] for label in shown}) == len(
+        shown
+    )  # bands of one colour hide each other
     band = alone and len(shown) < MANY
     for label, name in shown.items():
         plot_curve(ax, c.evaluations(label), x, key, name, recipe=recipes[label], band=band)
@@ -326,10 +354,16 @@ def draw_curves(
 # %% ../../nbs/reproduction/11_figures.ipynb #ed5a84be
 def methods_below_base(c: "Comparison", key: str = "eval_reward") -> list[str]:
     "Return the labels of which some seed does not end above the model that it began with."
-    return [label for label in c.runs if any(rows[-1][key] <= rows[0][key] for rows in c.evaluations(label))]
+    return [
+        label
+        for label in c.runs
+        if any(rows[-1][key] <= rows[0][key] for rows in c.evaluations(label))
+    ]
 
 
-def name_methods_below_base(axes: Iterable[Axes], c: "Comparison", key: str = "eval_reward") -> None:
+def name_methods_below_base(
+    axes: Iterable[Axes], c: "Comparison", key: str = "eval_reward"
+) -> None:
     "Draw the base model's score, and say above the first panel which labels do not end above it in every seed, if any."
     labels, (first, *others) = methods_below_base(c, key), axes
     if labels:
@@ -357,7 +391,9 @@ def comparison_panels(c: "Comparison", xs=THREE_AXES) -> Figure:
     else:
         ordered_legend(axes[0, -1], loc="center left", bbox_to_anchor=(1.06, 0.5))
     name_methods_below_base(axes.flat[: len(xs)], c)
-    fig.tight_layout(w_pad=1 + 0.5 * len(c.runs) if len(c.runs) >= MANY else None)  # room for the bars
+    fig.tight_layout(
+        w_pad=1 + 0.5 * len(c.runs) if len(c.runs) >= MANY else None
+    )  # room for the bars
     return fig
 
 # %% ../../nbs/reproduction/11_figures.ipynb #88777ba8
@@ -382,7 +418,9 @@ def forest_panel(
         ax.axvspan(line - band, line + band, color="0.9", lw=0, zorder=0)
     if log:
         low, high = ax.get_xlim()
-        log_axis(ax, (1, 2, 5) if high < 200 * low else (1,))  # fewer numbers over more than two decades
+        log_axis(
+            ax, (1, 2, 5) if high < 200 * low else (1,)
+        )  # fewer numbers over more than two decades
     else:
         ax.locator_params(axis="x", nbins=6)
     ax.set_yticks(range(len(rows)), [row["label"] for row in rows])
@@ -394,6 +432,9 @@ def claim_rows(verdicts: list[dict], at_equal: str = "iterations") -> list[dict]
     found = [v for v in verdicts if v["at equal"] == at_equal and v["difference"] is not None]
     names = {"value": "difference", "low": "low", "high": "high"}
     return [
-        {"label": v["claim"].replace(" above ", " − "), "difference": {name: v[key] for name, key in names.items()}}
+        {
+            "label": v["claim"].replace(" above ", " − "),
+            "difference": {name: v[key] for name, key in names.items()},
+        }
         for v in found
     ]

@@ -64,7 +64,11 @@ def report_progress(text: str) -> None:
 def error_line(log: Iterable[str], default: str) -> str:
     "Return the last line of a log that names an error, or else its last line, or else `default`."
     lines = [line.strip() for line in log if line.strip()] or [default]
-    errors = [line for line in lines if re.match(r"(\[rank\d+\]: *)?(branchgrpo: |[\w.]+(Error|Exception): )", line)]
+    errors = [
+        line
+        for line in lines
+        if re.match(r"(\[rank\d+\]: *)?(branchgrpo: |[\w.]+(Error|Exception): )", line)
+    ]
     return (errors or lines)[-1]
 
 # %% ../../nbs/reproduction/02_launch.ipynb #dd5fa240
@@ -75,7 +79,9 @@ class Ended:
     code: int
     told: list[str]
     last: deque[str] = field(default_factory=lambda: deque(maxlen=50))
-    said: dict[int, str] = field(default_factory=dict)  # the last line of each rank that has said something
+    said: dict[int, str] = field(
+        default_factory=dict
+    )  # the last line of each rank that has said something
 
     def hear(self, line: str) -> None:
         "Keep a line of the log."
@@ -95,7 +101,9 @@ class Ended:
 
 # %% ../../nbs/reproduction/02_launch.ipynb #888f2479
 LOST = "lost another one"  # says a process that has only noticed another's end
-FAILED = re.compile(r"host +: (\S+)\s+rank +: (\d+) .*\s+exitcode +: -?(\d+) \(pid: (\d+)\) *(\(SIG\w+\))?")
+FAILED = re.compile(
+    r"host +: (\S+)\s+rank +: (\d+) .*\s+exitcode +: -?(\d+) \(pid: (\d+)\) *(\(SIG\w+\))?"
+)
 
 
 def failed_rank(ended: Ended) -> re.Match | None:
@@ -110,7 +118,10 @@ def failed_rank(ended: Ended) -> re.Match | None:
 def killed_rank(ended: Ended) -> str:
     "Return which process of a training was killed by which signal, and its last line; empty if none was."
     if ended.code < 0 and not ended.told:  # one process
-        name, last = signal.Signals(-ended.code).name, next((x for x in reversed(ended.last) if x.strip()), "")
+        name, last = (
+            signal.Signals(-ended.code).name,
+            next((x for x in reversed(ended.last) if x.strip()), ""),
+        )
         return f"the training was killed by {name}; its last line: {last.strip()!r}"
     found = failed_rank(ended)
     if not found or not found[5]:
@@ -140,7 +151,9 @@ def passing_on(process: subprocess.Popen) -> Iterator[list[str]]:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
 
-    main = threading.current_thread() is threading.main_thread()  # Python allows handlers there only
+    main = (
+        threading.current_thread() is threading.main_thread()
+    )  # Python allows handlers there only
     before = {number: signal.signal(number, pass_on) for number in SIGNALS if main}
     try:
         yield told
@@ -155,7 +168,9 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 # %% ../../nbs/reproduction/02_launch.ipynb #7f8517cd
-def started(command: list[str], output: IO[bytes], held: tuple[int, ...], ranks: str) -> subprocess.Popen:
+def started(
+    command: list[str], output: IO[bytes], held: tuple[int, ...], ranks: str
+) -> subprocess.Popen:
     "Start a command in a process group of its own: it writes to `output`, and torchrun's files are in `ranks`."
     return subprocess.Popen(
         command,
@@ -168,13 +183,17 @@ def started(command: list[str], output: IO[bytes], held: tuple[int, ...], ranks:
     )
 
 # %% ../../nbs/reproduction/02_launch.ipynb #62ee0bee
-def run_logged(command: list[str], log: Path, held: tuple[int, ...] = (), watch: Callable[[str], None] = show) -> Ended:
+def run_logged(
+    command: list[str], log: Path, held: tuple[int, ...] = (), watch: Callable[[str], None] = show
+) -> Ended:
     """Run a command to its end; its output goes to `log` as it comes, and line by line to `watch`.
 
     The files `held` stay open as long as the command runs: so a lock outlives this process if that is killed.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    ranks = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)  # torchrun's files
+    ranks = tempfile.TemporaryDirectory(
+        prefix="ranks-", ignore_cleanup_errors=True
+    )  # torchrun's files
     with open(log, "ab") as output:
         start = output.tell()
         process = started(command, output, held, ranks.name)
@@ -231,7 +250,9 @@ def train_in_subprocess(config: TrainConfig, launch: Launch, held: tuple[int, ..
     settings = log.with_name(f"log-{launch.rank}.yaml")
     log.parent.mkdir(parents=True, exist_ok=True)
     settings.write_text(yaml_of(given), encoding="utf-8")
-    ended = run_logged([*launch.words(), "-m", "branchgrpo.cli", "train", "--config", str(settings)], log, held)
+    ended = run_logged(
+        [*launch.words(), "-m", "branchgrpo.cli", "train", "--config", str(settings)], log, held
+    )
     if ended.preempted():
         by = ended.told[0] if ended.told else None
         raise Preempted(f"stopped by {by or 'another process'}", by)

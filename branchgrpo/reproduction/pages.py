@@ -22,7 +22,14 @@ import nbformat
 from .. import recipes
 from ..files import read_table
 from ..registry import reason, shown, unknown_name_error
-from .runs import Wanted, cache_key, hashed_settings, is_finished, is_readable, run_folder
+from branchgrpo.reproduction.runs import (
+    Wanted,
+    cache_key,
+    hashed_settings,
+    is_finished,
+    is_readable,
+    run_folder,
+)
 from ..training.config import TrainConfig
 from ..training.resolve import resolve
 from ..training.runs import Run
@@ -56,7 +63,9 @@ def base_config(
 def as_published(recipe: str) -> dict[str, Any]:
     "Return the change of an arm that takes a recipe with its paper's own steps and pruning, whatever the model."
     values = recipes.get(recipe).values
-    return {"recipe": recipe, "steps": values.steps} | ({"prune_at": dict(values.prune_at)} if values.prune_at else {})
+    return {"recipe": recipe, "steps": values.steps} | (
+        {"prune_at": dict(values.prune_at)} if values.prune_at else {}
+    )
 
 # %% ../../nbs/reproduction/04_pages.ipynb #4dc0a5b8
 @dataclass(frozen=True)
@@ -70,7 +79,10 @@ class Arms:
 
     def changed(self) -> dict[str, TrainConfig]:
         "Return the config of each label, without its seeds."
-        return {label: dataclasses.replace(self.base, **change) for label, change in self.changes.items()}
+        return {
+            label: dataclasses.replace(self.base, **change)
+            for label, change in self.changes.items()
+        }
 
     def configs(self) -> dict[tuple[str, int], TrainConfig]:
         "Return `{(label, seed): config}`, seed by seed. Raise `ValueError` on a wrong setting."
@@ -81,7 +93,9 @@ class Arms:
         for config in changed.values():
             resolve(config)  # raises on a wrong setting
         return {
-            (label, seed): dataclasses.replace(changed[label], seed=seed) for seed in self.seeds for label in changed
+            (label, seed): dataclasses.replace(changed[label], seed=seed)
+            for seed in self.seeds
+            for label in changed
         }
 
     def only(self, labels: Iterable[str]) -> "Arms":
@@ -112,7 +126,11 @@ def new_page(
 # %% ../../nbs/reproduction/04_pages.ipynb #a7f4baa7
 def templates(folder: str | Path) -> dict[str, Path]:
     "Return the pages under `folder` as `{name: path}`; a name is the path below `folder` without its ending."
-    paths = [path for path in sorted(Path(folder).rglob("*.ipynb")) if ".ipynb_checkpoints" not in path.parts]
+    paths = [
+        path
+        for path in sorted(Path(folder).rglob("*.ipynb"))
+        if ".ipynb_checkpoints" not in path.parts
+    ]
     return {str(path.relative_to(folder).with_suffix("")): path for path in paths}
 
 # %% ../../nbs/reproduction/04_pages.ipynb #7e78e7b3
@@ -124,7 +142,9 @@ class Job:
     template: Path
     parameters: dict
     executed: Path
-    runner: dict = field(default_factory=dict)  # what its runs need: {gpus: 16}; the page does not see it
+    runner: dict = field(
+        default_factory=dict
+    )  # what its runs need: {gpus: 16}; the page does not see it
 
     def digest(self) -> str:
         "Return a digest of the template's cells and the parameters."
@@ -152,12 +172,19 @@ def scale_table(folder: str | Path) -> dict[str, dict[str, dict]]:
     path = Path(folder) / "scales.yaml"
     table = read_table(path, "folder") if path.is_file() and path.stat().st_size else {}
     for name, row in table.items():
-        if not isinstance(row, dict) or not all(isinstance(part or {}, dict) for part in row.values()):
-            raise ValueError(f"folder: {name!r} in {str(path)!r} is no table of scales and their parameters")
+        if not isinstance(row, dict) or not all(
+            isinstance(part or {}, dict) for part in row.values()
+        ):
+            raise ValueError(
+                f"folder: {name!r} in {str(path)!r} is no table of scales and their parameters"
+            )
     return table
 
 # %% ../../nbs/reproduction/04_pages.ipynb #84dbf546
-KINDS = {"list": (list, "a list, such as [0, 1]"), "dict": (dict, "a table, such as {lora_rank: 32}")}
+KINDS = {
+    "list": (list, "a list, such as [0, 1]"),
+    "dict": (dict, "a table, such as {lora_rank: 32}"),
+}
 KINDS |= {"str": (str | None, "a text")}
 
 
@@ -172,10 +199,14 @@ def check_parameters(name: str, template: Path, parameters: dict) -> None:
         try:
             known = papermill.inspect_notebook(str(template))
         except Exception as error:  # nbformat has many
-            raise ValueError(f"notebook: {str(template)!r} is no notebook ({reason(error)})") from None
+            raise ValueError(
+                f"notebook: {str(template)!r} is no notebook ({reason(error)})"
+            ) from None
     for parameter in parameters:
         if parameter not in known:
-            raise ValueError(f"set: {name} has no parameter {parameter!r}; it has {', '.join(known)}")
+            raise ValueError(
+                f"set: {name} has no parameter {parameter!r}; it has {', '.join(known)}"
+            )
         kind, words = KINDS.get(known[parameter]["inferred_type_name"], (object, ""))
         if not isinstance(parameters[parameter], kind):
             raise ValueError(f"{parameter}: {shown(parameters[parameter])} is not {words}")
@@ -183,7 +214,11 @@ def check_parameters(name: str, template: Path, parameters: dict) -> None:
 # %% ../../nbs/reproduction/04_pages.ipynb #ab12cd34
 def merged(known: dict, given: dict) -> dict:
     "Return the parameters `known` with those `given` in their place; a table is merged key by key."
-    tables = [name for name, value in given.items() if isinstance(value, dict) and isinstance(known.get(name), dict)]
+    tables = [
+        name
+        for name, value in given.items()
+        if isinstance(value, dict) and isinstance(known.get(name), dict)
+    ]
     return known | given | {name: known[name] | given[name] for name in tables}
 
 # %% ../../nbs/reproduction/04_pages.ipynb #b823d460
@@ -288,7 +323,11 @@ def changed_settings(then: dict[str, dict], today: dict[str, dict]) -> tuple[lis
     changed, known = set(), set()
     for settings in then.values():
         known |= settings.keys()
-        same = [found for found in today.values() if all(found[key] == settings[key] for key in ("recipe", "seed"))]
+        same = [
+            found
+            for found in today.values()
+            if all(found[key] == settings[key] for key in ("recipe", "seed"))
+        ]
         changed |= min((differing(settings, found) for found in same), key=len, default=set())
     return sorted(changed & known), sorted(changed - known)
 

@@ -37,7 +37,9 @@ SCHEMA = pa.schema(
 def cells_of(record: dict[str, Any]) -> Iterator[tuple[str, int, str, Any]]:
     "Return every value of a run's record with its kind, row and name."
     others = {name: value for name, value in record.items() if name not in (*ROWS, "settings")}
-    tables = {"run": [others], "settings": [record.get("settings") or {}]} | {name: record.get(name) for name in ROWS}
+    tables = {"run": [others], "settings": [record.get("settings") or {}]} | {
+        name: record.get(name) for name in ROWS
+    }
     for kind, rows in tables.items():
         for number, row in enumerate(rows or ()):
             for name, value in row.items():
@@ -55,7 +57,9 @@ def write_runs(path: str | Path, page: str, runs: Runs) -> None:
             for kind, row, name, value in cells_of(record):
                 is_float = isinstance(value, float)
                 split = (value, None) if is_float else (None, json.dumps(value, default=float))
-                for column, found in zip(SCHEMA.names, (page, label, int(seed), kind, row, name, *split)):
+                for column, found in zip(
+                    SCHEMA.names, (page, label, int(seed), kind, row, name, *split)
+                ):
                     columns[column].append(found)
     table, strong = pa.table(columns, SCHEMA), {"compression": "zstd", "compression_level": 19}
     write_atomic(path, lambda temporary: pq.write_table(table, temporary, **strong))
@@ -66,7 +70,9 @@ def read_runs(path: str | Path) -> Runs:
     try:
         table = pq.read_table(path, schema=SCHEMA)
     except (OSError, pa.ArrowInvalid) as error:
-        raise ValueError(f"runs: {str(path)!r} is no table of runs ({' '.join(str(error).split())[:100]})") from None
+        raise ValueError(
+            f"runs: {str(path)!r} is no table of runs ({' '.join(str(error).split())[:100]})"
+        ) from None
     runs: Runs = {}
     for cell in table.to_pylist():
         record = runs.setdefault(cell["label"], {}).setdefault(str(cell["seed"]), {})
@@ -97,7 +103,9 @@ def table_of(record: str | Path) -> Path:
 def read_record(path: str | Path) -> dict[str, Any]:
     "Return a page's record; its runs are those of its table, if it has one."
     record, table = json.loads(Path(path).read_text(encoding="utf-8")), table_of(path)
-    return record | {"runs": read_runs(table)} if "runs" not in record and table.exists() else record
+    return (
+        record | {"runs": read_runs(table)} if "runs" not in record and table.exists() else record
+    )
 
 # %% ../../nbs/reproduction/01_records.ipynb #7193e073
 def write_record(path: str | Path, record: dict[str, Any], runs: Runs) -> None:
@@ -121,24 +129,33 @@ class RecordedRun:
 def run_from_record(run: dict[str, Any]) -> RecordedRun:
     "Return a run of a record."
     info = {"settings": run["settings"], "device": run.get("device")}
-    return RecordedRun(run["run"], run["evaluations"], run["metrics"], info, run["seconds_per_iteration"])
+    return RecordedRun(
+        run["run"], run["evaluations"], run["metrics"], info, run["seconds_per_iteration"]
+    )
 
 
 def recorded_runs(record: dict[str, Any]) -> dict[str, list[RecordedRun]]:
     "Return the runs of a record by label, seed by seed. Raise `ValueError` if it has none."
     if "runs" not in record:
         raise ValueError("record: it holds no runs")
-    return {label: [run_from_record(run) for run in seeds.values()] for label, seeds in record["runs"].items()}
+    return {
+        label: [run_from_record(run) for run in seeds.values()]
+        for label, seeds in record["runs"].items()
+    }
 
 # %% ../../nbs/reproduction/01_records.ipynb #8548e748
 def run_record(run: Any) -> dict[str, Any]:
     "Return what a record keeps of a run: metrics, folder, machine, comparable seconds, evaluations, settings."
-    device = {"device": run.info["device"]} if run.info.get("device") else {}  # some records do not say it
+    device = (
+        {"device": run.info["device"]} if run.info.get("device") else {}
+    )  # some records do not say it
     return {
         "metrics": run.metrics,
         "run": str(run.path),
         **device,
-        "seconds_per_iteration": getattr(run, "seconds_per_iteration", None),  # none if it was not timed
+        "seconds_per_iteration": getattr(
+            run, "seconds_per_iteration", None
+        ),  # none if it was not timed
         "evaluations": run.evaluations,
         "settings": run.info["settings"],
     }

@@ -62,36 +62,58 @@ def tables_named_by(page: str) -> list[tuple[str, str]]:
     paper, _, name = page.partition("/")
     found = re.findall(r"(table|fig)s?((?:_?[0-9]+)+)", name)
     titles = {"table": "Table", "fig": "Fig."}
-    return [(paper, f"{titles[kind]} {n}") for kind, several in found for n in re.findall("[0-9]+", several)]
+    return [
+        (paper, f"{titles[kind]} {n}")
+        for kind, several in found
+        for n in re.findall("[0-9]+", several)
+    ]
 
 
 def numbers_of(record: dict) -> dict[str, list[dict]]:
     "Return the tables of a record by title: its numbers, and what is not computed."
     titles = {"rows": "the numbers", "lines": "the numbers", "why": "what is not computed here"}
     found = [(title, record.get(key)) for key, title in titles.items()]
-    return {title: rows for title, rows in found if isinstance(rows, list) and rows and isinstance(rows[0], dict)}
+    return {
+        title: rows
+        for title, rows in found
+        if isinstance(rows, list) and rows and isinstance(rows[0], dict)
+    }
 
 
 def beside_printed(rows: list[dict], printed: dict[str, dict[str, str]]) -> list[dict]:
     "Return the rows and columns of a record that a paper prints too: ours, and in brackets what is printed."
     columns = {}  # a column of ours begins with the printed name, and says in brackets what is measured
     for ours in dict.fromkeys(name for row in rows for name in row):
-        names = [name for row in printed.values() for name in row if f"{ours} (".startswith(f"{name} (")]
+        names = [
+            name for row in printed.values() for name in row if f"{ours} (".startswith(f"{name} (")
+        ]
         if names:
             columns[ours] = max(names, key=len)
     both = []
     for row in rows if columns else []:
         theirs = printed.get(row.get("label", ""))
-        if theirs is not None and any(row.get(ours) is not None for ours in columns):  # two tables may share a label
-            cells = {ours: (cell_text(row.get(ours)), theirs.get(name)) for ours, name in columns.items()}
-            cells = {name: f"{ours} *({paper})*" if paper else ours for name, (ours, paper) in cells.items()}
+        if theirs is not None and any(
+            row.get(ours) is not None for ours in columns
+        ):  # two tables may share a label
+            cells = {
+                ours: (cell_text(row.get(ours)), theirs.get(name)) for ours, name in columns.items()
+            }
+            cells = {
+                name: f"{ours} *({paper})*" if paper else ours
+                for name, (ours, paper) in cells.items()
+            }
             both.append({"": row["label"]} | cells)
     return both
 
 
 def models_of(records: list[dict]) -> str:
     "Return `on` and the models that the runs of records train; nothing without runs."
-    runs = [run for record in records for found in record.get("runs", {}).values() for run in found.values()]
+    runs = [
+        run
+        for record in records
+        for found in record.get("runs", {}).values()
+        for run in found.values()
+    ]
     names = ", ".join(dict.fromkeys(run["settings"]["backbone"] for run in runs))
     return names and f"on {names}"
 
@@ -101,16 +123,26 @@ def page_tables(page: str, records: list[dict], folder: Path, shown: bool) -> tu
 
     The first are the tables of `folder` that its name names, with ours. The others are all its numbers, and printed
     tables (also those of its record's `printed`) that have no row and column in common with them."""
-    tables = [(title, shown_rows(record, rows)) for record in records for title, rows in numbers_of(record).items()]
+    tables = [
+        (title, shown_rows(record, rows))
+        for record in records
+        for title, rows in numbers_of(record).items()
+    ]
     first, later = [], [folded(title, markdown_table(rows), shown) for title, rows in tables]
-    places = [(page.partition("/")[0], place) for record in records for place in record.get("printed", [])]
+    places = [
+        (page.partition("/")[0], place) for record in records for place in record.get("printed", [])
+    ]
     for paper, table in tables_named_by(page) + places:
         with contextlib.suppress(ValueError):  # a figure of which no number is printed
             printed = published(paper, table, folder)
             both = [row for _, rows in tables for row in beside_printed(rows, printed)]
             if both:
-                made = f"`branchgrpo reproduce {page}` makes ours again {models_of(records)}".strip()
-                first.append(f"**{table}**: ours, and *(in brackets)* the paper's. {made}.\n\n{markdown_table(both)}")
+                made = (
+                    f"`branchgrpo reproduce {page}` makes ours again {models_of(records)}".strip()
+                )
+                first.append(
+                    f"**{table}**: ours, and *(in brackets)* the paper's. {made}.\n\n{markdown_table(both)}"
+                )
             else:
                 rows = [{"": row} | numbers for row, numbers in printed.items()]
                 later.append(folded(f"{table} as printed", markdown_table(rows), shown))
@@ -159,7 +191,9 @@ def origin(record: dict) -> str:
     "Return when and where a record was made, of how many seeds, and what it cost."
     seeds = record.get("seeds") or []  # a list, or of a study how many each world has
     counts = seeds.values() if isinstance(seeds, dict) else [len(seeds)] if seeds else []
-    text = ", ".join(filter(None, (record.get("date", ""), record.get("device", ""), seeds_text(counts))))
+    text = ", ".join(
+        filter(None, (record.get("date", ""), record.get("device", ""), seeds_text(counts)))
+    )
     if "seconds" in record:
         text += f", {record['seconds']:.0f} s"
     if record.get("hours"):
@@ -180,7 +214,9 @@ class ReportPart:
     def count(self, pattern: str) -> int:
         "Return how many verdicts begin with a pattern; a verdict stands in bold at the end of its line, or begins it."
         bold = rf"\*\*({pattern})[^*]*\*\*"
-        return sum(bool(re.search(rf"^{bold}|{bold}$", line, re.IGNORECASE)) for line in self.verdicts)
+        return sum(
+            bool(re.search(rf"^{bold}|{bold}$", line, re.IGNORECASE)) for line in self.verdicts
+        )
 
 # %% ../../nbs/reproduction/13_report.ipynb #cb9f7eff
 LINK_TARGET = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")  # the target of a link in Markdown
@@ -218,7 +254,9 @@ def seen_from(text: str, page: Path, report: Path) -> str:
     return LINK_TARGET.sub(turned, text)
 
 
-def part_of(name: str, path: Path, folder: Path, figures: str | Path, report: str | Path) -> ReportPart | None:
+def part_of(
+    name: str, path: Path, folder: Path, figures: str | Path, report: str | Path
+) -> ReportPart | None:
     "Return the part on the page `name`; None if it has written nothing under `figures`."
     drawn, jsons = page_files(name, figures, "png"), page_files(name, figures, "json")
     if not drawn and not jsons:
@@ -238,7 +276,16 @@ def part_of(name: str, path: Path, folder: Path, figures: str | Path, report: st
     claims = claim_lines(lines)
     (job,) = jobs([name], "testbed", folder)
     old = "\n".join(filter(None, (earlier(record, job) for record in records)))
-    text = [f"## {title}", claim.lstrip("> "), old, tables, "\n\n".join(images), claims, numbers, foot]
+    text = [
+        f"## {title}",
+        claim.lstrip("> "),
+        old,
+        tables,
+        "\n\n".join(images),
+        claims,
+        numbers,
+        foot,
+    ]
     return ReportPart(title, "\n\n".join(filter(None, text)), lines, bool(old))
 
 # %% ../../nbs/reproduction/13_report.ipynb #8ff02401
@@ -296,20 +343,26 @@ def page_order(name: str) -> tuple[bool, str, int, str]:
 # %% ../../nbs/reproduction/13_report.ipynb #689103f3
 def summary(parts: dict[str, list[ReportPart]]) -> str:
     "Return a table of all parts by file: how many claims have each verdict, and whether their runs are earlier ones."
-    lines = [f"| page | {' | '.join(VERDICT_COLUMNS)} | runs |", "|---" * (2 + len(VERDICT_COLUMNS)) + "|"]
+    lines = [
+        f"| page | {' | '.join(VERDICT_COLUMNS)} | runs |",
+        "|---" * (2 + len(VERDICT_COLUMNS)) + "|",
+    ]
     for file, own in parts.items():
         for part in own:
             anchor = re.sub(r"[^\w\- ]", "", part.title.lower()).replace(" ", "-")
             link = f"#{anchor}" if file == FIRST else f"{file}.md#{anchor}"
             counts = [str(part.count(pattern) or "") for pattern in VERDICT_COLUMNS.values()]
-            lines.append(f"| [{part.title}]({link}) | {' | '.join(counts)} | {'earlier' if part.earlier else ''} |")
+            lines.append(
+                f"| [{part.title}]({link}) | {' | '.join(counts)} | {'earlier' if part.earlier else ''} |"
+            )
     return "\n".join(lines)
 
 # %% ../../nbs/reproduction/13_report.ipynb #4f97e57f
 def write_page(
     folder: str | Path = "reproduce",  # the pages
     figures: str | Path = "figures/testbed",  # what they have written
-    page: str | Path = "figures/README.md",  # the first file of the report; the others lie beside it
+    page: str
+    | Path = "figures/README.md",  # the first file of the report; the others lie beside it
 ) -> int:
     "Write the report on all pages that have written something, in one file a paper; return how many pages there are."
     found = templates(folder)
@@ -337,7 +390,9 @@ def answer_rows(registered: Registration, record: dict[str, Any]) -> list[dict[s
     rows = []
     for claim in registered.claims:
         if claim.name not in answers:
-            raise ValueError(f"answers: {claim.name} has none; execute reproduce/study/answers.ipynb")
+            raise ValueError(
+                f"answers: {claim.name} has none; execute reproduce/study/answers.ipynb"
+            )
         row = answers[claim.name] | {"claim": claim}
         for test in ("found", "first"):
             row[test] = {axis: Difference(**numbers) for axis, numbers in row[test].items()}
@@ -350,7 +405,9 @@ def found_here(row: dict[str, Any], test: str = "found") -> str:
     """Return an answer's difference with its 95 % interval, or one of each count if they differ; a dash without runs.
 
     `test`: "first" for the difference in the first test, where an answer is of the second."""
-    return " and ".join(dict.fromkeys(with_interval(row[test][axis]) for axis in row["asked"])) or "–"
+    return (
+        " and ".join(dict.fromkeys(with_interval(row[test][axis]) for axis in row["asked"])) or "–"
+    )
 
 
 def short_found(row: dict[str, Any]) -> str:
@@ -420,9 +477,16 @@ def right_images(quick: dict[str, Any]) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for method in quick["runs"]:
         rows = [row for name, row in quick["numbers"].items() if name.rpartition("-")[0] == method]
-        before, after = (sum(row[place]["eval_check_all"] for row in rows) / len(rows) for place in ("before", "after"))
+        before, after = (
+            sum(row[place]["eval_check_all"] for row in rows) / len(rows)
+            for place in ("before", "after")
+        )
         calls = sum(row["denoiser_calls"] for row in rows) / len(rows)
-        found[method] = {"before": f"{100 * before:.0f} %", "after": f"{100 * after:.0f} %", "calls": f"{calls:,.0f}"}
+        found[method] = {
+            "before": f"{100 * before:.0f} %",
+            "after": f"{100 * after:.0f} %",
+            "calls": f"{calls:,.0f}",
+        }
     return found
 
 # %% ../../nbs/reproduction/13_report.ipynb #a3ee26d7
@@ -449,7 +513,9 @@ FRONT_PAGE = "nbs/index.ipynb"
 
 def written_report(root: Path = ROOT) -> str:
     "Return the text of REPORT.md, from the template, the registration and the records of `root`."
-    return fill((root / "reproduce/REPORT.md.jinja").read_text(encoding="utf-8"), **report_facts(root))
+    return fill(
+        (root / "reproduce/REPORT.md.jinja").read_text(encoding="utf-8"), **report_facts(root)
+    )
 
 
 def first_answers(root: Path = ROOT) -> str:

@@ -62,13 +62,17 @@ def key_value(value: object) -> object:
     "Return a setting in a form that does not depend on whether it comes from a config or from a run.json."
     if isinstance(value, float):
         return str(value)
-    if isinstance(value, dict):  # JSON turns whole-number keys, such as the steps of prune_at, into text
+    if isinstance(
+        value, dict
+    ):  # JSON turns whole-number keys, such as the steps of prune_at, into text
         return {int(key) if str(key).isdigit() else key: item for key, item in value.items()}
     return value
 
 # %% ../../nbs/reproduction/03_runs.ipynb #0c592409
 NUMBER_FIELDS = frozenset(  # in which 1 and 1.0 are one value
-    name for name, hint in field_types(TrainConfig).items() if float in (hint, *typing.get_args(hint))
+    name
+    for name, hint in field_types(TrainConfig).items()
+    if float in (hint, *typing.get_args(hint))
 )
 
 # %% ../../nbs/reproduction/03_runs.ipynb #0e3198ca
@@ -97,9 +101,13 @@ def hashed_settings(settings: dict) -> dict:
     kept = {}
     for name, value in settings.items():
         at_default = defaults.get(name) is not None and value == defaults[name]
-        is_off = name in LATER and (list(value) if isinstance(value, tuple) else value) == LATER[name]
+        is_off = (
+            name in LATER and (list(value) if isinstance(value, tuple) else value) == LATER[name]
+        )
         if name not in NOT_HASHED and value is not None and not (at_default or is_off):
-            kept[name] = key_value(float(value) if name in NUMBER_FIELDS and isinstance(value, int) else value)
+            kept[name] = key_value(
+                float(value) if name in NUMBER_FIELDS and isinstance(value, int) else value
+            )
     return kept
 
 # %% ../../nbs/reproduction/03_runs.ipynb #c99b854c
@@ -157,7 +165,9 @@ def holds_run(path: Path) -> bool:
 def set_run_aside(run: Run) -> None:
     "Rename the folder of a run that cannot be read."
     if holds_run(run.path) and not is_readable(run):
-        aside = run.path.with_name(f"{run.path.name}.damaged-{time.time_ns()}-{os.getpid()}")  # clocks may go back
+        aside = run.path.with_name(
+            f"{run.path.name}.damaged-{time.time_ns()}-{os.getpid()}"
+        )  # clocks may go back
         run.path.rename(aside)
 
 # %% ../../nbs/reproduction/03_runs.ipynb #37e711e5
@@ -262,7 +272,9 @@ def write_run(folder: Path, table: Path, record: dict[str, Any]) -> None:
             raise
 
 # %% ../../nbs/reproduction/03_runs.ipynb #00d04db0
-Wanted = dict[Path, tuple[TrainConfig, str]]  # of each run's folder, its config and the folder of all runs
+Wanted = dict[
+    Path, tuple[TrainConfig, str]
+]  # of each run's folder, its config and the folder of all runs
 
 
 def found_in_tables(wanted: Wanted, tables: list[Path]) -> dict[Path, tuple[Path, dict[str, Any]]]:
@@ -275,7 +287,9 @@ def found_in_tables(wanted: Wanted, tables: list[Path]) -> dict[Path, tuple[Path
             continue
         table, record = recorded[folder.name]
         whole = len(record["metrics"]) >= config.iterations
-        if whole and cache_key(record["settings"]) == folder.name:  # else a table of another version
+        if (
+            whole and cache_key(record["settings"]) == folder.name
+        ):  # else a table of another version
             found[folder] = table, record
     return found
 
@@ -290,7 +304,11 @@ def runs_from_tables(wanted: Wanted, tables: list[Path]) -> int:
 # %% ../../nbs/reproduction/03_runs.ipynb #da07c083
 def without_weights(wanted: Wanted) -> list[Path]:
     "Return the folders of runs that came from a table."
-    return [folder for folder in wanted if (folder / "run.json").is_file() and "recorded_in" in Run(folder).info]
+    return [
+        folder
+        for folder in wanted
+        if (folder / "run.json").is_file() and "recorded_in" in Run(folder).info
+    ]
 
 
 def remove_runs_without_weights(wanted: Wanted) -> int:
@@ -306,7 +324,10 @@ def time_iterations(configs: dict[str, TrainConfig], rounds: int) -> dict[str, f
     from branchgrpo.training.trainer import Trainer
 
     with tempfile.TemporaryDirectory() as folder:
-        quick = {label: dataclasses.replace(c, held_out=None, output=f"{folder}/run") for label, c in configs.items()}
+        quick = {
+            label: dataclasses.replace(c, held_out=None, output=f"{folder}/run")
+            for label, c in configs.items()
+        }
         trainers = {label: Trainer(config) for label, config in quick.items()}
         seconds = {label: [] for label in configs}
         for _ in range(rounds + 1):

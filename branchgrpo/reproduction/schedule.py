@@ -19,7 +19,14 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+    as_completed,
+    wait,
+)
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -55,12 +62,17 @@ def iterations_done(path: Path) -> int:
 # %% ../../nbs/reproduction/05_schedule.ipynb #dbd7aa9c
 def run_names(runs: Wanted) -> dict[Path, str]:
     "Return a name for a person: `dancegrpo seed 2`, with the model, and the end of its key, if two runs share it."
-    names = {path: f"{name_part(config.recipe)} seed {config.seed}" for path, (config, _) in runs.items()}
+    names = {
+        path: f"{name_part(config.recipe)} seed {config.seed}" for path, (config, _) in runs.items()
+    }
     models = {path: config.backbone for path, (config, _) in runs.items()}
     digests = {path: path.name.rpartition("-")[2] for path in runs}
     for more in (models, digests):
         counts = Counter(names.values())
-        names = {path: f"{name}, {more[path]}" if counts[name] > 1 else name for path, name in names.items()}
+        names = {
+            path: f"{name}, {more[path]}" if counts[name] > 1 else name
+            for path, name in names.items()
+        }
     return names
 
 
@@ -84,7 +96,9 @@ class IterationCount:
         loaded = any((path / "run.json").is_file() for path in self.totals)
         if evaluated:
             return "first iteration"
-        return "scoring the untrained models" if loaded else "starting: loading Python and the models"
+        return (
+            "scoring the untrained models" if loaded else "starting: loading Python and the models"
+        )
 
 # %% ../../nbs/reproduction/05_schedule.ipynb #bcf531cb
 def time_left(count: IterationCount) -> str:
@@ -104,14 +118,19 @@ def worker_environments(workers: int, gpus: list[str] | None = None) -> list[dic
     """Return the environment of each worker: one per GPU with its share of the cores, or `workers` without a GPU.
 
     Models without a GPU are small, and several threads slow them down on busy cores: each worker has one."""
-    environments = [{"CUDA_VISIBLE_DEVICES": str(gpu)} for gpu in gpus or ()] or [{} for _ in range(max(1, workers))]
+    environments = [{"CUDA_VISIBLE_DEVICES": str(gpu)} for gpu in gpus or ()] or [
+        {} for _ in range(max(1, workers))
+    ]
     if len(environments) == 1 or "OMP_NUM_THREADS" in os.environ:
         return environments
     cores = max(1, (os.cpu_count() or 1) // len(environments)) if gpus else 1
     return [environment | {"OMP_NUM_THREADS": str(cores)} for environment in environments]
 
 # %% ../../nbs/reproduction/05_schedule.ipynb #d7b32173
-QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}  # unless they are set
+QUIET = {
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}  # unless they are set
 
 
 def _take_environment(environments) -> None:
@@ -192,9 +211,16 @@ def make_runs(
     runs, iterations = count_of(len(missing), "run"), count_of(sum(totals.values()), "iteration")
     log(f"training {runs}, {iterations} in all, {len(environments)} at a time")
     with worker_pool(environments, len(missing)) as pool:
-        futures = {pool.submit(train_run, config, root, launch): path for path, (config, root) in missing.items()}
-        for n, future in enumerate(as_they_finish(futures, count, len(environments), log, every), 1):
-            log(f"run {n:3}/{len(futures)}  {count.names[futures[future]]:40} {end_of_run(future, time_left(count))}")
+        futures = {
+            pool.submit(train_run, config, root, launch): path
+            for path, (config, root) in missing.items()
+        }
+        for n, future in enumerate(
+            as_they_finish(futures, count, len(environments), log, every), 1
+        ):
+            log(
+                f"run {n:3}/{len(futures)}  {count.names[futures[future]]:40} {end_of_run(future, time_left(count))}"
+            )
     return sum(future.exception() is not None for future in futures)
 
 # %% ../../nbs/reproduction/05_schedule.ipynb #c690a542
@@ -331,10 +357,14 @@ def execute_in_subprocess(job: Job, environment: dict[str, str]) -> Result:
     except EOFError:  # the process died
         result = None
     process.join()
-    return result or Result(job.name, "failed", error=f"its process ended with code {process.exitcode}")
+    return result or Result(
+        job.name, "failed", error=f"its process ended with code {process.exitcode}"
+    )
 
 # %% ../../nbs/reproduction/05_schedule.ipynb #bb616a18
-def _run_job(job: Job, free: queue.SimpleQueue, several: bool, log: Callable[[str], None]) -> Result:
+def _run_job(
+    job: Job, free: queue.SimpleQueue, several: bool, log: Callable[[str], None]
+) -> Result:
     "Execute a page with an environment that is free: in this process, or one of `several` in a process of its own."
     if job.done:
         return Result(job.name, "found", notebook=str(job.executed))
@@ -366,11 +396,15 @@ def run_all(
         free.put(environment)
     several = len(environments) > 1
     with ThreadPoolExecutor(len(environments)) as pool:
-        for future in as_completed([pool.submit(_run_job, job, free, several, log) for job in todo]):
+        for future in as_completed(
+            [pool.submit(_run_job, job, free, several, log) for job in todo]
+        ):
             result, n = future.result(), len(results) + 1
             results.append(result)
             error = f"   {result.error}" if result.error else ""
-            log(f"{n:3}/{len(todo)}  {result_line(result)}   {minutes_left(started, n, len(todo))}{error}")
+            log(
+                f"{n:3}/{len(todo)}  {result_line(result)}   {minutes_left(started, n, len(todo))}{error}"
+            )
     return results
 
 # %% ../../nbs/reproduction/05_schedule.ipynb #c18d333a
@@ -386,7 +420,11 @@ def redrawn_job(job: Job, folder: Path) -> Job:
         check_parameters(job.name, job.template, {"record": ""})
     except ValueError:
         raise ValueError(f"redraw: {job.name} has no parameter 'record', and would train") from None
-    again = replace(job, parameters=job.parameters | {"record": str(record)}, executed=folder / f"{job.name}.ipynb")
+    again = replace(
+        job,
+        parameters=job.parameters | {"record": str(record)},
+        executed=folder / f"{job.name}.ipynb",
+    )
     again.executed.unlink(missing_ok=True)  # what draws may have changed since
     return again
 
@@ -399,6 +437,8 @@ def redraw(todo: list[Job], folder: Path, workers: int, keep: bool) -> list[Resu
             again.append(redrawn_job(job, folder))
         except ValueError as error:
             models = job.runner.get("models")
-            results.append(Result(job.name, "kept" if keep or models else "failed", error=str(error)))
+            results.append(
+                Result(job.name, "kept" if keep or models else "failed", error=str(error))
+            )
             say(f"{result_line(results[-1])}   {error}")
     return [*results, *run_all(again, workers)]

@@ -37,7 +37,13 @@ def launch_here(command: str) -> Launch:
         return Launch(command)
     attempt = f"{job.job_id}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
     head = job.hostnames[0] if job.num_nodes > 1 else "localhost"
-    return Launch(command, job.global_rank, job.num_tasks, attempt, f"{head}:{20_000 + int(job.raw_job_id) % 20_000}")
+    return Launch(
+        command,
+        job.global_rank,
+        job.num_tasks,
+        attempt,
+        f"{head}:{20_000 + int(job.raw_job_id) % 20_000}",
+    )
 
 
 def train_task(config: TrainConfig, root: str, command: str) -> float:
@@ -91,11 +97,15 @@ def sbatch_options(text: str) -> dict[str, str]:
     for key, equals, value in pairs:
         if not re.fullmatch(r"[a-z][a-z0-9-]*", key) or not value or not value.isprintable():
             given = shown(f"{key}{equals}{value}")
-            raise ValueError(f"slurm_options: {given} is not OPTION=VALUE; they are written partition=a100,account=x")
+            raise ValueError(
+                f"slurm_options: {given} is not OPTION=VALUE; they are written partition=a100,account=x"
+            )
     return {key: value for key, _, value in pairs}
 
 # %% ../../nbs/reproduction/06_slurm.ipynb #0d323099
-def runs_by_size(todo: list[Job], nodes: int | None, gpus: int) -> dict[Size, list[tuple[TrainConfig, str]]]:
+def runs_by_size(
+    todo: list[Job], nodes: int | None, gpus: int
+) -> dict[Size, list[tuple[TrainConfig, str]]]:
     "Return the missing runs of pages, each once, in the size of the first page that needs it."
     found: dict[Size, list[tuple[TrainConfig, str]]] = {}
     seen: set[Path] = set()
@@ -108,13 +118,18 @@ def runs_by_size(todo: list[Job], nodes: int | None, gpus: int) -> dict[Size, li
     return found
 
 # %% ../../nbs/reproduction/06_slurm.ipynb #5b034b18
-def task_lists(todo: list[Job], launch: str, nodes: int | None, gpus: int) -> dict[str, tuple[list[tuple], Size]]:
+def task_lists(
+    todo: list[Job], launch: str, nodes: int | None, gpus: int
+) -> dict[str, tuple[list[tuple], Size]]:
     "Return the tasks of all arrays and their sizes; a task is a tuple of a function and its arguments."
     lists, sizes = {}, runs_by_size(todo, nodes, gpus)
     for size, runs in sizes.items():
         command = launch or torchrun(*size)
         name = "runs" if len(sizes) == 1 else f"runs-{size[0]}x{size[1]}"
-        lists[name] = ([(Resumed(train_task), config, root, command) for config, root in runs], size)
+        lists[name] = (
+            [(Resumed(train_task), config, root, command) for config, root in runs],
+            size,
+        )
     pages = [(Resumed(execute), job) for job in todo if not job.done]
     return lists | ({"pages": (pages, (1, min(gpus, 1)))} if pages else {})
 
@@ -123,7 +138,11 @@ def own_options(name: str, scale: str, size: Size) -> dict[str, Any]:
     "Return the options that only one array has. If a task of a run fails, Slurm ends those of its other nodes."
     nodes, gpus = size
     stop_all = {"srun_args": ["--kill-on-bad-exit=1"]} if nodes > 1 else {}
-    return {"job_name": f"branchgrpo-{scale}-{name}", "nodes": nodes, "gpus_per_node": gpus} | stop_all
+    return {
+        "job_name": f"branchgrpo-{scale}-{name}",
+        "nodes": nodes,
+        "gpus_per_node": gpus,
+    } | stop_all
 
 # %% ../../nbs/reproduction/06_slurm.ipynb #8f457c54
 def job_arrays(
@@ -140,25 +159,39 @@ def job_arrays(
     Raises `ValueError` on an option without a value, or without submitit.
     """
     if not find_spec("submitit"):
-        raise ValueError("slurm: submitit is not installed; pip install -c constraints.txt -e '.[slurm]'")
+        raise ValueError(
+            "slurm: submitit is not installed; pip install -c constraints.txt -e '.[slurm]'"
+        )
     extra = {"requeue": True} | sbatch_options(more)
     # Slurm ≥ 22.05: srun takes the CPUs of a task from this variable alone
     cpus = 'test -z "$SLURM_CPUS_PER_TASK" || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"'
-    shared: dict[str, Any] = {"time": hours * 60, "ntasks_per_node": 1, "signal_delay_s": 600, "setup": [cpus]}
+    shared: dict[str, Any] = {
+        "time": hours * 60,
+        "ntasks_per_node": 1,
+        "signal_delay_s": 600,
+        "setup": [cpus],
+    }
     shared |= {"additional_parameters": extra}
     lists = task_lists(todo, launch, nodes, gpus)
-    return {name: (tasks, shared | own_options(name, scale, size)) for name, (tasks, size) in lists.items()}
+    return {
+        name: (tasks, shared | own_options(name, scale, size))
+        for name, (tasks, size) in lists.items()
+    }
 
 # %% ../../nbs/reproduction/06_slurm.ipynb #6a56a94f
 def slurm_scripts(todo: list[Job], folder: str | Path, **options: Any) -> str:
     "Return the scripts that `submit` gives to sbatch, as text; `options` as in `job_arrays`."
-    from submitit.slurm.slurm import _make_sbatch_string  # the function that submitit's own executor calls
+    from submitit.slurm.slurm import (
+        _make_sbatch_string,
+    )  # the function that submitit's own executor calls
 
     place = shlex.quote(str(Path(folder).absolute()))
     command = f"{shlex.quote(sys.executable)} -u -m submitit.core._submit {place}"
     scripts = []
     for name, (tasks, settings) in job_arrays(todo, **options).items():
-        after = {"dependency": "afterany:<the jobs of the runs>"} if name == "pages" and scripts else {}
+        after = (
+            {"dependency": "afterany:<the jobs of the runs>"} if name == "pages" and scripts else {}
+        )
         several = {"map_count": len(tasks)} if len(tasks) > 1 else {}  # one task is no array
         script = _make_sbatch_string(command, folder, **several, **settings, **after)
         scripts.append(f"# {name}: {len(tasks)} tasks\n{script}")
@@ -188,10 +221,14 @@ def prepare(executor, cluster: str, options: dict, earlier: list) -> None:
     for job in earlier:
         job.wait()
     known = {name: options[name] for name in ("signal_delay_s", "gpus_per_node")}
-    executor.update_parameters(timeout_min=options["time"], tasks_per_node=options["nodes"], **known)
+    executor.update_parameters(
+        timeout_min=options["time"], tasks_per_node=options["nodes"], **known
+    )
 
 # %% ../../nbs/reproduction/06_slurm.ipynb #49e48c6e
-def submit(todo: list[Job], folder: str | Path, cluster: str = "slurm", **options: Any) -> dict[str, list]:
+def submit(
+    todo: list[Job], folder: str | Path, cluster: str = "slurm", **options: Any
+) -> dict[str, list]:
     """Submit the missing runs, and the pages to start after them; return submitit's jobs by array.
 
     `options` are those of `job_arrays`. On Slurm nothing waits. On `local`, processes of this machine,

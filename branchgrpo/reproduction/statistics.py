@@ -21,7 +21,11 @@ from scipy.stats import t as student
 def mean_p(values: Sequence[float] | np.ndarray, alternative: str = "two-sided") -> float:
     "Return the p value of a mean that is not zero, or `greater` or `less`; of equal values 0 if it is so, else 1."
     if np.ptp(values) == 0:
-        return float(not {"two-sided": values[0] != 0, "greater": values[0] > 0, "less": values[0] < 0}[alternative])
+        return float(
+            not {"two-sided": values[0] != 0, "greater": values[0] > 0, "less": values[0] < 0}[
+                alternative
+            ]
+        )
     return float(ttest_1samp(values, 0.0, alternative=alternative).pvalue)
 
 
@@ -51,11 +55,17 @@ class Pair:
 
     def __post_init__(self):
         if not len(self.ours) == len(self.theirs) == len(self.unit) >= 2:
-            raise ValueError(f"seeds: {self.label} and {self.other} share fewer than two, or differ in them")
+            raise ValueError(
+                f"seeds: {self.label} and {self.other} share fewer than two, or differ in them"
+            )
 
     def differences(self, margin: float = 0.0) -> np.ndarray:
         "Return the difference plus `margin` units on each seed."
-        return np.asarray(self.ours, float) - np.asarray(self.theirs, float) + margin * np.asarray(self.unit, float)
+        return (
+            np.asarray(self.ours, float)
+            - np.asarray(self.theirs, float)
+            + margin * np.asarray(self.unit, float)
+        )
 
     def above(self, margin: float) -> float:
         "Return the one-sided p value of the statement that the true difference is above so many units."
@@ -146,10 +156,19 @@ def unpaired_difference(ours: list[float], theirs: list[float], level: float = 0
         low, high, p = float(interval.low), float(interval.high), float(tested.pvalue)
     seeds = len(ours) + len(theirs)
     found = "equal" if low == high == 0 else verdict(low, high)
-    return {"difference": distance, "low": low, "high": high, "p": p, "seeds": seeds, "verdict": found}
+    return {
+        "difference": distance,
+        "low": low,
+        "high": high,
+        "p": p,
+        "seeds": seeds,
+        "verdict": found,
+    }
 
 # %% ../../nbs/reproduction/00_statistics.ipynb #70bcd590
-def power(seeds: int, size: float, spread: float, paired: bool = True, alpha: float = 0.05) -> float:
+def power(
+    seeds: int, size: float, spread: float, paired: bool = True, alpha: float = 0.05
+) -> float:
     "Return the chance that a t test with so many seeds (of each group, if not `paired`) sees a difference of `size`."
     freedom, of_mean = (seeds - 1, seeds) if paired else (2 * seeds - 2, seeds / 2)
     centre = sqrt(of_mean) * abs(size) / spread
@@ -177,7 +196,9 @@ def with_false_discovery(tested: list[dict]) -> list[dict]:
     "Return tested claims; those with a `p` have `p_page`, adjusted for all of the page (Benjamini–Hochberg)."
     p_values = [claim["p"] for claim in tested if "p" in claim]
     adjusted = iter(false_discovery_control(p_values) if p_values else [])
-    return [claim | {"p_page": float(next(adjusted))} if "p" in claim else claim for claim in tested]
+    return [
+        claim | {"p_page": float(next(adjusted))} if "p" in claim else claim for claim in tested
+    ]
 
 # %% ../../nbs/reproduction/00_statistics.ipynb #a5ec3432
 def spent(looks: Sequence[int], alpha: float = 0.05) -> list[float]:
@@ -187,7 +208,9 @@ def spent(looks: Sequence[int], alpha: float = 0.05) -> list[float]:
 
 # %% ../../nbs/reproduction/00_statistics.ipynb #e1a27f8a
 def sequence(
-    at_looks: Sequence[dict[str, dict[str, float]]],  # at each look: of each claim, the p value of each answer
+    at_looks: Sequence[
+        dict[str, dict[str, float]]
+    ],  # at each look: of each claim, the p value of each answer
     looks: Sequence[int],  # seeds at each look, of all that are planned
     alpha: float = 0.05,
     claims: int | None = None,  # how many are registered; None: those of the first look
@@ -195,7 +218,11 @@ def sequence(
     "Return each claim's answer and the seeds at which it was decided (or looked at last), over the looks made so far."
     answers: dict[str, tuple[str, int]] = {}
     for found, seeds, share in zip(at_looks, looks, spent(looks, alpha)):
-        left = {name: p_values for name, p_values in found.items() if answers.get(name, (OPEN, 0))[0] == OPEN}
+        left = {
+            name: p_values
+            for name, p_values in found.items()
+            if answers.get(name, (OPEN, 0))[0] == OPEN
+        }
         level = share / (claims or len(at_looks[0]))
         answers |= {name: (decide(p_values, level), seeds) for name, p_values in left.items()}
     return answers

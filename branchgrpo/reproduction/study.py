@@ -54,7 +54,9 @@ class Claim:
     label: str  # the method of which it is claimed
     other: str  # the method that it is compared with
     at: Literal["end", "equal cost"]  # where the trained reward is compared
-    margin: float = field(metadata={"bounds": Bounds(above=0, below=1)})  # 0.2: a fifth of the baseline's gain
+    margin: float = field(
+        metadata={"bounds": Bounds(above=0, below=1)}
+    )  # 0.2: a fifth of the baseline's gain
     kind: Literal["above", "not below"] = "above"
     baseline: str = ""  # whose gain is the unit; empty: `other`
     again: int = bounded(0, 0)  # new seeds of a second test, if the last look leaves it undecided
@@ -74,7 +76,9 @@ class Task:
 
     def config(self, recipe: str, seed: int) -> TrainConfig:
         "Return the config of one run. Raise `ValueError` on a wrong setting."
-        return TrainConfig(**self.settings | {"recipe": recipe} | self.recipes.get(recipe, {}) | {"seed": seed})
+        return TrainConfig(
+            **self.settings | {"recipe": recipe} | self.recipes.get(recipe, {}) | {"seed": seed}
+        )
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,9 @@ class Registration:
     claims: list[Claim]
     tasks: dict[str, Task]
     looks: tuple[int, ...] = bounded((), 2)  # numbers of seeds at which the claims are tested
-    alpha: float = bounded(0.05, above=0, below=1)  # the chance of any wrong answer, by the looks, and by second tests
+    alpha: float = bounded(
+        0.05, above=0, below=1
+    )  # the chance of any wrong answer, by the looks, and by second tests
     first_seed: int = bounded(0, 0)  # seeds that no earlier run has had
     deviations: tuple[str, ...] = ()  # what was done otherwise, and why
 
@@ -94,17 +100,24 @@ class Registration:
 
     def recipes(self, task: str, again: bool = False) -> list[str]:
         "Return the recipes that the claims of a task need, each once; `again`: those that are tested a second time."
-        asked = [claim for claim in self.claims if claim.task == task and (claim.again or not again)]
+        asked = [
+            claim for claim in self.claims if claim.task == task and (claim.again or not again)
+        ]
         return list(dict.fromkeys(recipe for claim in asked for recipe in claim.recipes))
 
     def most(self, task: str) -> int:
         "Return how many seeds of a task are registered: those of the last look, and the new ones of a second test."
-        return self.looks[-1] + max([claim.again for claim in self.claims if claim.task == task], default=0)
+        return self.looks[-1] + max(
+            [claim.again for claim in self.claims if claim.task == task], default=0
+        )
 
     @property
     def levels(self) -> dict[int, float]:
         "The p value that decides a claim at each look, by its number of seeds: its share of the error rate."
-        return {n: share / len(self.claims) for n, share in zip(self.looks, spent(self.looks, self.alpha))}
+        return {
+            n: share / len(self.claims)
+            for n, share in zip(self.looks, spent(self.looks, self.alpha))
+        }
 
     @property
     def level_again(self) -> float:
@@ -114,7 +127,9 @@ class Registration:
 # %% ../../nbs/reproduction/12_study.ipynb #fd4ef601
 def read_claim(name: str, settings: dict[str, Any]) -> Claim:
     "Return a claim of the file. Raise `ValueError`, in one line that begins with its name, for a wrong setting."
-    needed = [part.name for part in dataclasses.fields(Claim) if part.default is dataclasses.MISSING]
+    needed = [
+        part.name for part in dataclasses.fields(Claim) if part.default is dataclasses.MISSING
+    ]
     for setting in needed[1:]:  # the name is that of the table
         if setting not in settings:
             raise ValueError(f"{name}: {setting} is missing")
@@ -155,7 +170,9 @@ class StudyArms:
             if name not in registered.tasks:
                 raise unknown_name_error("seeds", name, registered.tasks)
             if type(count) is not int or not 0 <= count <= registered.most(name):
-                raise ValueError(f"seeds: {shown(count)} of {name} is not in 0 … {registered.most(name)}")
+                raise ValueError(
+                    f"seeds: {shown(count)} of {name} is not in 0 … {registered.most(name)}"
+                )
             for n, seed in enumerate(registered.seeds(count)):
                 for recipe in registered.recipes(name, again=n >= registered.looks[-1]):
                     places[f"{name}: {recipe}", seed] = registered.tasks[name].config(recipe, seed)
@@ -164,7 +181,10 @@ class StudyArms:
         return dict(sorted(places.items(), key=lambda item: item[0][1]))
 
 # %% ../../nbs/reproduction/12_study.ipynb #8087bca7
-COUNTS = {"cost": "the engine's count", "nfe": "the papers' count"}  # an axis of a curve, and whose it is
+COUNTS = {
+    "cost": "the engine's count",
+    "nfe": "the papers' count",
+}  # an axis of a curve, and whose it is
 
 Curve = Sequence[dict]  # a run's evaluations, each with its reward and both costs
 Curves = dict[str, dict[int, Curve]]  # of each recipe and seed
@@ -173,7 +193,10 @@ Curves = dict[str, dict[int, Curve]]  # of each recipe and seed
 def with_counts(run: RecordedRun, config: TrainConfig) -> list[dict]:
     "Return a run's evaluations with `cost`, where siblings share a call, and `nfe`, where every edge is one."
     s = resolve(config)
-    shared, edges = plan_of(s).shared_calls * s.prompts_per_iteration, [row["edges"] for row in run.metrics]
+    shared, edges = (
+        plan_of(s).shared_calls * s.prompts_per_iteration,
+        [row["edges"] for row in run.metrics],
+    )
     rows = []
     for row in with_cost(run):
         done = row["iteration"]
@@ -184,7 +207,9 @@ def with_counts(run: RecordedRun, config: TrainConfig) -> list[dict]:
 # %% ../../nbs/reproduction/12_study.ipynb #04384158
 def budget_of(claim: Claim, curves: Curves, seeds: list[int], count: str) -> float:
     "Return the largest cost that the runs of both methods have reached."
-    return min(curves[label][seed][-1][count] for label in (claim.label, claim.other) for seed in seeds)
+    return min(
+        curves[label][seed][-1][count] for label in (claim.label, claim.other) for seed in seeds
+    )
 
 
 def pair_of(claim: Claim, curves: Curves, seeds: list[int], count: str | None) -> Pair:
@@ -194,9 +219,13 @@ def pair_of(claim: Claim, curves: Curves, seeds: list[int], count: str | None) -
         if count is None:
             return rows[-1]["eval_reward"]
         budget = budget_of(claim, curves, seeds, count)
-        return float(np.interp(budget, [row[count] for row in rows], [row["eval_reward"] for row in rows]))
+        return float(
+            np.interp(budget, [row[count] for row in rows], [row["eval_reward"] for row in rows])
+        )
 
-    ours, theirs = ([score(curves[label][seed]) for seed in seeds] for label in (claim.label, claim.other))
+    ours, theirs = (
+        [score(curves[label][seed]) for seed in seeds] for label in (claim.label, claim.other)
+    )
     baseline = [curves[claim.recipes[0]][seed] for seed in seeds]
     gains = [rows[-1]["eval_reward"] - rows[0]["eval_reward"] for rows in baseline]
     return Pair(claim.label, claim.other, ours, theirs, gains)
@@ -213,7 +242,10 @@ def counts_of(claim: Claim) -> list[str | None]:
 
 def p_values(claim: Claim, curves: Curves, seeds: list[int]) -> dict[str, float]:
     "Return the p value of each answer that a claim can have, the largest of its counts."
-    each = [possible(pair_of(claim, curves, seeds, count), claim.kind, claim.margin) for count in counts_of(claim)]
+    each = [
+        possible(pair_of(claim, curves, seeds, count), claim.kind, claim.margin)
+        for count in counts_of(claim)
+    ]
     return {answer: max(found[answer] for found in each) for answer in each[0]}
 
 
@@ -229,7 +261,9 @@ def seeds_made(claim: Claim, registered: Registration, curves: Curves) -> list[i
 
 def why_not(claim: Claim, curves: Curves, seeds: list[int]) -> str:
     "Return why the runs of these seeds cannot answer a claim; empty if they can."
-    if len(seeds) < 2 or not all(set(seeds) <= curves.get(recipe, {}).keys() for recipe in claim.recipes):
+    if len(seeds) < 2 or not all(
+        set(seeds) <= curves.get(recipe, {}).keys() for recipe in claim.recipes
+    ):
         return NOT_RUN
     gains = pair_of(claim, curves, seeds, None).unit
     return "" if mean_p(gains, "greater") <= 0.01 else NOT_LEARNED
@@ -256,8 +290,12 @@ class Answer:
     answer: str  # confirmed, refuted, the same, undecided; or why there is none
     decided_at: int  # seeds at which it was decided, or looked at last; 0 before the first look
     seeds: int  # of the runs that answer it: all, or the new ones of a second test
-    found: dict[str, Difference] = field(default_factory=dict)  # on these seeds, at the "end", and by each of `COUNTS`
-    first: dict[str, Difference] = field(default_factory=dict)  # where a second test was made, what the first had found
+    found: dict[str, Difference] = field(
+        default_factory=dict
+    )  # on these seeds, at the "end", and by each of `COUNTS`
+    first: dict[str, Difference] = field(
+        default_factory=dict
+    )  # where a second test was made, what the first had found
 
 
 def differences(claim: Claim, curves: Curves, seeds: list[int]) -> dict[str, Difference]:
@@ -266,7 +304,9 @@ def differences(claim: Claim, curves: Curves, seeds: list[int]) -> dict[str, Dif
     for count in (None, *COUNTS):
         pair = pair_of(claim, curves, seeds, count)
         values, unit = pair.differences(), float(np.mean(pair.unit))
-        spent_by_other = np.mean([curves[claim.other][seed][-1][count] for seed in seeds]) if count else 1.0
+        spent_by_other = (
+            np.mean([curves[claim.other][seed][-1][count] for seed in seeds]) if count else 1.0
+        )
         budget = budget_of(claim, curves, seeds, count) if count else 1.0
         share, low, high = (float(x / unit) for x in (values.mean(), *t_interval(values)))
         p = {"p_zero": mean_p(values), "p_margin": pair.above(-claim.margin)}
@@ -285,13 +325,20 @@ def _answer(
     "Return the answer of the looks, or, where they leave a claim undecided, that of its second test."
     last = registered.looks[-1]
     new, (answer, at) = seeds[last:], decided.get(claim.name, (OPEN, 0))
-    if answer == OPEN and claim.again and len(new) == claim.again and not why_not(claim, curves, new):
+    if (
+        answer == OPEN
+        and claim.again
+        and len(new) == claim.again
+        and not why_not(claim, curves, new)
+    ):
         answer = decide(p_values(claim, curves, new), registered.level_again)
         known = [differences(claim, curves, some) for some in (new, seeds[:last])]
         return Answer(claim.name, answer, len(new), len(new), *known)
     reason = why_not(claim, curves, seeds)
     known = {} if reason else differences(claim, curves, seeds[:last])
-    return Answer(claim.name, reason if reason and answer == OPEN else answer, at, len(seeds[:last]), known)
+    return Answer(
+        claim.name, reason if reason and answer == OPEN else answer, at, len(seeds[:last]), known
+    )
 
 
 def answers(registered: Registration, runs: dict[str, Curves]) -> list[Answer]:
@@ -306,7 +353,10 @@ def answers(registered: Registration, runs: dict[str, Curves]) -> list[Answer]:
             found[name] = {} if why_not(claim, curves, seeds) else p_values(claim, curves, seeds)
         at_looks.append(found)
     decided = sequence(at_looks, registered.looks, registered.alpha, len(registered.claims))
-    return [_answer(registered, c, runs.get(c.task, {}), made[c.name], decided) for c in registered.claims]
+    return [
+        _answer(registered, c, runs.get(c.task, {}), made[c.name], decided)
+        for c in registered.claims
+    ]
 
 # %% ../../nbs/reproduction/12_study.ipynb #7272efdb
 def change_table(changes: list[dict[str, Any]]) -> list[dict[str, str]]:
@@ -314,7 +364,9 @@ def change_table(changes: list[dict[str, Any]]) -> list[dict[str, str]]:
     rows: dict[str, dict[str, str]] = {"base model": {"": "base model"}}
     for one in changes:
         rows["base model"][one["score"]] = f"{one['base']:.3g}"
-        text = f"{one['change']:+.2g}" + ("" if one["low"] is None else f" [{one['low']:.2g}, {one['high']:.2g}]")
+        text = f"{one['change']:+.2g}" + (
+            "" if one["low"] is None else f" [{one['low']:.2g}, {one['high']:.2g}]"
+        )
         text = text.replace("-", "−")
         bold = f"**{text}**" if one["verdict"] == LOWER else text
         rows.setdefault(one["recipe"], {"": one["recipe"]})[one["score"]] = bold

@@ -36,7 +36,9 @@ from ..training.runs import Run, environment
 from ..training.trainer import Trainer
 
 # %% ../../nbs/reproduction/10_tables.ipynb #b387d529
-def published(paper: str, table: str, folder: str | Path = "reproduce/published") -> dict[str, dict[str, str]]:
+def published(
+    paper: str, table: str, folder: str | Path = "reproduce/published"
+) -> dict[str, dict[str, str]]:
     """Return a table of a paper (`branchgrpo` or `pro_grpo`) as printed: `{row: {column: text}}`.
 
     Raises `ValueError` if the paper or the table does not exist.
@@ -129,10 +131,18 @@ def table_rows(c: Comparison, columns: dict[str, str]) -> list[dict]:
     rows = []
     for label, runs in c.runs.items():
         last = runs[0].metrics[-1]
-        row = {"label": label, "denoiser_calls": last["denoiser_calls"], "trained_calls": last.get("trained_calls", 0)}
+        row = {
+            "label": label,
+            "denoiser_calls": last["denoiser_calls"],
+            "trained_calls": last.get("trained_calls", 0),
+        }
         row["cost"] = c.evaluations(label)[0][-1].get("cost", 0)
-        row["seconds"] = float(np.mean([run.metrics[-1]["seconds"] / len(run.metrics) for run in runs]))
-        rows.append(row | {title: mean_interval(c.at_end(label, key)) for title, key in columns.items()})
+        row["seconds"] = float(
+            np.mean([run.metrics[-1]["seconds"] / len(run.metrics) for run in runs])
+        )
+        rows.append(
+            row | {title: mean_interval(c.at_end(label, key)) for title, key in columns.items()}
+        )
     return rows
 
 # %% ../../nbs/reproduction/10_tables.ipynb #ac53b13a
@@ -145,7 +155,8 @@ def date_and_machine(record: dict[str, Any] | None = None) -> dict[str, Any]:
 def write_numbers(
     path: str | Path,
     numbers: dict[str, Any],
-    started: float | None = None,  # the time when the page began; none: it says nothing of its seconds
+    started: float
+    | None = None,  # the time when the page began; none: it says nothing of its seconds
     runs: Runs | None = None,  # a table of runs, to lie beside it
     drawn_from: str | Path = "",  # the record that is drawn again
 ) -> dict[str, Any]:
@@ -165,7 +176,9 @@ def print_verdicts(verdicts: dict[str, str]) -> None:
         print(f"{sentence}: {decided}")
 
 
-def verdicts_of_sample(verdicts: dict[str, str], size: int, least: int, things: str) -> dict[str, str]:
+def verdicts_of_sample(
+    verdicts: dict[str, str], size: int, least: int, things: str
+) -> dict[str, str]:
     "Return verdicts; none, with a line that says so, if they come from fewer than `least` things."
     if size >= least:
         return verdicts
@@ -183,14 +196,18 @@ def hours_by_device(runs: Iterable[Any]) -> dict[str, float]:
     return hours
 
 # %% ../../nbs/reproduction/10_tables.ipynb #b7d6acbc
-def write_comparison(path: str, c: Comparison, rows: list[dict], verdicts: list[dict], **more: Any) -> None:
+def write_comparison(
+    path: str, c: Comparison, rows: list[dict], verdicts: list[dict], **more: Any
+) -> None:
     """Write a comparison: rows, verdicts, date, commit and machine, and `more` as JSON; its runs as a table.
 
     What is drawn again from a record keeps all of the record that is not written anew."""
     runs: Runs = {}
     for label, found in c.runs.items():
         runs[label] = {str(seed): run_record(run) for seed, run in zip(c.seeds, found)}
-    now = date_and_machine() | {"hours": hours_by_device(run for found in c.runs.values() for run in found)}
+    now = date_and_machine() | {
+        "hours": hours_by_device(run for found in c.runs.values() for run in found)
+    }
     record = (now if c.record is None else c.record) | {
         "rows": rows,
         "verdicts": with_false_discovery(verdicts),
@@ -221,7 +238,10 @@ def base_value(found: Comparison, metric: str) -> Any:
 
 def with_base(found: Comparison, rows: list[dict], columns: dict[str, str]) -> list[dict]:
     "Return rows of a table after one of the base model; `columns` is `{title: metric}`."
-    return [{"label": BASE} | {title: base_value(found, metric) for title, metric in columns.items()}, *rows]
+    return [
+        {"label": BASE} | {title: base_value(found, metric) for title, metric in columns.items()},
+        *rows,
+    ]
 
 
 def run_value(found: Comparison, label: str, metric: str) -> Any:
@@ -273,7 +293,14 @@ class Source:
         "Return the first of the metrics that any label has."
         names = (metrics,) if isinstance(metrics, str) else metrics or ()
         labels = self.labels()
-        return next((name for name in names if any(self.value(label, name) is not None for label in labels)), None)
+        return next(
+            (
+                name
+                for name in names
+                if any(self.value(label, name) is not None for label in labels)
+            ),
+            None,
+        )
 
 # %% ../../nbs/reproduction/10_tables.ipynb #0273b349
 def measured(source: Source, metric: str) -> str:
@@ -295,7 +322,11 @@ def column_title(source: Source, name: str, metric: str | None) -> str:
 
 # %% ../../nbs/reproduction/10_tables.ipynb #b511c281
 NOTHING = "–"  # a cell that is not computed
-COSTS = {"denoiser calls": "denoiser_calls", "trained calls": "trained_calls", "optimiser steps": "optimiser_steps"}
+COSTS = {
+    "denoiser calls": "denoiser_calls",
+    "trained calls": "trained_calls",
+    "optimiser steps": "optimiser_steps",
+}
 
 
 @dataclass
@@ -307,7 +338,10 @@ class WholeTable:
 
     def numbers(self) -> list[dict]:
         "Return the rows without the printed values: {label, column: value}, for a JSON file."
-        return [{name: c["ours"] if isinstance(c, dict) else c for name, c in row.items()} for row in self.rows]
+        return [
+            {name: c["ours"] if isinstance(c, dict) else c for name, c in row.items()}
+            for row in self.rows
+        ]
 
     def markdown(self) -> str:
         "Return the table as Markdown, the printed value in italics, and below it what is not computed."
@@ -349,19 +383,34 @@ def whole_table(
     columns: dict[str, Any],  # PAPER_COLUMNS: a metric, a tuple of metrics, or None
     why: dict[str, str],  # WHY
     source: Source,
-    more: dict[str, str] | None = None,  # columns of ours that the paper lacks, {title: metric}, such as COSTS
+    more: dict[str, str]
+    | None = None,  # columns of ours that the paper lacks, {title: metric}, such as COSTS
 ) -> WholeTable:
     "Return the whole table. Raise `ValueError` on a row that has no numbers, or a None without a reason."
     labels = source.labels()
     for name, ours in rows.items():
         if ours and ours not in labels:
-            raise ValueError(f"PAPER_ROWS: {name!r} is {ours!r}, which is not one of {', '.join(labels)}")
+            raise ValueError(
+                f"PAPER_ROWS: {name!r} is {ours!r}, which is not one of {', '.join(labels)}"
+            )
     metrics = {name: source.first(wanted) for name, wanted in columns.items()}
-    titles = {name: (column_title(source, name, metric), metric) for name, metric in metrics.items()}
-    titles |= {title: (title, metric) for title, metric in (more or {}).items() if metric not in metrics.values()}
-    lines = [{"label": name} | whole_row(source, ours, titles, printed[name]) for name, ours in rows.items()]
+    titles = {
+        name: (column_title(source, name, metric), metric) for name, metric in metrics.items()
+    }
+    titles |= {
+        title: (title, metric)
+        for title, metric in (more or {}).items()
+        if metric not in metrics.values()
+    }
+    lines = [
+        {"label": name} | whole_row(source, ours, titles, printed[name])
+        for name, ours in rows.items()
+    ]
     others = [label for label in labels if label not in rows.values()]
-    lines += [{"label": f"{label} (not printed)"} | whole_row(source, label, titles, {}) for label in others]
+    lines += [
+        {"label": f"{label} (not printed)"} | whole_row(source, label, titles, {})
+        for label in others
+    ]
     empty = [(name, wanted) for name, wanted in columns.items() if not metrics[name]]
     empty += [(name, ours) for name, ours in rows.items() if not ours]
     return WholeTable(lines, [row_reason(name, ours, why) for name, ours in empty])
@@ -382,9 +431,18 @@ def brightness(images: Tensor, prompts: list[str]) -> Tensor:
 
 def tiny_trainer(recipe: str, folder: str) -> Trainer:
     "Return a trainer of a recipe on a Gaussian flow, whose run lies in a folder."
-    fields: dict[str, Any] = {"prompts_per_iteration": 2, "iterations": 1, "evaluate_every": 0, "tracker": "none"}
-    config = TrainConfig(recipe=recipe, lora_rank=0, output=f"{folder}/{recipe}", **fields)  # no attention to adapt
-    return Trainer(config, policy=GaussianFlow(shape=(4,)), reward=brightness, prompts=["a", "b", "c", "d"])
+    fields: dict[str, Any] = {
+        "prompts_per_iteration": 2,
+        "iterations": 1,
+        "evaluate_every": 0,
+        "tracker": "none",
+    }
+    config = TrainConfig(
+        recipe=recipe, lora_rank=0, output=f"{folder}/{recipe}", **fields
+    )  # no attention to adapt
+    return Trainer(
+        config, policy=GaussianFlow(shape=(4,)), reward=brightness, prompts=["a", "b", "c", "d"]
+    )
 
 
 def measured_average(trainer: Trainer, after: int = 0) -> tuple[float, bool]:
@@ -449,8 +507,12 @@ def scores_on(run: Run, name: str, evaluation: Evaluation) -> dict[str, float]:
     folder = Path(run.path) / "evaluations" / f"{name}-{evaluation.weights}"
     summary = Evaluator(evaluation, folder, device=device_here()).run()
     assert summary is not None, "one process draws all images"
-    scores = {f"eval_reward/{reward}": entry["mean"] for reward, entry in summary["rewards"].items()}
-    return scores | {f"eval_check_{aspect}": entry["mean"] for aspect, entry in summary.get("check", {}).items()}
+    scores = {
+        f"eval_reward/{reward}": entry["mean"] for reward, entry in summary["rewards"].items()
+    }
+    return scores | {
+        f"eval_check_{aspect}": entry["mean"] for aspect, entry in summary.get("check", {}).items()
+    }
 
 # %% ../../nbs/reproduction/10_tables.ipynb #d4cfacb3
 def values_on(
@@ -467,9 +529,15 @@ def values_on(
         base = scores_on(first, name, evaluation_of(first, prompts, "base", limit))
         values[f"{name}: {BASE}"] = {metric: (mean, None, None) for metric, mean in base.items()}
         for label, runs in found.runs.items():
-            scores = [scores_on(run, name, evaluation_of(run, prompts, limit=limit)) for run in runs]
-            metrics = {metric: mean_interval([score[metric] for score in scores]) for metric in scores[0]}
-            values[f"{name}: {label}"] = metrics | {"eval_reward": mean_interval(found.at_end(label, "eval_reward"))}
+            scores = [
+                scores_on(run, name, evaluation_of(run, prompts, limit=limit)) for run in runs
+            ]
+            metrics = {
+                metric: mean_interval([score[metric] for score in scores]) for metric in scores[0]
+            }
+            values[f"{name}: {label}"] = metrics | {
+                "eval_reward": mean_interval(found.at_end(label, "eval_reward"))
+            }
     return values
 
 # %% ../../nbs/reproduction/10_tables.ipynb #a075973d

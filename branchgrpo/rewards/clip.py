@@ -43,7 +43,10 @@ def as_bytes(images: Tensor) -> Tensor:
 def pillow_resize(images: Tensor, size: tuple[int, int]) -> Tensor:
     "Return images `(B, 3, H, W)` in [0, 1], resized by Pillow (bicubic, 8 bits per channel) to `size` (rows, columns)."
     pictures = as_bytes(images).permute(0, 2, 3, 1).cpu().numpy()
-    small = [np.asarray(Image.fromarray(x).resize(size[::-1], Image.Resampling.BICUBIC)) for x in pictures]
+    small = [
+        np.asarray(Image.fromarray(x).resize(size[::-1], Image.Resampling.BICUBIC))
+        for x in pictures
+    ]
     return torch.from_numpy(np.stack(small)).permute(0, 3, 1, 2).to(images.device) / 255
 
 
@@ -69,15 +72,20 @@ def preprocess(images: Tensor, processor: Any, centre: Callable[[float], int] = 
 # %% ../../nbs/rewards/04_clip.ipynb #39270b78
 def check_processor(processor: Any, folder: str) -> None:
     "Raise `ValueError` if an image processor does something else than resize, crop and normalise as CLIP's do."
-    known = {"do_resize": True, "do_center_crop": True, "do_normalize": True, "resample": Image.Resampling.BICUBIC}
-    wrong = next((name for name, value in known.items() if getattr(processor, name, value) != value), None)
+    known = {
+        "do_resize": True,
+        "do_center_crop": True,
+        "do_normalize": True,
+        "resample": Image.Resampling.BICUBIC,
+    }
+    wrong = next(
+        (name for name, value in known.items() if getattr(processor, name, value) != value), None
+    )
     short, crop = processor.size.get("shortest_edge"), processor.crop_size
     if wrong is None and (short is None or short < max(crop["height"], crop["width"])):
         wrong = "size"
     if wrong:
-        what = (
-            f"{wrong} {getattr(processor, wrong)}, and only a bicubic resize of the shortest edge and a crop are known"
-        )
+        what = f"{wrong} {getattr(processor, wrong)}, and only a bicubic resize of the shortest edge and a crop are known"
         raise ValueError(f"reward: the processor of {folder!r} has {what}")
 
 
@@ -91,7 +99,9 @@ def open_clip_model(folder: str, processor_name: str | None = None) -> tuple:
 
     model, found = CLIPModel.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     if found["missing_keys"]:
-        raise ValueError(f"reward: the files of {folder!r} lack the weight {min(found['missing_keys'])}")
+        raise ValueError(
+            f"reward: the files of {folder!r} lack the weight {min(found['missing_keys'])}"
+        )
     try:
         processor = CLIPProcessor.from_pretrained(folder, trust_remote_code=False)
     except OSError:
@@ -106,7 +116,9 @@ def open_clip_model(folder: str, processor_name: str | None = None) -> tuple:
 def embed_images(model: Any, pixels: Tensor, max_batch: int) -> Tensor:
     "Return the projected image embeddings `(B, E)`, not normalised, of preprocessed `pixels`."
     parts = pixels.split(max_batch)
-    return torch.cat([model.visual_projection(model.vision_model(part).pooler_output) for part in parts])
+    return torch.cat(
+        [model.visual_projection(model.vision_model(part).pooler_output) for part in parts]
+    )
 
 # %% ../../nbs/rewards/04_clip.ipynb #38887e1c
 def mended(prompt: str) -> str:
@@ -118,7 +130,9 @@ def mended(prompt: str) -> str:
     return re.sub(r"\s+", " ", text).strip().lower()
 
 
-def tokenise(tokenizer: Any, prompts: list[str], length: int, device: Any = "cpu") -> tuple[Tensor, Tensor]:
+def tokenise(
+    tokenizer: Any, prompts: list[str], length: int, device: Any = "cpu"
+) -> tuple[Tensor, Tensor]:
     "Return token ids and attention mask `(B, length)` of prompts, padded or cut to that length."
     options = dict(padding="max_length", truncation=True, max_length=length, return_tensors="pt")
     tokens = tokenizer(prompts, **options).to(device)
@@ -126,7 +140,9 @@ def tokenise(tokenizer: Any, prompts: list[str], length: int, device: Any = "cpu
 
 
 @torch.no_grad()
-def embed_texts(model: Any, tokenizer: Any, prompts: list[str], device: torch.device | str) -> Tensor:
+def embed_texts(
+    model: Any, tokenizer: Any, prompts: list[str], device: torch.device | str
+) -> Tensor:
     "Return the projected text embeddings `(B, E)`, not normalised, of `prompts`, cut to the model's length."
     length = model.config.text_config.max_position_embeddings
     ids, mask = tokenise(tokenizer, prompts, length, device)
@@ -163,7 +179,9 @@ class ClipTower:
         for prompt in prompts:
             if prompt not in self.texts:
                 text = self.mend(prompt)
-                self.texts[prompt] = embed_texts(self.model, self.processor.tokenizer, [text], self.device)[0]
+                self.texts[prompt] = embed_texts(
+                    self.model, self.processor.tokenizer, [text], self.device
+                )[0]
         return torch.stack([self.texts[prompt] for prompt in prompts])
 
 # %% ../../nbs/rewards/04_clip.ipynb #f9bdf806
@@ -176,7 +194,9 @@ class ClipReward(ClipTower):
 
     scale = 1.0
 
-    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict] | None = None) -> Tensor:
+    def __call__(
+        self, images: Tensor, prompts: list[str], metadata: list[dict] | None = None
+    ) -> Tensor:
         check_prompt_count(images, prompts)
         flat, frames = frames_as_images(images)
         text = self.text(prompts).repeat_interleave(frames, 0)
@@ -242,7 +262,9 @@ def read_head(path: Path) -> AestheticHead:
     "Return the head of a file; its widths are those of the weights. Raises `FileNotFoundError` naming its source."
     if not path.is_file():
         source = "github.com/christophschuhmann/improved-aesthetic-predictor"
-        raise FileNotFoundError(f"put {WEIGHTS} of {source} there, or name its place: aesthetic:FOLDER")
+        raise FileNotFoundError(
+            f"put {WEIGHTS} of {source} there, or name its place: aesthetic:FOLDER"
+        )
     state = torch.load(path, map_location="cpu", weights_only=True)
     sizes = [value.shape[0] for key, value in state.items() if key.endswith("weight")]
     head = AestheticHead(state["layers.0.weight"].shape[1], tuple(sizes[:-1]))
@@ -253,7 +275,9 @@ def read_head(path: Path) -> AestheticHead:
 def clip_of(head: Path, default: str) -> str:
     "Return where the CLIP of a head's file is: named in `clip.json` beside it, else `default`."
     record = head.with_name("clip.json")
-    return str(head.parent / json.loads(record.read_text())["clip"]) if record.is_file() else default
+    return (
+        str(head.parent / json.loads(record.read_text())["clip"]) if record.is_file() else default
+    )
 
 # %% ../../nbs/rewards/04_clip.ipynb #f7806329
 class AestheticReward(ClipTower):
@@ -270,6 +294,8 @@ class AestheticReward(ClipTower):
         self.head = read_head(path).to(self.device).eval().requires_grad_(False)
         return super().open(clip_of(path, self.clip))
 
-    def __call__(self, images: Tensor, prompts: list[str] | None = None, metadata: list[dict] | None = None) -> Tensor:
+    def __call__(
+        self, images: Tensor, prompts: list[str] | None = None, metadata: list[dict] | None = None
+    ) -> Tensor:
         flat, frames = frames_as_images(images)
         return mean_over_frames(self.head(F.normalize(self.features(flat), dim=-1)), frames)

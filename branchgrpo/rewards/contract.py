@@ -40,13 +40,19 @@ def as_scores(scores: Any, name: str, count: int, device: torch.device | str = "
     try:
         values = torch.as_tensor(scores).detach().clone()
     except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"reward: {name!r} returned type {type(scores).__name__}, not {count} numbers") from None
+        raise ValueError(
+            f"reward: {name!r} returned type {type(scores).__name__}, not {count} numbers"
+        ) from None
     if values.is_complex():
         raise ValueError(f"reward: {name!r} returned complex numbers, not {count} real ones")
     if values.ndim == 1 and len(values) != count:
-        raise ValueError(f"reward: {name!r} returned {count_of(len(values), 'score')} for {count_of(count, 'image')}")
+        raise ValueError(
+            f"reward: {name!r} returned {count_of(len(values), 'score')} for {count_of(count, 'image')}"
+        )
     if values.ndim != 1:
-        raise ValueError(f"reward: {name!r} returned scores of shape {tuple(values.shape)}, not ({count},)")
+        raise ValueError(
+            f"reward: {name!r} returned scores of shape {tuple(values.shape)}, not ({count},)"
+        )
     return values.float().to(device)
 
 # %% ../../nbs/rewards/00_contract.ipynb #686aa42b
@@ -72,7 +78,9 @@ class Checked:
         self.name = name
         self.takes_metadata = takes_metadata(reward)
 
-    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict] | None = None) -> Tensor:
+    def __call__(
+        self, images: Tensor, prompts: list[str], metadata: list[dict] | None = None
+    ) -> Tensor:
         check_prompt_count(images, prompts)
         values = (images, prompts, metadata) if self.takes_metadata else (images, prompts)
         if self.remote:
@@ -94,7 +102,9 @@ def checked(reward: Reward, name: str) -> Reward:
 # %% ../../nbs/rewards/00_contract.ipynb #a320be58
 def label(reward: Reward) -> str:
     "Return a short name of a reward for messages."
-    return getattr(reward, "name", None) or getattr(reward, "__name__", None) or type(reward).__name__
+    return (
+        getattr(reward, "name", None) or getattr(reward, "__name__", None) or type(reward).__name__
+    )
 
 # %% ../../nbs/rewards/00_contract.ipynb #f447734a
 def frames_as_images(images: Tensor) -> tuple[Tensor, int]:
@@ -133,7 +143,9 @@ def within_prompts(scores: Tensor, prompts: Sequence[Hashable], eps: float = 1e-
     known = scores.isfinite()
 
     def total(values: Tensor) -> Tensor:
-        sums = torch.zeros(len(number), device=values.device).scatter_add(0, group, torch.where(known, values, 0.0))
+        sums = torch.zeros(len(number), device=values.device).scatter_add(
+            0, group, torch.where(known, values, 0.0)
+        )
         return sums[group]
 
     n = total(torch.ones_like(scores)).clamp(min=1)
@@ -153,7 +165,11 @@ def within_memory(name: str, count: int) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        advice = f"set decode_batch below {count}" if count > 1 else "set offload, or serve the reward elsewhere"
+        advice = (
+            f"set decode_batch below {count}"
+            if count > 1
+            else "set offload, or serve the reward elsewhere"
+        )
         reason = " ".join(str(error).split())[:120]
         raise torch.OutOfMemoryError(
             f"reward: {name!r} runs out of memory on {count_of(count, 'image')}; {advice} ({reason})"
@@ -167,24 +183,37 @@ class RewardSum:
     """
 
     def __init__(self, members: dict[str, tuple[float, Reward]], normalised: bool = False):
-        self.members = {name: (weight, checked(reward, name)) for name, (weight, reward) in members.items()}
+        self.members = {
+            name: (weight, checked(reward, name)) for name, (weight, reward) in members.items()
+        }
         self.normalised = normalised
 
-    def parts(self, images: Tensor, prompts: list[str], metadata: list[dict] | None = None) -> dict[str, Tensor]:
+    def parts(
+        self, images: Tensor, prompts: list[str], metadata: list[dict] | None = None
+    ) -> dict[str, Tensor]:
         "Return the scores `{name: (B,)}` of every reward."
         scores = {}
         for name, (_, reward) in self.members.items():
             with within_memory(name, len(images)):
-                scores[name] = as_scores(reward(images, prompts, metadata), name, len(images), images.device)
+                scores[name] = as_scores(
+                    reward(images, prompts, metadata), name, len(images), images.device
+                )
         return scores
 
-    def together(self, parts: dict[str, Tensor], prompts: Sequence[Hashable] | None = None) -> Tensor:
+    def together(
+        self, parts: dict[str, Tensor], prompts: Sequence[Hashable] | None = None
+    ) -> Tensor:
         "Return the sum `(B,)` of `parts`; normalised only among the images of `prompts` (held-out ones have one each)."
         # r = Σ_j w_j r_j, or Σ_j w_j (r_j − r̄_j) / σ_j
         normalised = self.normalised and prompts is not None
-        scores = {name: within_prompts(part, prompts) if normalised else part for name, part in parts.items()}
+        scores = {
+            name: within_prompts(part, prompts) if normalised else part
+            for name, part in parts.items()
+        }
         weighted = (weight * scores[name] for name, (weight, _) in self.members.items())
         return sum(weighted, start=torch.zeros(()))
 
-    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict] | None = None) -> Tensor:
+    def __call__(
+        self, images: Tensor, prompts: list[str], metadata: list[dict] | None = None
+    ) -> Tensor:
         return self.together(self.parts(images, prompts, metadata), prompts)

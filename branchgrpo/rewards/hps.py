@@ -28,10 +28,14 @@ def pad_square(images: Tensor, size: int) -> Tensor:
     The resize is bicubic, antialiased and not clamped. Source: hpsv2's ResizeMaxSize.
     """
     h, w = images.shape[-2:]
-    scale = size / max(h, w)  # first, as there: 45 · (224 / 320) is below 31.5, and 45 · 224 / 320 is not
+    scale = size / max(
+        h, w
+    )  # first, as there: 45 · (224 / 320) is below 31.5, and 45 · 224 / 320 is not
     high, wide = round(h * scale), round(w * scale)
     if (high, wide) != (h, w):
-        images = F.interpolate(images, (high, wide), mode="bicubic", align_corners=False, antialias=True)
+        images = F.interpolate(
+            images, (high, wide), mode="bicubic", align_corners=False, antialias=True
+        )
     top = (size - high) // 2
     left = (size - wide) // 2
     return F.pad(images, (left, size - wide - left, top, size - high - top))
@@ -52,7 +56,10 @@ _OUTER = {
     **{f"{old}.weight": f"{new}.weight" for old, new in _NORMS.items()},
     **{f"{old}.bias": f"{new}.bias" for old, new in _NORMS.items()},
 }
-_TRANSPOSED = {"visual.proj": "visual_projection.weight", "text_projection": "text_projection.weight"}
+_TRANSPOSED = {
+    "visual.proj": "visual_projection.weight",
+    "text_projection": "text_projection.weight",
+}
 
 # %% ../../nbs/rewards/05_hps.ipynb #567bb0f6
 _LAYER = {
@@ -72,7 +79,9 @@ def convert_layer(key: str, value: Tensor) -> dict[str, Tensor]:
     layer = f"{'vision' if tower else 'text'}_model.encoder.layers.{number}"
     if name.startswith("attn.in_proj_"):
         kind = name.rpartition("_")[2]
-        return {f"{layer}.self_attn.{x}_proj.{kind}": part for x, part in zip("qkv", value.chunk(3))}
+        return {
+            f"{layer}.self_attn.{x}_proj.{kind}": part for x, part in zip("qkv", value.chunk(3))
+        }
     if stem not in _LAYER:
         raise ValueError(f"checkpoint: unknown weight {key!r}")
     return {f"{layer}.{_LAYER[stem]}.{kind}": value}
@@ -97,7 +106,9 @@ _BOTH = dict(num_attention_heads=16, projection_dim=1024, hidden_act="gelu")  # 
 _VISION_H14 = _BOTH | dict(
     hidden_size=1280, intermediate_size=5120, num_hidden_layers=32, image_size=224, patch_size=14
 )
-_TEXT_H14 = _BOTH | dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, pad_token_id=0)
+_TEXT_H14 = _BOTH | dict(
+    hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, pad_token_id=0
+)
 VIT_H14 = dict(text_config=_TEXT_H14, vision_config=_VISION_H14, projection_dim=1024)
 
 # %% ../../nbs/rewards/05_hps.ipynb #9bb6b0ec
@@ -106,7 +117,9 @@ def read_open_clip(path: str) -> Any:
     from transformers import CLIPConfig, CLIPModel
 
     saved = torch.load(path, map_location="cpu", weights_only=True)
-    weights = {key: value.float() for key, value in from_open_clip(saved.get("state_dict", saved)).items()}
+    weights = {
+        key: value.float() for key, value in from_open_clip(saved.get("state_dict", saved)).items()
+    }
     with torch.device("meta"):
         model = CLIPModel(CLIPConfig(**VIT_H14))
     missing = model.load_state_dict(weights, strict=False, assign=True).missing_keys
@@ -153,11 +166,15 @@ json.dump(scores, open(sys.argv[2], "w"))
 def hpsv2_scores(rows: list[dict], python: str) -> list[float]:
     "Return the scores of `rows` by the package hpsv2. Raises `ValueError` with the last line of a failing environment."
     with tempfile.TemporaryDirectory() as folder:
-        question, answer, script = (Path(folder) / name for name in ("rows.json", "scores.json", "referee.py"))
+        question, answer, script = (
+            Path(folder) / name for name in ("rows.json", "scores.json", "referee.py")
+        )
         full = [{"image": str(Path(r["image"]).resolve()), "prompt": r["prompt"]} for r in rows]
         question.write_text(json.dumps(full))
         script.write_text(_REFEREE)
-        done = subprocess.run([python, str(script), str(question), str(answer)], capture_output=True, text=True)
+        done = subprocess.run(
+            [python, str(script), str(question), str(answer)], capture_output=True, text=True
+        )
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
             raise ValueError(f"check-hps: {python!r} with hpsv2 failed: {last}")

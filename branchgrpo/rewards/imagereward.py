@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .clip import AestheticHead, CLIP_PIXELS, checkpoint_path, preprocess, tokenise
+from branchgrpo.rewards.clip import (
+    AestheticHead,
+    CLIP_PIXELS,
+    checkpoint_path,
+    preprocess,
+    tokenise,
+)
 from .contract import check_prompt_count, frames_as_images, mean_over_frames
 
 # %% ../../nbs/rewards/07_imagereward.ipynb #83092177
@@ -41,7 +47,9 @@ def from_timm(key: str) -> str:
 # %% ../../nbs/rewards/07_imagereward.ipynb #b1732b33
 def with_prefix(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     "Return the weights whose names begin with `prefix`, without it."
-    return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+    return {
+        key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)
+    }
 
 # %% ../../nbs/rewards/07_imagereward.ipynb #e84ac248
 def split_checkpoint(state: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -143,7 +151,9 @@ class ImageReward:
     checkpoint = "ImageReward.pt"
     tokenizer_name = "bert-base-uncased"
 
-    def __init__(self, folder: str, device: Any = "cpu", max_batch: int = 64, config: dict = BLIP_LARGE):
+    def __init__(
+        self, folder: str, device: Any = "cpu", max_batch: int = 64, config: dict = BLIP_LARGE
+    ):
         self.folder = folder
         self.device = device
         self.max_batch = max_batch
@@ -152,10 +162,14 @@ class ImageReward:
         self.model = read_model(path, config).to(device).eval().requires_grad_(False)
         self.processor = image_processor(config["vision"]["image_size"])
 
-    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict] | None = None) -> Tensor:
+    def __call__(
+        self, images: Tensor, prompts: list[str], metadata: list[dict] | None = None
+    ) -> Tensor:
         check_prompt_count(images, prompts)
         flat, frames = frames_as_images(images)
         pixels = preprocess(flat.to(self.device).float(), self.processor)
         tokens = tokenise(self.tokenizer, list(prompts), PROMPT_TOKENS, self.device)
         ids, mask = (x.repeat_interleave(frames, 0) for x in tokens)
-        return mean_over_frames(score_batches(self.model, self.max_batch, pixels, ids, mask), frames)
+        return mean_over_frames(
+            score_batches(self.model, self.max_batch, pixels, ids, mask), frames
+        )

@@ -49,7 +49,9 @@ REWARDS = Registry(
     "rewards",
     {
         "hps-v2.1": Entry(_HPS, "xswu/HPSv2", "HPS-v2.1: cosine, about 0.2 to 0.4", 3.95),
-        "pickscore": Entry(_PICKSCORE, "yuvalkirstain/PickScore_v1", "100 × cosine, about 18 to 26", 3.95),
+        "pickscore": Entry(
+            _PICKSCORE, "yuvalkirstain/PickScore_v1", "100 × cosine, about 18 to 26", 3.95
+        ),
         "imagereward": Entry(
             "branchgrpo.rewards.imagereward:ImageReward",
             "zai-org/ImageReward",
@@ -57,9 +59,13 @@ REWARDS = Registry(
             1.79,
         ),
         "clip": Entry(_CLIP, "openai/clip-vit-base-patch32", "CLIP score: cosine", 0.61),
-        "aesthetic": Entry(_AESTHETIC, "sac+logos+ava1-l14-linearMSE.pth", "LAION: about 4 to 7", 1.72),
+        "aesthetic": Entry(
+            _AESTHETIC, "sac+logos+ava1-l14-linearMSE.pth", "LAION: about 4 to 7", 1.72
+        ),
         "unified-reward": Entry(
-            "branchgrpo.rewards.unified:UnifiedReward", "http://localhost:8080/v1", "UnifiedReward on a server: 1 to 5"
+            "branchgrpo.rewards.unified:UnifiedReward",
+            "http://localhost:8080/v1",
+            "UnifiedReward on a server: 1 to 5",
         ),
         "videoalign": Entry(
             "branchgrpo.rewards.videoalign:VideoAlignReward",
@@ -67,16 +73,24 @@ REWARDS = Registry(
             "VideoAlign: motion quality, a z-score",
             4.57,
         ),
-        "motion": Entry("branchgrpo.testbed.clips:MotionReward", None, "exact motion check of testbed clips: 0 to 1"),
+        "motion": Entry(
+            "branchgrpo.testbed.clips:MotionReward",
+            None,
+            "exact motion check of testbed clips: 0 to 1",
+        ),
         "tiny-clip": Entry(_CLIP, f"{TESTBED}/tiny-clip", "CLIP score, testbed: cosine"),
-        "tiny-pickscore": Entry(_PICKSCORE, f"{TESTBED}/tiny-pickscore", "PickScore, testbed: 100 × cosine"),
+        "tiny-pickscore": Entry(
+            _PICKSCORE, f"{TESTBED}/tiny-pickscore", "PickScore, testbed: 100 × cosine"
+        ),
         "tiny-hps": Entry(_HPS, f"{TESTBED}/tiny-hps", "HPS, testbed: cosine"),
         "tiny-geneval": Entry(
             "branchgrpo.testbed.checker:VerifiableReward",
             f"{TESTBED}/tiny-geneval",
             "share of a caption found right: 0 to 1",
         ),
-        "tiny-aesthetic": Entry(_AESTHETIC, f"{TESTBED}/tiny-aesthetic", "aesthetic, testbed: 1 to 10"),
+        "tiny-aesthetic": Entry(
+            _AESTHETIC, f"{TESTBED}/tiny-aesthetic", "aesthetic, testbed: 1 to 10"
+        ),
     },
 )
 
@@ -99,7 +113,9 @@ def parameters(entry: Callable) -> list[str]:
     return [] if takes is None else list(takes.parameters)
 
 # %% ../../nbs/rewards/02_names.ipynb #61a2ef5c
-def build_reward(entry: Callable, where: str | None, name: str, device: torch.device | str) -> Reward:
+def build_reward(
+    entry: Callable, where: str | None, name: str, device: torch.device | str
+) -> Reward:
     "Call a class or factory with the place and the device, if it takes them. Raises `ValueError` if it needs more."
     place = () if where is None else (where,)
     options = {"device": device} if "device" in parameters(entry) else {}
@@ -114,7 +130,9 @@ def build_reward(entry: Callable, where: str | None, name: str, device: torch.de
         raise
     except Exception as error:
         reason = " ".join(str(error).split())[:120]
-        raise ValueError(f"reward: {name!r} cannot be made ({type(error).__name__}: {reason})") from error
+        raise ValueError(
+            f"reward: {name!r} cannot be made ({type(error).__name__}: {reason})"
+        ) from error
 
 # %% ../../nbs/rewards/02_names.ipynb #fcdbb46d
 def check_call(entry: Any, name: Any) -> None:
@@ -124,8 +142,14 @@ def check_call(entry: Any, name: Any) -> None:
     if inspect.isclass(entry) and not any("__call__" in vars(cls) for cls in entry.__mro__):
         raise ValueError(f"reward: {name!r} makes objects that are not callable")
     takes = known_signature(entry)
-    if not makes_reward(entry) and takes is not None and not any(binds(takes, count) for count in (2, 3)):
-        raise ValueError(f"reward: {name!r} takes {takes}, not (images, prompts) or (images, prompts, metadata)")
+    if (
+        not makes_reward(entry)
+        and takes is not None
+        and not any(binds(takes, count) for count in (2, 3))
+    ):
+        raise ValueError(
+            f"reward: {name!r} takes {takes}, not (images, prompts) or (images, prompts, metadata)"
+        )
 
 # %% ../../nbs/rewards/02_names.ipynb #f895ce1b
 def make(entry: Any, where: str | None, name: str, device: torch.device | str) -> Reward:
@@ -189,14 +213,18 @@ def split_name(name: str) -> Named:
     if key in REWARDS.names():
         entry = REWARDS.get(key)
         if colon and (not where or isinstance(entry, Entry) and entry.where is None):
-            raise ValueError(f"reward: {shown(name)} names the place {where!r}, and {key!r} can have none such")
+            raise ValueError(
+                f"reward: {shown(name)} names the place {where!r}, and {key!r} can have none such"
+            )
         return Named(entry, place_of(entry, where))
     if is_there(Path(from_home(name, "reward"), "config.json")):
         return Named(REWARDS.get("clip"), from_home(name, "reward"))
     if is_own_name(name):
         return Named(import_own(name), None)
     if name.removesuffix(":").endswith(".py"):
-        raise ValueError(f"reward: {shown(name)} names a file and nothing in it; write file.py:function")
+        raise ValueError(
+            f"reward: {shown(name)} names a file and nothing in it; write file.py:function"
+        )
     raise ValueError(
         f"{unknown_name_error('reward', name, REWARDS.names())} "
         "(also allowed: a folder with a CLIPModel, module:function, file.py:function, and sums of those)"
@@ -219,7 +247,9 @@ def terms(name: str) -> tuple[list[tuple[float, str]], bool]:
     check_no_secret(name)
     key, colon, where = name.partition(":")
     alone = not colon or re.fullmatch(r"[\w.-]+", key)
-    if alone and is_there(Path(where or name).expanduser()):  # a path may hold a plus, a space or brackets
+    if alone and is_there(
+        Path(where or name).expanduser()
+    ):  # a path may hold a plus, a space or brackets
         return [(1.0, name)], False
     inner = re.fullmatch(r"\s*norm\((.+)\)\s*", name)
     parts = _PLUS.split(inner[1] if inner else name)
@@ -232,7 +262,9 @@ def terms(name: str) -> tuple[list[tuple[float, str]], bool]:
     except ValueError:
         raise ValueError(f"reward: {shown(name)} has a weight that is not a number") from None
     if not all(abs(weight) <= LARGEST_WEIGHT for weight in weights) or not any(weights):
-        raise ValueError(f"reward: {shown(name)} has weights beyond ±{LARGEST_WEIGHT:g}, or only weights of 0")
+        raise ValueError(
+            f"reward: {shown(name)} has weights beyond ±{LARGEST_WEIGHT:g}, or only weights of 0"
+        )
     return list(zip(weights, names)), bool(inner)
 
 # %% ../../nbs/rewards/02_names.ipynb #5e5877bb
@@ -253,10 +285,16 @@ def load_one(name: str, device: torch.device | str = "cpu") -> Reward:
         return make(entry, where, name, device)
     except torch.OutOfMemoryError:
         raise
-    except (UnpicklingError, SafetensorError, RuntimeError) as error:  # a pointer of git-lfs, a page, half a file
+    except (
+        UnpicklingError,
+        SafetensorError,
+        RuntimeError,
+    ) as error:  # a pointer of git-lfs, a page, half a file
         if refusal(error):  # of the operating system
             raise
-        raise ValueError(f"reward: the weights of {name!r} at {where!r} are damaged ({reason(error)})") from None
+        raise ValueError(
+            f"reward: the weights of {name!r} at {where!r} are damaged ({reason(error)})"
+        ) from None
     except (OSError, HFValidationError) as error:
         gone = str(where).startswith(("/", ".", "~")) and not Path(str(where)).expanduser().exists()
         why = "there is no such file or folder" if gone else reason(error)
@@ -271,7 +309,9 @@ def load_reward(reward: str | Reward, device: torch.device | str = "cpu") -> Rew
     if len(parts) == 1 and parts[0][0] == 1 and not normalised:
         return load_one(parts[0][1], device)
     weights = {part: sum(weight for weight, name in parts if name == part) for _, part in parts}
-    return RewardSum({part: (weight, load_one(part, device)) for part, weight in weights.items()}, normalised)
+    return RewardSum(
+        {part: (weight, load_one(part, device)) for part, weight in weights.items()}, normalised
+    )
 
 # %% ../../nbs/rewards/02_names.ipynb #bb7b192c
 def check_name(reward: str | Reward) -> None:

@@ -28,14 +28,19 @@ def part_weights(reward: Reward) -> dict[str, float]:
     return {name: weight for name, (weight, _) in members_of(reward).items()}
 
 # %% ../../nbs/rewards/03_scorer.ipynb #c19cfaa8
-def score_parts(reward: Reward, images: Tensor, prompts: list[str], metadata: list[dict] | None) -> dict[str, Tensor]:
+def score_parts(
+    reward: Reward, images: Tensor, prompts: list[str], metadata: list[dict] | None
+) -> dict[str, Tensor]:
     "Return the checked scores `{name: (B,)}` of one call, float32 on the device of the images."
     if hasattr(reward, "parts"):
         parts = reward.parts(images, prompts, metadata)
     else:
         with within_memory(label(reward), len(images)):
             parts = {"": reward(images, prompts, metadata)}
-    return {name: as_scores(part, name or label(reward), len(images), images.device) for name, part in parts.items()}
+    return {
+        name: as_scores(part, name or label(reward), len(images), images.device)
+        for name, part in parts.items()
+    }
 
 # %% ../../nbs/rewards/03_scorer.ipynb #26b17b22
 def unscored_rows(parts: dict[str, Tensor]) -> list[int]:
@@ -74,10 +79,14 @@ class Scorer:
 
     def total(self, parts: dict[str, Tensor], prompts: Sequence[Hashable] | None = None) -> Tensor:
         "Return the scores `(B,)` of the whole reward from those of its parts; `prompts` as `RewardSum.together`."
-        return self.reward.together(parts, prompts) if hasattr(self.reward, "together") else parts[""]
+        return (
+            self.reward.together(parts, prompts) if hasattr(self.reward, "together") else parts[""]
+        )
 
 # %% ../../nbs/rewards/03_scorer.ipynb #fb9d61d7
-def all_tries(scorer: Scorer, images: Tensor, prompts: list[str], metadata: list[dict] | None) -> dict[str, Tensor]:
+def all_tries(
+    scorer: Scorer, images: Tensor, prompts: list[str], metadata: list[dict] | None
+) -> dict[str, Tensor]:
     "Return the scores `{name: (B,)}` of a call and of its retries."
     parts = try_parts(scorer, images, prompts, metadata)
     for nth in range(scorer.retries):
@@ -90,10 +99,19 @@ def all_tries(scorer: Scorer, images: Tensor, prompts: list[str], metadata: list
 # %% ../../nbs/rewards/03_scorer.ipynb #acea4941
 def last_reason(reward: Reward) -> str:
     "Return why a reward on a server, or one of a sum, gave no score; empty if it does not say."
-    return next((text for _, member in members_of(reward).values() if (text := getattr(member, "last_error", ""))), "")
+    return next(
+        (
+            text
+            for _, member in members_of(reward).values()
+            if (text := getattr(member, "last_error", ""))
+        ),
+        "",
+    )
 
 # %% ../../nbs/rewards/03_scorer.ipynb #50e5984b
-def try_parts(scorer: Scorer, images: Tensor, prompts: list[str], metadata: list[dict] | None) -> dict[str, Tensor]:
+def try_parts(
+    scorer: Scorer, images: Tensor, prompts: list[str], metadata: list[dict] | None
+) -> dict[str, Tensor]:
     "Return the scores `{name: (B,)}` of one call; NaN for all of them, and one more failure, if the call fails."
     try:
         parts = score_parts(scorer.reward, images, prompts, metadata)
@@ -104,7 +122,10 @@ def try_parts(scorer: Scorer, images: Tensor, prompts: list[str], metadata: list
     except Exception as error:
         scorer.failures += 1
         scorer.last_error = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
-        return {name: torch.full((len(images),), torch.nan, device=images.device) for name in members_of(scorer.reward)}
+        return {
+            name: torch.full((len(images),), torch.nan, device=images.device)
+            for name in members_of(scorer.reward)
+        }
 
 # %% ../../nbs/rewards/03_scorer.ipynb #3fb7dce6
 def retry(
@@ -143,13 +164,17 @@ def attempt(function: Callable, *arguments: Any) -> Future:
 PLACES = threading.BoundedSemaphore(32)  # calls of remote rewards that are on their way
 
 
-def in_background(function: Callable, *arguments: Any, watch: Callable[[], None] = do_nothing) -> Future:
+def in_background(
+    function: Callable, *arguments: Any, watch: Callable[[], None] = do_nothing
+) -> Future:
     "Call a function in a thread of its own, once there is a place; while it waits for one, it calls `watch`."
     done = Future()
     done.set_running_or_notify_cancel()
     while not PLACES.acquire(timeout=0.5):
         watch()
-    threading.Thread(target=fill_future, args=(done, function, *arguments), name="scores", daemon=True).start()
+    threading.Thread(
+        target=fill_future, args=(done, function, *arguments), name="scores", daemon=True
+    ).start()
     return done
 
 # %% ../../nbs/rewards/03_scorer.ipynb #6687cfbb

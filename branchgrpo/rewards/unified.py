@@ -61,7 +61,9 @@ def image_url(image: Tensor, side: int) -> str:
     "Return an image `(3, H, W)` in [0, 1], resized to `side` × `side` pixels, as a PNG data URL. Source: Flow-GRPO."
     from PIL import Image
 
-    small = Image.fromarray(as_bytes(image.detach().float()).permute(1, 2, 0).cpu().numpy()).resize((side, side))
+    small = Image.fromarray(as_bytes(image.detach().float()).permute(1, 2, 0).cpu().numpy()).resize(
+        (side, side)
+    )
     buffer = io.BytesIO()
     small.save(buffer, format="png")
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
@@ -85,7 +87,9 @@ def server_address(where: str) -> str:
     except ValueError:  # a port that is no number, half an IPv6 address
         known = False
     if not known or not where.isascii() or not where.isprintable():
-        raise ValueError(f"reward: {where!r} is not the address of a server, such as http://localhost:8080/v1")
+        raise ValueError(
+            f"reward: {where!r} is not the address of a server, such as http://localhost:8080/v1"
+        )
     return where.rstrip("/")
 
 # %% ../../nbs/rewards/09_unified.ipynb #40e82bcf
@@ -124,7 +128,9 @@ def check_status(status: int, text: str, address: str) -> None:
         )
     if status in (401, 403):
         advice = "the key in" if server_key() else "it may ask for a key: set"
-        raise ValueError(f"reward: the server at {address} refused a request ({status}); {advice} {TOKEN}")
+        raise ValueError(
+            f"reward: the server at {address} refused a request ({status}); {advice} {TOKEN}"
+        )
     if 400 <= status < 500 and status not in BUSY:
         said = "" if server_key() else f": {text[:80]!r}"
         raise ValueError(f"reward: the server at {address} refused a request ({status}{said})")
@@ -151,7 +157,9 @@ def open_client(address: str, timeout: float, retries: int) -> Any:
     "Return OpenAI's client of a server, which follows no redirect; one on this machine is called without a proxy."
     import openai
 
-    directly = dict.fromkeys(("http://", "https://", "all://")) if on_this_machine(address) else None
+    directly = (
+        dict.fromkeys(("http://", "https://", "all://")) if on_this_machine(address) else None
+    )
     http = openai.DefaultAsyncHttpxClient(follow_redirects=False, mounts=directly)
     once = {"Connection": "close", "Accept-Encoding": "identity"}
     options = dict(timeout=timeout, max_retries=retries, default_headers=once, http_client=http)
@@ -182,7 +190,9 @@ async def check_server(client: Any, address: str, timeout: float) -> int:
         return status
     except (openai.APIConnectionError, TimeoutError) as error:
         why = failure_reason(error)
-        raise ValueError(f"reward: no server answers at {address} ({why}); start it first: {SERVE}") from None
+        raise ValueError(
+            f"reward: no server answers at {address} ({why}); start it first: {SERVE}"
+        ) from None
 
 # %% ../../nbs/rewards/09_unified.ipynb #ae264d7e
 LONGEST_WAIT = 8.0  # seconds between two tries, if the server asks for no other
@@ -215,7 +225,9 @@ class UnifiedReward:
         self.client = open_client(self.address, timeout, retries)
         self.status = finished(check_server(self.client, self.address, timeout))
 
-    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict] | None = None) -> Tensor:
+    def __call__(
+        self, images: Tensor, prompts: list[str], metadata: list[dict] | None = None
+    ) -> Tensor:
         check_prompt_count(images, prompts)
         stills = images[:, :, images.shape[2] // 2] if images.ndim == 5 else images
         self.last_error = ""
@@ -233,7 +245,9 @@ async def score_all(reward: UnifiedReward, images: Tensor, prompts: list[str]) -
             task.cancel()
 
 # %% ../../nbs/rewards/09_unified.ipynb #80ee6d4d
-async def score_one(reward: UnifiedReward, image: Tensor, prompt: str, gone: asyncio.Event) -> float:
+async def score_one(
+    reward: UnifiedReward, image: Tensor, prompt: str, gone: asyncio.Event
+) -> float:
     "Return the score of one image; NaN where every try failed, or where a pixel is not finite."
     import openai
 
@@ -245,7 +259,9 @@ async def score_one(reward: UnifiedReward, image: Tensor, prompt: str, gone: asy
         ask = reward.client.chat.completions.with_raw_response.create
         try:
             async with asyncio.timeout(reward.seconds):
-                answer = await ask(model=reward.model, messages=messages, temperature=0, max_tokens=512)
+                answer = await ask(
+                    model=reward.model, messages=messages, temperature=0, max_tokens=512
+                )
             score = read_answer(answer.http_response.text)
             why = "no score in the answer"
         except openai.APIStatusError as error:

@@ -47,7 +47,9 @@ def frame_count(total: int, clip_fps: float, sampling: Sampling = PUBLISHED_SAMP
     return min(round(wanted / 2) * 2, total)
 
 
-def fitted_size(h: int, w: int, sampling: Sampling = PUBLISHED_SAMPLING, unit: int = 28) -> tuple[int, int]:
+def fitted_size(
+    h: int, w: int, sampling: Sampling = PUBLISHED_SAMPLING, unit: int = 28
+) -> tuple[int, int]:
     "Return the size in whole `unit`s near `(h, w)`, of the pixels allowed. Source: vision_process.py, smart_resize."
     high, wide = (max(unit, round(n / unit) * unit) for n in (h, w))
     if high * wide > sampling.most:
@@ -68,7 +70,11 @@ def normalised_frames(clips: Tensor, pair: int, size: tuple[int, int]) -> Tensor
         frames = torch.cat([frames, frames[:, -1:]], 1)
     flat = as_bytes(frames.flatten(0, 1).float()).float()
     if size != tuple(clips.shape[-2:]):
-        flat = nn.functional.interpolate(flat, size, mode="bicubic", antialias=True).clamp(0, 255).round()
+        flat = (
+            nn.functional.interpolate(flat, size, mode="bicubic", antialias=True)
+            .clamp(0, 255)
+            .round()
+        )
     return normalise(flat / 255, CLIP_PIXELS).unflatten(0, frames.shape[:2])
 
 # %% ../../nbs/rewards/08_videoalign.ipynb #891292ea
@@ -90,7 +96,9 @@ def video_patches(
     x = frames.reshape(b, t, pair, 3, grid_h // merge, merge, patch, grid_w // merge, merge, patch)
     # to (b, t, block row, block column, row in block, column in block, channel, frame of the pair, y, x)
     x = x.permute(0, 1, 4, 7, 5, 8, 3, 2, 6, 9)
-    return x.reshape(b * t * grid_h * grid_w, -1), torch.tensor([[t, grid_h, grid_w]] * b, device=clips.device)
+    return x.reshape(b * t * grid_h * grid_w, -1), torch.tensor(
+        [[t, grid_h, grid_w]] * b, device=clips.device
+    )
 
 # %% ../../nbs/rewards/08_videoalign.ipynb #d2f0c8d4
 ASPECTS = ("VQ", "MQ", "TA")
@@ -129,7 +137,11 @@ class Parts(NamedTuple):
 # %% ../../nbs/rewards/08_videoalign.ipynb #5e78884c
 QWEN = "Qwen/Qwen2-VL-2B-Instruct"  # where a checkpoint does not name its base model
 CHECKPOINT_FILES = ("model.pth", "adapter_model.safetensors")
-_PLACES = (("model.language_model.", "language_model."), ("model.visual.", "visual."), ("model.", "language_model."))
+_PLACES = (
+    ("model.language_model.", "language_model."),
+    ("model.visual.", "visual."),
+    ("model.", "language_model."),
+)
 
 
 def reward_folder(where: str) -> Path:
@@ -139,12 +151,20 @@ def reward_folder(where: str) -> Path:
     from huggingface_hub import snapshot_download
 
     wanted = ["model_config.json", "checkpoint-*"]
-    return Path(snapshot_download(where, allow_patterns=wanted, ignore_patterns=["*optimizer*", "*training_args*"]))
+    return Path(
+        snapshot_download(
+            where, allow_patterns=wanted, ignore_patterns=["*optimizer*", "*training_args*"]
+        )
+    )
 
 
 def last_checkpoint(folder: Path) -> Path | None:
     "Return the `checkpoint-N` of the highest N in a folder that holds weights; None if there is none."
-    places = [p for p in folder.glob("checkpoint-*") if any((p / name).is_file() for name in CHECKPOINT_FILES)]
+    places = [
+        p
+        for p in folder.glob("checkpoint-*")
+        if any((p / name).is_file() for name in CHECKPOINT_FILES)
+    ]
     return max(places, key=lambda place: int(place.name.split("-")[-1]), default=None)
 
 
@@ -157,7 +177,9 @@ def base_model(folder: Path) -> str:
 
 def todays_name(key: str) -> str:
     "Return the name in `Qwen2VLModel` of a weight of the published model, with an adapter called default."
-    key = re.sub(r"\.(lora_[AB])\.weight$", r".\1.default.weight", key.removeprefix("base_model.model."))
+    key = re.sub(
+        r"\.(lora_[AB])\.weight$", r".\1.default.weight", key.removeprefix("base_model.model.")
+    )
     return next((new + key.removeprefix(old) for old, new in _PLACES if key.startswith(old)), key)
 
 
@@ -176,9 +198,17 @@ def adapter_numbers(folder: Path, config: dict) -> dict[str, Any]:
     "Return rank, alpha and kind of a checkpoint's adapter, of `model_config.json` or of its own `adapter_config.json`."
     kept = config.get("peft_lora_config") or {}
     if "lora_r" in kept:
-        return {"r": kept["lora_r"], "lora_alpha": kept["lora_alpha"], "use_rslora": kept.get("use_rslora", False)}
+        return {
+            "r": kept["lora_r"],
+            "lora_alpha": kept["lora_alpha"],
+            "use_rslora": kept.get("use_rslora", False),
+        }
     own = json.loads((folder / "adapter_config.json").read_text())
-    return {"r": own["r"], "lora_alpha": own["lora_alpha"], "use_rslora": own.get("use_rslora", False)}
+    return {
+        "r": own["r"],
+        "lora_alpha": own["lora_alpha"],
+        "use_rslora": own.get("use_rslora", False),
+    }
 
 
 def open_checkpoint(folder: Path, config: dict) -> tuple:
@@ -201,9 +231,15 @@ def open_checkpoint(folder: Path, config: dict) -> tuple:
         raise ValueError(f"reward: the checkpoint {str(folder)!r} has no weight 'rm_head.weight'")
     head = nn.Linear(*reversed(weight.shape), bias=False)
     head.load_state_dict({"weight": weight})
-    layers = [key.removesuffix(".lora_A.default.weight") for key in state if key.endswith(".lora_A.default.weight")]
+    layers = [
+        key.removesuffix(".lora_A.default.weight")
+        for key in state
+        if key.endswith(".lora_A.default.weight")
+    ]
     if layers:
-        inject_adapter_in_model(LoraConfig(target_modules=layers, **adapter_numbers(folder, config)), model)
+        inject_adapter_in_model(
+            LoraConfig(target_modules=layers, **adapter_numbers(folder, config)), model
+        )
     left = model.load_state_dict(state, strict=False)
     wrong = [*left.unexpected_keys, *(key for key in left.missing_keys if "lora_" in key)]
     if wrong:
@@ -219,10 +255,16 @@ def open_parts(where: str) -> Parts:
     config = json.loads((folder / "model_config.json").read_text())
     newest = last_checkpoint(folder)
     if newest is None:
-        raise FileNotFoundError(f"{folder} has no checkpoint-N with {' or '.join(CHECKPOINT_FILES)}")
+        raise FileNotFoundError(
+            f"{folder} has no checkpoint-N with {' or '.join(CHECKPOINT_FILES)}"
+        )
     model, tokenizer, head = open_checkpoint(newest, config)
     data, usual = config.get("data_config") or {}, PUBLISHED_SAMPLING
-    looks = (data.get("fps") or usual.fps, data.get("num_frames"), data.get("max_frame_pixels") or usual.most)
+    looks = (
+        data.get("fps") or usual.fps,
+        data.get("num_frames"),
+        data.get("max_frame_pixels") or usual.most,
+    )
     # the frequencies of the rotary embedding, too, are rounded to bfloat16, as by `model.to` in train_reward.py
     model, head = model.to(torch.bfloat16), head.to(torch.bfloat16)
     return Parts(model, tokenizer, head, config.get("inference_config") or {}, Sampling(*looks))
@@ -235,10 +277,17 @@ def token_inputs(tokenizer: Any, prompts: list[str], pads: int, device: Any) -> 
     version 4.47 transformers made none of three axes there. The weights were trained so.
     """
     video = "<|video_pad|>" * pads
-    texts = [CHAT.format(video=video, question=VIDEO_QUESTION.format(text_prompt=prompt)) for prompt in prompts]
+    texts = [
+        CHAT.format(video=video, question=VIDEO_QUESTION.format(text_prompt=prompt))
+        for prompt in prompts
+    ]
     tokens = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").to(device)
-    count = torch.arange(tokens.input_ids.shape[1], device=device).expand(3, *tokens.input_ids.shape)
-    return dict(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask, position_ids=count)
+    count = torch.arange(tokens.input_ids.shape[1], device=device).expand(
+        3, *tokens.input_ids.shape
+    )
+    return dict(
+        input_ids=tokens.input_ids, attention_mask=tokens.attention_mask, position_ids=count
+    )
 
 # %% ../../nbs/rewards/08_videoalign.ipynb #c8e283f7
 def last_hidden(parts: Parts, clips: Tensor, prompts: list[str]) -> tuple[Tensor, Tensor]:
@@ -284,19 +333,30 @@ class VideoAlignReward:
     def all(self, clips: Tensor, prompts: list[str]) -> Tensor:
         "Return the three z-scores `(B, 3)`, float32, of clips `(B, 3, F, H, W)` in [0, 1]."
         count = frame_count(clips.shape[2], self.fps, self.parts.sampling)
-        shown = clips[:, :, torch.linspace(0, clips.shape[2] - 1, count).round().long()].to(self.device)
+        shown = clips[:, :, torch.linspace(0, clips.shape[2] - 1, count).round().long()].to(
+            self.device
+        )
         hidden, ids = last_hidden(self.parts, shown, prompts)
         scores = read_heads(hidden, ids, self.special, self.parts.head).float()
         mean, std = (
-            torch.tensor([self.parts.norm.get(f"{aspect}_{kind}", usual) for aspect in ASPECTS], device=scores.device)
+            torch.tensor(
+                [self.parts.norm.get(f"{aspect}_{kind}", usual) for aspect in ASPECTS],
+                device=scores.device,
+            )
             for kind, usual in (("mean", 0.0), ("std", 1.0))
         )
         return (scores - mean) / std
 
-    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict] | None = None) -> Tensor:
+    def __call__(
+        self, images: Tensor, prompts: list[str], metadata: list[dict] | None = None
+    ) -> Tensor:
         if images.ndim != 5:
-            raise ValueError(f"reward: videoalign scores clips (B, 3, F, H, W), not {tuple(images.shape)}")
+            raise ValueError(
+                f"reward: videoalign scores clips (B, 3, F, H, W), not {tuple(images.shape)}"
+            )
         starts = range(0, len(images), self.max_batch)
-        batches = [(images[i : i + self.max_batch], prompts[i : i + self.max_batch]) for i in starts]
+        batches = [
+            (images[i : i + self.max_batch], prompts[i : i + self.max_batch]) for i in starts
+        ]
         scores = torch.cat([self.all(*batch) for batch in batches]).float()
         return scores.sum(1) if self.aspect == "Overall" else scores[:, ASPECTS.index(self.aspect)]

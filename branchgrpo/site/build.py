@@ -31,14 +31,18 @@ def text_of(cell: dict[str, Any]) -> str:
 
 def prose(notebook: dict[str, Any]) -> str:
     "Return the text of a notebook, without its code."
-    return "\n\n".join(text_of(cell).strip() for cell in notebook["cells"] if cell["cell_type"] == "markdown")
+    return "\n\n".join(
+        text_of(cell).strip() for cell in notebook["cells"] if cell["cell_type"] == "markdown"
+    )
 
 
 def readme(index: dict[str, Any]) -> str:
     "Return the text of `README.md`; raise `ValueError` if the first notebook has no marker, or several."
     front, *rest = prose(index).split(README_END)
     if len(rest) != 1:
-        raise ValueError(f"{FRONT_PAGE}: {README_END!r} stands in it {len(rest)} times; it should once")
+        raise ValueError(
+            f"{FRONT_PAGE}: {README_END!r} stands in it {len(rest)} times; it should once"
+        )
     text = seen_from(front.strip(), Path(FRONT_PAGE), Path("README.md"))
     return re.sub(r"(\.ipynb)#[^)\s]*", r"\1", text) + "\n"
 
@@ -73,14 +77,23 @@ LANGUAGE |= {"language_info": {"name": "python", "pygments_lexer": "ipython3"}}
 
 def markdown_cell(text: str) -> dict[str, Any]:
     "Return a new cell of text."
-    return {"cell_type": "markdown", "id": f"{zlib.crc32(text.encode()):08x}", "metadata": {}, "source": text}
+    return {
+        "cell_type": "markdown",
+        "id": f"{zlib.crc32(text.encode()):08x}",
+        "metadata": {},
+        "source": text,
+    }
 
 
 def module_of(notebook: dict[str, Any]) -> str:
     "Return the module that a lesson exports to, `branchgrpo.plan`; an empty text if it exports nothing."
     source = "\n".join(text_of(cell) for cell in notebook["cells"] if cell["cell_type"] == "code")
     named = re.search(r"^#\|\s*default_exp\s+(\S+)", source, re.MULTILINE)
-    return f"branchgrpo.{named[1]}" if named and re.search(r"^#\| export", source, re.MULTILINE) else ""
+    return (
+        f"branchgrpo.{named[1]}"
+        if named and re.search(r"^#\| export", source, re.MULTILINE)
+        else ""
+    )
 
 
 EXPLORER = "docs/explorer.md"
@@ -108,7 +121,9 @@ def shown_notebook(notebook: dict[str, Any], found: str = "") -> dict[str, Any]:
     module = module_of(notebook)
     leads = [f"Reference: {{py:mod}}`{module}`"] if module else []
     if found:
-        leads += [f"[What was found](/{found}). The notebook is stored without outputs; a click opens its code."]
+        leads += [
+            f"[What was found](/{found}). The notebook is stored without outputs; a click opens its code."
+        ]
         for cell in others:
             cell["metadata"]["tags"] = ["hide-input"] if cell["cell_type"] == "code" else []
     return {**notebook, "metadata": LANGUAGE, "cells": [first, *map(markdown_cell, leads), *others]}
@@ -117,7 +132,9 @@ def shown_notebook(notebook: dict[str, Any], found: str = "") -> dict[str, Any]:
 def escaped(line: str) -> str:
     "Return a line of a docstring in which only backticks and lists mean something."
     parts = re.split(r"(`+[^`]*`+)", line)
-    return "".join(part if n % 2 else re.sub(r"([*|\\`]|_\b)", r"\\\1", part) for n, part in enumerate(parts))
+    return "".join(
+        part if n % 2 else re.sub(r"([*|\\`]|_\b)", r"\\\1", part) for n, part in enumerate(parts)
+    )
 
 # %% ../../nbs/site/00_build.ipynb #4a6ebf92
 def source_of(module: ModuleType) -> str:
@@ -129,10 +146,16 @@ def argument_comments(what: str, name: str, item: Any) -> list[str]:
     "Return the lines on the comments in the source of an item."
     if what == "data":
         module, _, variable = name.rpartition(".")
-        beside = re.search(rf"^{variable}\b.*  # (.+)$", source_of(sys.modules[module]), re.MULTILINE)
+        beside = re.search(
+            rf"^{variable}\b.*  # (.+)$", source_of(sys.modules[module]), re.MULTILINE
+        )
         return [escaped(beside[1])] if beside else []
     found = docments(item) if what in ("class", "function", "method") else {}
-    fields = {"returns" if name == "return" else f"param {name}": text for name, text in found.items() if text}
+    fields = {
+        "returns" if name == "return" else f"param {name}": text
+        for name, text in found.items()
+        if text
+    }
     return ["", *(f":{field}: {escaped(' '.join(text.split()))}" for field, text in fields.items())]
 
 
@@ -140,6 +163,8 @@ def describe(app, what: str, name: str, item: Any, options, lines: list[str]) ->
     "Replace the docstring of an item: escaped, with the comments in its source, and the lesson that makes a module."
     lines[:] = [] if what == "data" else map(escaped, lines)
     lines += argument_comments(what, name, item)
-    made = re.search(r"File to edit: [./]*(\S+)\.ipynb", source_of(item)) if what == "module" else None
+    made = (
+        re.search(r"File to edit: [./]*(\S+)\.ipynb", source_of(item)) if what == "module" else None
+    )
     if made:
         lines += ["", f":doc:`The lesson that makes it </{made[1]}>`"]

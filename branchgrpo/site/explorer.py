@@ -25,7 +25,10 @@ from ..viewing.page import in_frame
 def plan_fields(plan: RolloutPlan) -> dict[str, Any]:
     "Return the fields of a plan as JSON holds them."
     values = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
-    return {name: sorted(value) if isinstance(value, frozenset) else value for name, value in values.items()}
+    return {
+        name: sorted(value) if isinstance(value, frozenset) else value
+        for name, value in values.items()
+    }
 
 # %% ../../nbs/site/01_explorer.ipynb #b1ce8410
 def _by_hand(plan: RolloutPlan) -> dict[str, Any]:
@@ -61,7 +64,10 @@ NO_RULES = {
 
 def plan_state(plan: RolloutPlan) -> dict[str, Any]:
     "Return the state in which the page shows a plan."
-    sizes = {name: getattr(plan, name) for name in ("steps", "roots", "same_root", "noisy_last", "preview_levels")}
+    sizes = {
+        name: getattr(plan, name)
+        for name in ("steps", "roots", "same_root", "noisy_last", "preview_levels")
+    }
     window = {"window_start": 0, "window_size": min(4, plan.steps), "preview_at": "hand"}
     return sizes | _by_hand(plan) | window | NO_RULES
 
@@ -104,7 +110,11 @@ def recipe_entry(recipe: Recipe) -> dict[str, Any]:
     "Return what the page knows of a recipe."
     state = recipe_state(recipe)
     texts = {"name": recipe.name, "summary": recipe.summary, "paper": recipe.paper}
-    return texts | {"colour": colour_of(recipe.name) or NEUTRAL, "state": state, "table": state["preview_table"]}
+    return texts | {
+        "colour": colour_of(recipe.name) or NEUTRAL,
+        "state": state,
+        "table": state["preview_table"],
+    }
 
 # %% ../../nbs/site/01_explorer.ipynb #f71b7580
 PARTS = {"STYLE": "page.css", "PLAN": "plan.js", "VIEW": "view.js"}
@@ -119,7 +129,11 @@ def explorer_page(plan: RolloutPlan | str = "branchgrpo") -> str:
     "Return the page as one HTML file that starts from a plan, or from a recipe by name."
     recipe = recipes.get(plan).name if isinstance(plan, str) else "branchgrpo"
     start = None if isinstance(plan, str) else plan_state(plan)
-    data = {"recipes": [recipe_entry(recipes.get(name)) for name in recipes.names()], "recipe": recipe, "start": start}
+    data = {
+        "recipes": [recipe_entry(recipes.get(name)) for name in recipes.names()],
+        "recipe": recipe,
+        "start": start,
+    }
     parts = {name: explorer_part(file) for name, file in PARTS.items()}
     parts["DATA"] = json.dumps(data, ensure_ascii=False).replace("</", r"<\/")
     page = explorer_part("page.html")

@@ -126,8 +126,9 @@ def what_it_does(name: str) -> str:
     recipe = recipes.get(name)
     s = recipe.values
     rows = [(f"**{question}**", answer(s)) for question, answer in QUESTIONS.items()]
-    return f"`{name}` {recipe.summary}. {recipe.paper}.\n\n```text\n{recipe.equation}\n```\n\n" + text_table(
-        ("", ""), rows
+    return (
+        f"`{name}` {recipe.summary}. {recipe.paper}.\n\n```text\n{recipe.equation}\n```\n\n"
+        + text_table(("", ""), rows)
     )
 
 
@@ -138,7 +139,9 @@ def settings_table(name: str) -> str:
         words = "<br>".join(f"{q.place}: {quoted(q)}" for q in quotes_of(recipe, setting, QUOTES))
         rows += [] if source == "off" else [(f"`{setting}`", value, source, words)]
     used = 4 if any(row[3] for row in rows) else 3
-    return text_table(("setting", "value", "where from", "the paper's words")[:used], [row[:used] for row in rows])
+    return text_table(
+        ("setting", "value", "where from", "the paper's words")[:used], [row[:used] for row in rows]
+    )
 
 
 def costs(*names: str) -> str:
@@ -155,7 +158,9 @@ def costs(*names: str) -> str:
         found.append((f"`{name}`", cost.leaves, cost.calls, round(calls_after_pruning(s, plan))))
     base = found[-1][2]
     cells = [(*row, f"{row[2] / base:.0%}") for row in found]
-    return text_table(("recipe", "images", "denoiser calls", "trained calls", f"calls of {found[-1][0]}"), cells)
+    return text_table(
+        ("recipe", "images", "denoiser calls", "trained calls", f"calls of {found[-1][0]}"), cells
+    )
 
 # %% ../../nbs/methods/06_index.ipynb #b74111ad
 def differ_table(paper: str, code: str | dict[str, tuple[Any, str]]) -> str:
@@ -163,12 +168,16 @@ def differ_table(paper: str, code: str | dict[str, tuple[Any, str]]) -> str:
 
     `code` is the recipe of that code, or `{setting: (value, file and line)}` if no recipe follows it."""
     stated, rows = recipes.get(paper), []
-    found = code if isinstance(code, dict) else {name: rest for name, *rest in recipes.get(code).rows()}
+    found = (
+        code if isinstance(code, dict) else {name: rest for name, *rest in recipes.get(code).rows()}
+    )
     for name, (value, source) in found.items():
         own = getattr(stated.values, name)
         if own != value:
             rows.append((f"`{name}`", str(own), stated.sources[name], str(value), source))
-    return text_table(("setting", "in the paper", "where from", "in the code", "file and line"), rows)
+    return text_table(
+        ("setting", "in the paper", "where from", "in the code", "file and line"), rows
+    )
 
 
 def errata(paper: str) -> str:
@@ -179,7 +188,9 @@ def errata(paper: str) -> str:
 def results(*names: str, root: str | Path = "../..") -> str:
     "Return what the registered study found of all claims that compare one of some recipes with another."
     claims = read_table(Path(root) / "reproduce/registered.yaml")["claims"]
-    record = json.loads((Path(root) / "figures/testbed/study_answers.json").read_text(encoding="utf-8"))
+    record = json.loads(
+        (Path(root) / "figures/testbed/study_answers.json").read_text(encoding="utf-8")
+    )
     lines = [f"From the record of {record['date']} ({record['device']}, tiny models):", ""]
     for answer, sentence in zip(record["answers"], record["sentences"]):
         claim = claims[answer["claim"]]

@@ -50,7 +50,9 @@ class CellNet(nn.Module):
     def __init__(self, body: list[nn.Module], features: int):
         super().__init__()
         self.body = nn.Sequential(*body)
-        self.heads = nn.ModuleList(nn.Linear(features, n) for n in (EMPTY_CELL + 1, len(GLYPH_COLOURS), len(TEXTURES)))
+        self.heads = nn.ModuleList(
+            nn.Linear(features, n) for n in (EMPTY_CELL + 1, len(GLYPH_COLOURS), len(TEXTURES))
+        )
 
     def forward(self, cells: Tensor) -> list[Tensor]:
         "Return the three logits of each cell."
@@ -62,7 +64,11 @@ def checker_net(width: int = 32) -> CellNet:
     "Return the checker's network, untrained."
 
     def block(channels_in: int, channels_out: int) -> list[nn.Module]:
-        return [nn.Conv2d(channels_in, channels_out, 3, padding=1), nn.BatchNorm2d(channels_out), nn.ReLU()]
+        return [
+            nn.Conv2d(channels_in, channels_out, 3, padding=1),
+            nn.BatchNorm2d(channels_out),
+            nn.ReLU(),
+        ]
 
     first = [*block(3, width), *block(width, width), nn.MaxPool2d(2)]
     second = [*block(width, 2 * width), nn.MaxPool2d(2), *block(2 * width, 2 * width)]
@@ -74,7 +80,11 @@ def reward_net(width: int = 32) -> CellNet:
     "Return the network of tiny-geneval, untrained."
 
     def block(channels_in: int, channels_out: int) -> list[nn.Module]:
-        return [nn.Conv2d(channels_in, channels_out, 5, 2, 2), nn.GroupNorm(4, channels_out), nn.GELU()]
+        return [
+            nn.Conv2d(channels_in, channels_out, 5, 2, 2),
+            nn.GroupNorm(4, channels_out),
+            nn.GELU(),
+        ]
 
     first = [*block(3, width), *block(width, 2 * width)]
     last = [nn.Flatten(), nn.Dropout(0.2), nn.Linear(2 * width * 25, 96), nn.GELU()]
@@ -84,7 +94,9 @@ def reward_net(width: int = 32) -> CellNet:
 def load_frozen(net: CellNet, folder: str | Path) -> CellNet:
     "Load the weights in a folder into a network, in float32, and freeze it."
     state = load_file(Path(folder) / "model.safetensors")
-    net.load_state_dict({name: t.float() if t.is_floating_point() else t for name, t in state.items()})
+    net.load_state_dict(
+        {name: t.float() if t.is_floating_point() else t for name, t in state.items()}
+    )
     return net.eval().requires_grad_(False)
 
 
@@ -167,5 +179,7 @@ class VerifiableReward:
     def __call__(self, images: Tensor, prompts: list[str], metadata: Any = None) -> Tensor:
         "Score images `(B, 3, 32, 32)`: `(B,)`. Raises `ValueError` on clips and on captions of other scenes."
         if images.ndim != 4:
-            raise ValueError(f"reward: tiny-geneval scores images (B, 3, 32, 32), not {tuple(images.shape)}")
+            raise ValueError(
+                f"reward: tiny-geneval scores images (B, 3, 32, 32), not {tuple(images.shape)}"
+            )
         return expected_right(self.read(images), prompts)

@@ -191,7 +191,9 @@ def motion_scores(clips: Tensor, captions: list[str]) -> dict[str, Tensor]:
     if len(clips) != len(captions):
         raise ValueError(f"captions: {len(captions)} for {len(clips)} clips")
     seen = measure_track(clips)
-    wanted = torch.tensor([parse_clip(caption).velocity for caption in captions], dtype=torch.float32)
+    wanted = torch.tensor(
+        [parse_clip(caption).velocity for caption in captions], dtype=torch.float32
+    )
     error = (seen.velocity - wanted.to(clips.device)).norm(dim=-1)  # |v − v*|
     acceleration = seen.path.diff(n=2, dim=1).norm(dim=-1).mean(1)  # mean |p̈|
     scores = {
@@ -213,7 +215,9 @@ class MotionReward:
     def __call__(self, images: Tensor, prompts: list[str], metadata=None) -> Tensor:
         "Score clips `(B, 3, F, H, W)`: `(B,)`. Raises `ValueError` on images and on other captions."
         if images.ndim != 5:
-            raise ValueError(f"reward: motion scores clips (B, 3, F, H, W), not {tuple(images.shape)}")
+            raise ValueError(
+                f"reward: motion scores clips (B, 3, F, H, W), not {tuple(images.shape)}"
+            )
         scores = motion_scores(images, prompts)
         return (scores["velocity"] + scores["smoothness"]) / 2
 
@@ -252,7 +256,17 @@ def read_frames(clips: Tensor) -> Tensor:
     return torch.stack([logit.argmax(-1) for logit in logits], -1).unflatten(0, clips.shape[0:3:2])
 
 # %% ../../nbs/testbed/03_clips.ipynb #f81e33e8
-CLIP_ASPECTS = ("digit", "colour", "texture", "velocity", "smoothness", "flicker", "background", "dynamic", "all")
+CLIP_ASPECTS = (
+    "digit",
+    "colour",
+    "texture",
+    "velocity",
+    "smoothness",
+    "flicker",
+    "background",
+    "dynamic",
+    "all",
+)
 
 
 def check_clips(clips: Tensor, captions: list[str]) -> dict[str, Tensor]:
@@ -261,8 +275,12 @@ def check_clips(clips: Tensor, captions: list[str]) -> dict[str, Tensor]:
     wanted = []
     for caption in captions:
         glyph = parse_clip(caption).glyph
-        wanted.append([glyph.digit, list(GLYPH_COLOURS).index(glyph.colour), TEXTURES.index(glyph.texture)])
-    share = (read_frames(clips) == torch.tensor(wanted)[:, None]).float().mean(1)  # of the frames, (B, 3)
+        wanted.append(
+            [glyph.digit, list(GLYPH_COLOURS).index(glyph.colour), TEXTURES.index(glyph.texture)]
+        )
+    share = (
+        (read_frames(clips) == torch.tensor(wanted)[:, None]).float().mean(1)
+    )  # of the frames, (B, 3)
     moves = (scores["velocity"] > np.exp(-0.5)) & (scores["smoothness"] > 0.5)
     right = (share > 0.5).all(1) & moves.cpu()
     shares = dict(zip(("digit", "colour", "texture"), share.T))
@@ -278,10 +296,14 @@ def distinct_captions(kind: str, n: int, split: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(scene.caption for scene in drawn))[:n]
 
 # %% ../../nbs/testbed/03_clips.ipynb #4584ce37
-def digit_prompts(kind: str = "digits", train: int = 2000, test: int = 256, skip: int = 0) -> PromptSet:
+def digit_prompts(
+    kind: str = "digits", train: int = 2000, test: int = 256, skip: int = 0
+) -> PromptSet:
     "Return distinct captions of a kind, with the exact checker; the first `skip` test captions are left out."
     held_out = distinct_captions(kind, skip + test, "test")[skip:]
-    return PromptSet(list(distinct_captions(kind, train, "train")), list(held_out), check, shuffled=True)
+    return PromptSet(
+        list(distinct_captions(kind, train, "train")), list(held_out), check, shuffled=True
+    )
 
 # %% ../../nbs/testbed/03_clips.ipynb #74bef5c9
 def digits() -> PromptSet:
@@ -311,14 +333,19 @@ def clip_captions(n: int, split: str) -> list[str]:
 # %% ../../nbs/testbed/03_clips.ipynb #04905e58
 def first_frames(prompts: list[str]) -> Tensor:
     "Return a first frame `(P, 3, 32, 32)` in [0, 1] of each caption, drawn with a seed made of the caption."
-    clips = [render_clips([parse_clip(prompt)], "test", seed=zlib.crc32(prompt.encode())) for prompt in prompts]
+    clips = [
+        render_clips([parse_clip(prompt)], "test", seed=zlib.crc32(prompt.encode()))
+        for prompt in prompts
+    ]
     return torch.cat([clip[:, :, 0] for clip in clips])
 
 # %% ../../nbs/testbed/03_clips.ipynb #4f5badab
 def clip_prompts(train: int = 800, test: int = 128, skip: int = 0) -> PromptSet:
     "Return distinct captions of clips, with their exact check and first frames; `skip` test captions are left out."
     held_out = clip_captions(skip + test, "test")[skip:]
-    return PromptSet(clip_captions(train, "train"), held_out, check_clips, first_frames, shuffled=True)
+    return PromptSet(
+        clip_captions(train, "train"), held_out, check_clips, first_frames, shuffled=True
+    )
 
 # %% ../../nbs/testbed/03_clips.ipynb #3606d8c6
 def clips() -> PromptSet:

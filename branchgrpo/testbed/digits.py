@@ -105,7 +105,9 @@ def parse_glyph(words: list[str]) -> Glyph:
         or words[-1] not in "0123456789"
     ):
         textures = "|".join(TEXTURES[1:])
-        raise ValueError(f"caption: {' '.join(words)!r} is not '[{textures}] <{'|'.join(GLYPH_COLOURS)}> <0-9>'")
+        raise ValueError(
+            f"caption: {' '.join(words)!r} is not '[{textures}] <{'|'.join(GLYPH_COLOURS)}> <0-9>'"
+        )
     return Glyph(int(words[-1]), words[-2], texture)
 
 # %% ../../nbs/testbed/01_digits.ipynb #265f9efc
@@ -122,7 +124,11 @@ def parse_caption(caption: str) -> Scene:
     return Scene("one", (parse_glyph(words[1:]),))
 
 # %% ../../nbs/testbed/01_digits.ipynb #69c0c835
-SPLITS = {"train": (0.0, 0.6), "checker": (0.6, 0.85), "test": (0.85, 1.0)}  # fractions of the permuted set
+SPLITS = {
+    "train": (0.0, 0.6),
+    "checker": (0.6, 0.85),
+    "test": (0.85, 1.0),
+}  # fractions of the permuted set
 
 
 @cache
@@ -136,7 +142,11 @@ def handwriting(split: str = "train") -> list[Tensor]:
     order = np.random.default_rng(0).permutation(len(data.target))
     low, high = (round(fraction * len(order)) for fraction in SPLITS[split])
     ink = torch.tensor(data.images[order[low:high]], dtype=torch.float32)[:, None] / 16
-    ink = F.interpolate(ink, (GLYPH, GLYPH), mode="bicubic", align_corners=False)[:, 0].mul(1.35).clamp(0, 1)
+    ink = (
+        F.interpolate(ink, (GLYPH, GLYPH), mode="bicubic", align_corners=False)[:, 0]
+        .mul(1.35)
+        .clamp(0, 1)
+    )
     target = torch.tensor(data.target[order[low:high]])
     return [ink[target == digit] for digit in range(10)]
 
@@ -149,7 +159,9 @@ def texture_masks() -> Tensor:
     return torch.stack([torch.ones(SIZE, SIZE), stripes.float(), dots.float()])
 
 # %% ../../nbs/testbed/01_digits.ipynb #da31de0c
-def draw_glyph(image: Tensor, glyph: Glyph, place: str, split: str, rng: np.random.Generator) -> None:
+def draw_glyph(
+    image: Tensor, glyph: Glyph, place: str, split: str, rng: np.random.Generator
+) -> None:
     "Draw one digit into `image (3, 32, 32)`, in place, at the cell `place` and in the handwriting of `split`."
     hands = handwriting(split)[glyph.digit]
     y, x = (corner + 1 + int(shift) for corner, shift in zip(CELLS[place], rng.integers(-1, 2, 2)))
@@ -186,7 +198,9 @@ def draw_name(names: Sequence[str], rng: np.random.Generator) -> str:
 
 def random_glyph(rng: np.random.Generator) -> Glyph:
     "Draw a digit, a colour and a texture, each uniformly."
-    return Glyph(int(rng.integers(10)), draw_name(tuple(GLYPH_COLOURS), rng), draw_name(TEXTURES, rng))
+    return Glyph(
+        int(rng.integers(10)), draw_name(tuple(GLYPH_COLOURS), rng), draw_name(TEXTURES, rng)
+    )
 
 # %% ../../nbs/testbed/01_digits.ipynb #5aa18f3a
 def random_scene(rng: np.random.Generator) -> Scene:
@@ -224,7 +238,14 @@ def misheard(scene: Scene, share: float, rng: np.random.Generator) -> Scene:
 # %% ../../nbs/testbed/01_digits.ipynb #03c6c755
 RELATION_WORDS = ("a", "left", "right", "of", "above", "below")
 PLURALS = tuple(f"{digit}s" for digit in range(10))
-CAPTION_WORDS = (*RELATION_WORDS, *GLYPH_COUNTS, *GLYPH_COLOURS, *TEXTURES[1:], *"0123456789", *PLURALS)
+CAPTION_WORDS = (
+    *RELATION_WORDS,
+    *GLYPH_COUNTS,
+    *GLYPH_COLOURS,
+    *TEXTURES[1:],
+    *"0123456789",
+    *PLURALS,
+)
 TEXT_LENGTH = 12  # tokens: the longest caption has nine words and an end token
 
 # %% ../../nbs/testbed/01_digits.ipynb #4126f73c

@@ -25,7 +25,9 @@ from ..reproduction.figures import small_figure, use_style
 from .digits import RELATIONS
 
 # %% ../../nbs/testbed/06_making.ipynb #7dc6f31f
-WEIGHTS_FOLDER = Path(branchgrpo.__file__).parent / "testbed/weights"  # the committed weights, one folder per model
+WEIGHTS_FOLDER = (
+    Path(branchgrpo.__file__).parent / "testbed/weights"
+)  # the committed weights, one folder per model
 
 # %% ../../nbs/testbed/06_making.ipynb #89ce7cc6
 def warmup_cosine(step: int, steps: int) -> float:
@@ -46,7 +48,9 @@ def train_model(
     weight_decay: float = 0.01,
 ) -> tuple[nn.Module, list[float]]:  # averaged module, losses
     "Train `models` on `loss`, with gradients clipped to norm 1."
-    optimizer = torch.optim.AdamW(models.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=weight_decay)
+    optimizer = torch.optim.AdamW(
+        models.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=weight_decay
+    )
     schedule = LambdaLR(optimizer, lambda step: warmup_cosine(step, steps))
     average = AveragedModel(models, multi_avg_fn=get_ema_multi_avg_fn(ema))
     losses = []
@@ -111,7 +115,9 @@ def show_images(images: Tensor, titles: list[str], columns: int = 8, height: flo
 def show_clips(clips: list[Tensor], titles: list[str]):
     "Return a display of clips `(3, F, H, W)` in [0, 1], one row of frames per clip."
     frames = clips[0].shape[1]
-    fig, axes = plt.subplots(len(clips), frames, figsize=(0.8 * frames, 0.93 * len(clips)), squeeze=False)
+    fig, axes = plt.subplots(
+        len(clips), frames, figsize=(0.8 * frames, 0.93 * len(clips)), squeeze=False
+    )
     for row, clip, title in zip(axes, clips, titles):
         for f, ax in enumerate(row):
             ax.imshow(clip[:, f].permute(1, 2, 0))

@@ -32,7 +32,9 @@ def scale_splits(splits: Iterable[int], steps_from: int, steps_to: int) -> tuple
     count, last = len(places), steps_to - 2  # the last step draws no noise
     places = [min(place, last - later) for place, later in zip(places, reversed(range(count)))]
     if places and places[0] < 0:
-        raise ValueError(f"splits: {count} splits do not fit into {steps_to} steps, of which the last cannot split")
+        raise ValueError(
+            f"splits: {count} splits do not fit into {steps_to} steps, of which the last cannot split"
+        )
     return tuple(places)
 
 # %% ../../nbs/testbed/05_scaling.ipynb #d42cec68
@@ -79,11 +81,17 @@ def scaled_window(recipe: Recipe, old: int, new: int) -> dict[str, Sourced]:
     "Return the window's settings for `new` instead of `old` steps; nothing if the recipe has no window."
     s, changes = recipe.values, {}
     if recipe.sources["window_every"] != "off":
-        size = s.window_size if s.splits == "window" else max(1, scaled_step(s.window_size, old, new))
+        size = (
+            s.window_size if s.splits == "window" else max(1, scaled_step(s.window_size, old, new))
+        )
         last = new - 1 - size
         changes["window_size"] = size
-        changes["window_start"] = None if s.window_start is None else scaled_step(s.window_start, old, new)
-        changes["window_stop"] = None if s.window_stop is None else min(scaled_step(s.window_stop, old, new), last)
+        changes["window_start"] = (
+            None if s.window_start is None else scaled_step(s.window_start, old, new)
+        )
+        changes["window_stop"] = (
+            None if s.window_stop is None else min(scaled_step(s.window_stop, old, new), last)
+        )
     if s.window == "geometric":
         changes["window_stop"] = new - 1 - s.window_size
     sourced = {key: (value, scaled_source(recipe, key, new)) for key, value in changes.items()}
@@ -93,7 +101,9 @@ def scaled_window(recipe: Recipe, old: int, new: int) -> dict[str, Sourced]:
     return sourced
 
 # %% ../../nbs/testbed/05_scaling.ipynb #e4b26da8
-PILOT = "Pro-GRPO Appendix C: the earliest previews with Spearman 0.79 and 0.90, as in Table 9; here"
+PILOT = (
+    "Pro-GRPO Appendix C: the earliest previews with Spearman 0.79 and 0.90, as in Table 9; here"
+)
 PILOTED: dict[str, Sourced] = {  # two pruning steps of 12, by backbone
     "tiny-flux": ((7, 9), f"{PILOT} 0.79 and 0.93 on tiny-flux"),
     "tiny-sd3": ((8, 9), f"{PILOT} 0.84 and 0.91 on tiny-sd3"),
@@ -113,11 +123,16 @@ def scaled_pruning(recipe: Recipe, backbone: str, new: int) -> dict[str, Sourced
         return {"prune_at": (moved, scaled_source(recipe, "prune_at", new))}
     steps, source = PILOTED.get(backbone, PILOTED["tiny-flux"])
     if len(survivors) != len(steps):
-        steps, source = scale_splits(s.prune_at, s.steps, new), scaled_source(recipe, "prune_at", new)
+        steps, source = (
+            scale_splits(s.prune_at, s.steps, new),
+            scaled_source(recipe, "prune_at", new),
+        )
     return {"prune_at": (dict(zip(steps, survivors)), source)}
 
 # %% ../../nbs/testbed/05_scaling.ipynb #0fa05024
-LATENT_CHANNELS = {"StableDiffusionPipeline": 4}  # of the published autoencoders, which divide each side by 8; else 16
+LATENT_CHANNELS = {
+    "StableDiffusionPipeline": 4
+}  # of the published autoencoders, which divide each side by 8; else 16
 TINY_ELEMENTS = {"tiny-wan": 1536, "tiny-wan-i2v": 1536}  # 8 × 3 × 8 × 8; an image has 8 × 8 × 8
 
 
@@ -131,9 +146,16 @@ def paper_elements(recipe: Recipe) -> int:
 def scaled_objective(recipe: Recipe, backbone: str) -> dict[str, Sourced]:
     "Return the clip range and the KL weight for the latents of a tiny model."
     here, paper = TINY_ELEMENTS.get(backbone, 512), paper_elements(recipe)
-    given = {name: getattr(recipe.values, name) for name in ("clip_range", "kl") if getattr(recipe.values, name)}
+    given = {
+        name: getattr(recipe.values, name)
+        for name in ("clip_range", "kl")
+        if getattr(recipe.values, name)
+    }
     return {
-        name: (float(f"{value * (paper / here) ** 0.5:.3g}"), f"{recipe.sources[name]}; × √({paper:,} / {here})")
+        name: (
+            float(f"{value * (paper / here) ** 0.5:.3g}"),
+            f"{recipe.sources[name]}; × √({paper:,} / {here})",
+        )
         for name, value in given.items()
     }
 
@@ -146,15 +168,25 @@ def scaled_average(recipe: Recipe) -> dict[str, Sourced]:
 # %% ../../nbs/testbed/05_scaling.ipynb #1d947a61
 def scaled_rate(recipe: Recipe) -> dict[str, Sourced]:
     "Return the learning rate of a recipe that draws noise in a window of steps only; nothing for the others."
-    return {"learning_rate": (1.5e-4, TUNED)} if recipe.values.stochastic in ("window", "splits+window") else {}
+    return (
+        {"learning_rate": (1.5e-4, TUNED)}
+        if recipe.values.stochastic in ("window", "splits+window")
+        else {}
+    )
 
 # %% ../../nbs/testbed/05_scaling.ipynb #b0398bae
 def scaled_steps(recipe: Recipe, old: int, new: int) -> dict[str, Sourced]:
     "Return the splits and the side steps among `new` steps; a word stays a word."
     given = {name: getattr(recipe.values, name) for name in ("splits", "side")}
-    tables = {name: scale_splits(steps, old, new) for name, steps in given.items() if not isinstance(steps, str)}
+    tables = {
+        name: scale_splits(steps, old, new)
+        for name, steps in given.items()
+        if not isinstance(steps, str)
+    }
     return {
-        name: (steps, scaled_source(recipe, name, new)) for name, steps in tables.items() if steps or given["splits"]
+        name: (steps, scaled_source(recipe, name, new))
+        for name, steps in tables.items()
+        if steps or given["splits"]
     }
 
 # %% ../../nbs/testbed/05_scaling.ipynb #62f5a5ae
@@ -173,17 +205,32 @@ def scaled_factors(recipe: Recipe, old: int, new: int) -> dict[str, Sourced]:
     if not factors or recipe.values.window != "none":
         return {}
     steps = scale_splits(factors, old, new)
-    return {"noise_factors": (dict(zip(steps, factors.values())), scaled_source(recipe, "noise_factors", new))}
+    return {
+        "noise_factors": (
+            dict(zip(steps, factors.values())),
+            scaled_source(recipe, "noise_factors", new),
+        )
+    }
 
 # %% ../../nbs/testbed/05_scaling.ipynb #10d7185e
 def at_testbed(recipe: Recipe, backbone: str = "tiny-flux") -> Recipe:
     "Return the published recipe with the digits testbed's sizes, for one of its backbones."
     recipe = recipe.origin or recipe
     changes = scaled_merging(recipe, recipe.values.steps, SIZES["steps"][0])
-    merged = sum(count - 1 for count in recipe.values.merged.values())  # all else counts the steps that are left
+    merged = sum(
+        count - 1 for count in recipe.values.merged.values()
+    )  # all else counts the steps that are left
     old, new = recipe.values.steps - merged, SIZES["steps"][0] - merged
-    changes |= scaled_window(recipe, old, new) | scaled_pruning(recipe, backbone, new) | scaled_average(recipe)
-    changes |= scaled_steps(recipe, old, new) | scaled_factors(recipe, old, new) | scaled_objective(recipe, backbone)
+    changes |= (
+        scaled_window(recipe, old, new)
+        | scaled_pruning(recipe, backbone, new)
+        | scaled_average(recipe)
+    )
+    changes |= (
+        scaled_steps(recipe, old, new)
+        | scaled_factors(recipe, old, new)
+        | scaled_objective(recipe, backbone)
+    )
     changes |= SIZES | scaled_rate(recipe) | SIZES_OF_BACKBONE.get(backbone, {})
     if recipe.values.transition in ETA_OF_TRANSITION:
         changes["eta"] = ETA_OF_TRANSITION[recipe.values.transition]

@@ -31,7 +31,15 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 import branchgrpo
-from ..files import delete, recover, remove_folder, remove_temporaries, replace_folder, to_disk, write_text
+from branchgrpo.files import (
+    delete,
+    recover,
+    remove_folder,
+    remove_temporaries,
+    replace_folder,
+    to_disk,
+    write_text,
+)
 from .config import Settings
 from .learner import Learner
 from .processes import any_process, from_main
@@ -49,7 +57,10 @@ def described(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     names = sorted(names)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
         found = list(threads.map(lambda name: file_digest_of(folder / name), names))
-    return {name: {"bytes": (folder / name).stat().st_size, "sha256": d} for name, d in zip(names, found)}
+    return {
+        name: {"bytes": (folder / name).stat().st_size, "sha256": d}
+        for name, d in zip(names, found)
+    }
 
 # %% ../../nbs/training/10_checkpoints.ipynb #6ee250cc
 FORMAT = 2  # raise it when a checkpoint's files change; format 1 had its index in a pickle
@@ -119,18 +130,25 @@ def damage(folder: Path, contents: bool = True) -> str | None:
     problems = [file_damage(folder / name, file["bytes"]) for name, file in files.items()]
     if contents and not any(problems):
         found = described(folder, files)
-        problems = [f"{name} has other content than was written" for name in found if found[name] != files[name]]
+        problems = [
+            f"{name} has other content than was written"
+            for name in found
+            if found[name] != files[name]
+        ]
     return next(filter(None, problems), None)
 
 # %% ../../nbs/training/10_checkpoints.ipynb #1a66dc97
 def checkpoints_of(run: Path) -> list[Path]:
     "Return the checkpoints of a run, oldest first, sound or not."
     return sorted(
-        (path for path in (run / "checkpoints").glob("*") if path.name.isdecimal()), key=lambda path: int(path.name)
+        (path for path in (run / "checkpoints").glob("*") if path.name.isdecimal()),
+        key=lambda path: int(path.name),
     )
 
 # %% ../../nbs/training/10_checkpoints.ipynb #cd28b08f
-def put_in_place(temporary: Path, folder: Path, facts: dict[str, Any], files: dict[str, Any]) -> None:
+def put_in_place(
+    temporary: Path, folder: Path, facts: dict[str, Any], files: dict[str, Any]
+) -> None:
     "Write a checkpoint's manifest, `facts` and its `files` as `described`, and rename it to `folder`."
     write_manifest(temporary, facts, files)
     to_disk(temporary)
@@ -168,7 +186,10 @@ def newest(run: Path, contents: bool = False, aside: bool = False) -> Path | Non
         done = f"; it is now {set_aside(folder).name!r}" if aside else " and left out"
         warnings.warn(f"checkpoint: {str(folder)!r} is damaged ({problem}){done}", stacklevel=2)
     if there and aside:
-        warnings.warn(f"checkpoint: {str(run)!r} has no sound one; the run starts from the beginning", stacklevel=2)
+        warnings.warn(
+            f"checkpoint: {str(run)!r} has no sound one; the run starts from the beginning",
+            stacklevel=2,
+        )
     return None
 
 # %% ../../nbs/training/10_checkpoints.ipynb #dc3eecfe
@@ -187,7 +208,9 @@ def check_origin(place: str, manifest: dict[str, Any], settings: Settings) -> No
     for name in ORIGIN:
         found, here = manifest["origin"].get(name), getattr(settings, name)
         if found != here:
-            raise ValueError(f"checkpoint: {place!r} was written for {name} {found!r}, this run has {here!r}")
+            raise ValueError(
+                f"checkpoint: {place!r} was written for {name} {found!r}, this run has {here!r}"
+            )
     if manifest["numbers"] != NUMBERS:
         raise ValueError(
             f"checkpoint: {place!r} was written by branchgrpo {manifest['version']} (numbers {manifest['numbers']}); "
@@ -207,7 +230,9 @@ def check_shapes(place: str, found: Shapes, here: Shapes) -> None:
             raise ValueError(f"checkpoint: {place!r} holds {name!r}, which this run does not train")
         if found[name] != here[name]:
             was, now = (f"{kind} {list(shape)}" for shape, kind in (found[name], here[name]))
-            raise ValueError(f"checkpoint: {place!r} holds {name!r} as {was}, this run trains {now}")
+            raise ValueError(
+                f"checkpoint: {place!r} holds {name!r} as {was}, this run trains {now}"
+            )
 
 # %% ../../nbs/training/10_checkpoints.ipynb #57006587
 FILE = 2**30  # bytes of a process's file, about
@@ -217,7 +242,11 @@ def flat(tables: dict[str, Any], prefix: str = "") -> dict[str, Tensor]:
     "Return tables of tables of tensors as one, as DCP names them: `optimizer.mean.step`."
     found = {}
     for name, value in tables.items():
-        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+        found |= (
+            flat(value, f"{prefix}{name}.")
+            if isinstance(value, dict)
+            else {f"{prefix}{name}": value}
+        )
     return found
 
 # %% ../../nbs/training/10_checkpoints.ipynb #24b22eb4
@@ -248,7 +277,10 @@ class TensorWriter(dcp.HuggingFaceStorageWriter):
 # %% ../../nbs/training/10_checkpoints.ipynb #d0054597
 def packed(tables: dict[str, Any]) -> dict[str, Any]:
     "Return tables of tensors with those copied that do not lie in one piece, as files hold them."
-    return {name: packed(value) if isinstance(value, dict) else value.contiguous() for name, value in tables.items()}
+    return {
+        name: packed(value) if isinstance(value, dict) else value.contiguous()
+        for name, value in tables.items()
+    }
 
 # %% ../../nbs/training/10_checkpoints.ipynb #fcf08ac5
 @contextmanager
@@ -260,7 +292,9 @@ def plain_errors() -> Iterator[None]:
             yield
         except CheckpointException as error:
             causes = [cause for cause, _ in error.failures.values()]
-            raise next((cause for cause in causes if isinstance(cause, OSError)), causes[0]) from None
+            raise next(
+                (cause for cause in causes if isinstance(cause, OSError)), causes[0]
+            ) from None
 
 # %% ../../nbs/training/10_checkpoints.ipynb #dd58ebb8
 def write_tensors(writer: TensorWriter, tables: dict[str, Any]) -> None:
@@ -279,9 +313,13 @@ def read_tensors(folder: Path, tables: dict[str, Any], alone: bool = False) -> N
 def saved_shapes(folder: Path) -> Shapes:
     "Return the tensors in a checkpoint, from its files' headers. Raise `ValueError` if a header is wrong."
     try:
-        known: dict[str, Any] = dict(dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)
+        known: dict[str, Any] = dict(
+            dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+        )
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"checkpoint: {str(folder)!r} is not one of branchgrpo ({error})") from None
+        raise ValueError(
+            f"checkpoint: {str(folder)!r} is not one of branchgrpo ({error})"
+        ) from None
     return {name: (tuple(kind.size), kind.properties.dtype) for name, kind in known.items()}
 
 # %% ../../nbs/training/10_checkpoints.ipynb #54c2e82c
@@ -292,7 +330,9 @@ def shapes_of(tables: dict[str, Any]) -> Shapes:
 # %% ../../nbs/training/10_checkpoints.ipynb #be5a7f07
 def read_saved_table(folder: Path, table: str) -> dict[str, Tensor]:
     "Return `weights` or `averages` of a checkpoint as whole tensors on the CPU, in one process, by parameter."
-    wanted = {name: kind for name, kind in saved_shapes(folder).items() if name.startswith(f"{table}.")}
+    wanted = {
+        name: kind for name, kind in saved_shapes(folder).items() if name.startswith(f"{table}.")
+    }
     state = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in wanted.items()}
     read_tensors(folder, state, alone=True)
     return {name.removeprefix(f"{table}."): tensor for name, tensor in state.items()}
@@ -332,7 +372,9 @@ def state_of(learner: Learner) -> dict[str, dict[str, Any]]:
 # %% ../../nbs/training/10_checkpoints.ipynb #9e519e36
 def check_weights(learner: Learner, iteration: int) -> None:
     "Raise `ValueError` on all processes if a weight of any is not finite."
-    norms = torch._foreach_norm([local(parameter.detach()) for parameter in learner.parameters.values()])
+    norms = torch._foreach_norm(
+        [local(parameter.detach()) for parameter in learner.parameters.values()]
+    )
     if any_process(learner.accelerator, not torch.stack(norms).sum().isfinite()):
         raise ValueError(
             f"learning_rate: {learner.settings.learning_rate} leads to weights that are not finite at iteration "
@@ -384,7 +426,10 @@ def write_checkpoint(folder: Path, learner: Learner, progress: Progress) -> None
         tables = state_of(learner)
         writer = TensorWriter(temporary, tables)
         write_tensors(writer, tables)
-        facts, files = checkpoint_facts(learner, progress), dict(gather_object(list(writer.files.items())))
+        facts, files = (
+            checkpoint_facts(learner, progress),
+            dict(gather_object(list(writer.files.items()))),
+        )
         from_main(accelerator, lambda: put_in_place(temporary, folder, facts, files))
     except OSError:
         if accelerator.is_main_process:
@@ -414,7 +459,9 @@ def load_checkpoint(run: Path, learner: Learner) -> Progress:
     "Restore the learner from a run's newest checkpoint; return its progress, or a fresh one without any. Collective."
     tables = state_of(learner)
     shapes = shapes_of(tables)
-    folder, saved = from_main(learner.accelerator, lambda: chosen(Path(run), learner.settings, shapes))
+    folder, saved = from_main(
+        learner.accelerator, lambda: chosen(Path(run), learner.settings, shapes)
+    )
     if folder is None:
         return Progress()
     read_tensors(folder, tables)

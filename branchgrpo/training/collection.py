@@ -30,7 +30,13 @@ from .experience import Experience
 from .kept_trees import MOST_INNER, Sketch, tree_is_due
 from .learner import DTYPES
 from .processes import RankGroup, SharedPredictor, group_positions, make_group
-from .scoring import RolloutRewards, emptied, first_fault, images_per_call, look_at_tree
+from branchgrpo.training.scoring import (
+    RolloutRewards,
+    emptied,
+    first_fault,
+    images_per_call,
+    look_at_tree,
+)
 from ..transition import Transition
 from ..tree import Tree
 
@@ -45,7 +51,9 @@ class Collector:
     prompts: PromptSet
     conditioner: Conditioner
     accelerator: Accelerator
-    watch: Callable[[], None] = do_nothing  # called while scores are awaited; what it raises is raised on all processes
+    watch: Callable[[], None] = (
+        do_nothing  # called while scores are awaited; what it raises is raised on all processes
+    )
     plan: Callable[[int], RolloutPlan] | None = None  # of an iteration; None: that of the settings
     group: RankGroup = field(init=False)
 
@@ -54,11 +62,15 @@ class Collector:
 
     def noise(self, iteration: int) -> Noise:
         "Return the source of an iteration's noise for this process's prompts."
-        return Noise(self.settings.seed, iteration, group_positions(self.settings, self.accelerator))
+        return Noise(
+            self.settings.seed, iteration, group_positions(self.settings, self.accelerator)
+        )
 
     def draw(self, iteration: int) -> list[str]:
         "Return this process's prompts of an iteration."
-        return draw_prompts(self.settings, self.prompts, group_positions(self.settings, self.accelerator), iteration)
+        return draw_prompts(
+            self.settings, self.prompts, group_positions(self.settings, self.accelerator), iteration
+        )
 
     def __call__(self, iteration: int) -> Experience:
         "Return the experience of an iteration, without credit."
@@ -75,7 +87,9 @@ class RewardJudge(Judge):
     sketch: Sketch  # of the first tree
     splits: AdaptiveSplits | None = None  # those that the rollout places
     selected: int = 0  # nodes that were scored, over all processes, besides those for `splits`
-    scores: dict[int, list[Tensor]] = field(default_factory=dict)  # {depth: (P, V) of each completion}
+    scores: dict[int, list[Tensor]] = field(
+        default_factory=dict
+    )  # {depth: (P, V) of each completion}
 
     @property
     def previews(self) -> int:
@@ -124,7 +138,11 @@ def seen_by(s: Settings, rule: str, rewards_of: RolloutRewards, prompts: int) ->
     "Return what a selection rule sees of the images that were scored last; None if it looks at none."
     if not looks_at_images(rule):
         return None
-    features = call_own(FEATURES.get(s.features), f"features: {s.features!r}", rewards_of.images).float().cpu()
+    features = (
+        call_own(FEATURES.get(s.features), f"features: {s.features!r}", rewards_of.images)
+        .float()
+        .cpu()
+    )
     return Seen(features.unflatten(0, (prompts, -1)), s.diversity)
 
 
@@ -135,7 +153,9 @@ def make_judge(c: Collector, prompts: list[str], noise: Noise, keeps: bool = Fal
     judge = RewardJudge(s, rewards_of, noise, Sketch(MOST_INNER if keeps else 0))
     if s.adaptive and not isinstance(s.splits, str):
         reduce = partial(c.accelerator.reduce, reduction="sum")
-        judge.splits = AdaptiveSplits(judge.known, len(s.splits), s.branch_factor, max(s.splits), reduce=reduce)
+        judge.splits = AdaptiveSplits(
+            judge.known, len(s.splits), s.branch_factor, max(s.splits), reduce=reduce
+        )
         judge.may_split = True
     return judge
 
@@ -144,7 +164,9 @@ class TooManyUnscored(ValueError):
     "More prompts of an iteration have no reward than `max_unscored` allows."
 
 # %% ../../nbs/training/06_collection.ipynb #2dc46618
-def count_unscored(settings: Settings, accelerator, rewards_of: RolloutRewards, iteration: int) -> int:
+def count_unscored(
+    settings: Settings, accelerator, rewards_of: RolloutRewards, iteration: int
+) -> int:
     "Return how many prompts of all processes have no reward. Raise `TooManyUnscored` if they are too many."
     total = accelerator.reduce(rewards_of.unscored.sum().float(), "sum")
     unscored = round(float(total) / settings.ranks_per_prompt)
@@ -157,17 +179,23 @@ def count_unscored(settings: Settings, accelerator, rewards_of: RolloutRewards, 
             f"max_unscored: {unscored} of {everyone} prompts could not be scored at iteration {iteration}, "
             f"more than a share of {settings.max_unscored}: {reason}"
         )
-    warnings.warn(f"prompts are left out (unscored_prompts in metrics.jsonl): {reason}", stacklevel=2)
+    warnings.warn(
+        f"prompts are left out (unscored_prompts in metrics.jsonl): {reason}", stacklevel=2
+    )
     return unscored
 
 # %% ../../nbs/training/06_collection.ipynb #90c34765
-def roll(c: Collector, iteration: int, conditioning: dict[str, Tensor], judge: RewardJudge) -> tuple[Tree, Transition]:
+def roll(
+    c: Collector, iteration: int, conditioning: dict[str, Tensor], judge: RewardJudge
+) -> tuple[Tree, Transition]:
     "Return the trees of an iteration's prompts, and the reverse process that drew them."
     s = c.settings
     process = process_of(s, c.policy, iteration)
     predict = SharedPredictor(c.policy, conditioning, s.max_batch, s.pad_batches, c.group)
     plan = c.plan(iteration) if c.plan else plan_of(s, iteration)
-    tree = rollout(plan, predict, process, judge.noise, sibling_s(s), DTYPES[s.mixed_precision], judge)
+    tree = rollout(
+        plan, predict, process, judge.noise, sibling_s(s), DTYPES[s.mixed_precision], judge
+    )
     return tree, process
 
 

@@ -28,7 +28,9 @@ from ..prompts import PromptSet
 from .config import Settings
 
 # %% ../../nbs/training/04_conditioning.ipynb #91658e5e
-def draw_prompts(settings: Settings, prompts: PromptSet, places: tuple[int, ...], iteration: int) -> list[str]:
+def draw_prompts(
+    settings: Settings, prompts: PromptSet, places: tuple[int, ...], iteration: int
+) -> list[str]:
     "Return the prompts at `places` of an iteration's order, a draw from (seed, iteration)."
     generator = Noise(settings.seed, iteration, ()).generator(-1, -1)
     order = torch.randperm(len(prompts.train), generator=generator)
@@ -38,7 +40,9 @@ def draw_prompts(settings: Settings, prompts: PromptSet, places: tuple[int, ...]
 def text_parts(pipeline) -> dict[str, Any]:
     "Return the text encoders of a pipeline, by name."
     parts = pipeline.components.items()
-    return {name: part for name, part in parts if name.startswith("text_encoder") and part is not None}
+    return {
+        name: part for name, part in parts if name.startswith("text_encoder") and part is not None
+    }
 
 # %% ../../nbs/training/04_conditioning.ipynb #e435e296
 def fingerprint(pipeline, more: Iterable[str] = ()) -> str:
@@ -47,7 +51,9 @@ def fingerprint(pipeline, more: Iterable[str] = ()) -> str:
     `more` names the further parts that encode: those of first frames."""
     key = hashlib.blake2b(digest_size=12)
     further = {name: getattr(pipeline, name, None) for name in more}
-    parts = text_parts(pipeline) | {name: part for name, part in further.items() if part is not None}
+    parts = text_parts(pipeline) | {
+        name: part for name, part in further.items() if part is not None
+    }
     for name, part in sorted(parts.items()):
         config = part.config.to_dict() if hasattr(part.config, "to_dict") else dict(part.config)
         key.update(json.dumps([name, config], sort_keys=True, default=str).encode())
@@ -56,7 +62,9 @@ def fingerprint(pipeline, more: Iterable[str] = ()) -> str:
             key.update(weight.detach().flatten()[::every].float().cpu().numpy().tobytes())
     for name, part in sorted(pipeline.components.items()):
         if name.startswith("tokenizer") and part is not None:
-            key.update(json.dumps([name, part.model_max_length, sorted(part.get_vocab().items())]).encode())
+            key.update(
+                json.dumps([name, part.model_max_length, sorted(part.get_vocab().items())]).encode()
+            )
     return key.hexdigest()
 
 # %% ../../nbs/training/04_conditioning.ipynb #3844509e
@@ -84,7 +92,9 @@ class EmbeddingCache:
     model: str  # the text encoders' fingerprint
     encode: Callable  # P prompts -> dict of tensors with P rows
     batch: int = 32  # prompts per call of `encode`
-    content: Callable = str  # prompt -> what its entry depends on besides the model (its first frame, say)
+    content: Callable = (
+        str  # prompt -> what its entry depends on besides the model (its first frame, say)
+    )
     negative: str | None = None  # what guidance leads away from
     made: int = 0  # entries that this object has written
 
@@ -117,7 +127,10 @@ class EmbeddingCache:
             if read_entry(self.common) is None:
                 write_entry(self.common, shared)
             for n, prompt in enumerate(part):
-                write_entry(self.path(prompt), {key: rows[n] for key, rows in made.items() if key not in shared})
+                write_entry(
+                    self.path(prompt),
+                    {key: rows[n] for key, rows in made.items() if key not in shared},
+                )
         self.made += len(missing)
 
     def get(self, prompts: list[str], device: str | torch.device = "cpu") -> dict[str, Tensor]:
@@ -125,7 +138,9 @@ class EmbeddingCache:
         self.ahead(prompts)
         shared = load_file(self.common)
         entries = [load_file(self.path(p)) | shared for p in prompts]
-        return {key: torch.stack([entry[key] for entry in entries]).to(device) for key in entries[0]}
+        return {
+            key: torch.stack([entry[key] for entry in entries]).to(device) for key in entries[0]
+        }
 
 # %% ../../nbs/training/04_conditioning.ipynb #f074e4fd
 class Conditioner:
@@ -145,7 +160,9 @@ class Conditioner:
         for prompt in prompts:  # one at a time: beside others, its last bits would depend on them
             if prompt not in self.known:
                 made = {name: rows[0].cpu() for name, rows in self.policy.encode([prompt]).items()}
-                self.shared = {k: row for k, row in made.items() if k.startswith("negative")} | self.shared
+                self.shared = {
+                    k: row for k, row in made.items() if k.startswith("negative")
+                } | self.shared
                 self.known[prompt] = made | self.shared
         keys = self.known[prompts[0]]
         return {k: torch.stack([self.known[p][k] for p in prompts]).to(self.device) for k in keys}
@@ -156,7 +173,9 @@ def encoder(policy: Any, device, folder: str, reader: bool) -> Callable:
 
     def encode(prompts: list[str]) -> dict[str, Tensor]:
         if not reader:
-            raise ValueError(f"embeddings: {folder!r} lost an entry during the run; start the run again")
+            raise ValueError(
+                f"embeddings: {folder!r} lost an entry during the run; start the run again"
+            )
         with awake(policy.pipeline, device):
             return policy.encode(prompts)
 
@@ -168,10 +187,14 @@ def make_conditioner(s: Settings, policy: Any, device) -> Conditioner:
     if not s.embeddings:
         return Conditioner(policy, device)
     encode = encoder(policy, device, s.embeddings, is_reader())
-    name = of_all(fingerprint(policy.pipeline, declared(type(policy), "encoded_by")))[0]  # of the first process
+    name = of_all(fingerprint(policy.pipeline, declared(type(policy), "encoded_by")))[
+        0
+    ]  # of the first process
     model = f"{name} {getattr(policy, 'text_length', None)}"
     negative = getattr(policy, "negative_prompt", None)
-    store = EmbeddingCache(Path(s.embeddings).absolute(), model, encode, content=policy.content, negative=negative)
+    store = EmbeddingCache(
+        Path(s.embeddings).absolute(), model, encode, content=policy.content, negative=negative
+    )
     return Conditioner(policy, device, store)
 
 # %% ../../nbs/training/04_conditioning.ipynb #fe9d9827

@@ -35,7 +35,9 @@ from ..transition import Transition
 from ..tree import Tree, first_leaves
 
 # %% ../../nbs/training/07_credit.ipynb #d9f23277
-def counted_leaves(s: Settings, rewards: Tensor, unscored: Tensor, noise: Noise, seen: Seen | None = None) -> Tensor:
+def counted_leaves(
+    s: Settings, rewards: Tensor, unscored: Tensor, noise: Noise, seen: Seen | None = None
+) -> Tensor:
     """Return which leaves count, (P, leaves) bool: all, or those of a group selection; none of an unscored prompt.
 
     `seen` is for selections that look at the leaves' images."""
@@ -44,7 +46,9 @@ def counted_leaves(s: Settings, rewards: Tensor, unscored: Tensor, noise: Noise,
     if s.group_selection == "all":
         return everyone
     generators = [noise.generator(p, GROUP) for p in noise.prompts]
-    kept = choose(s.group_selection, rewards.cpu(), s.group_keep, generators, seen).to(rewards.device)
+    kept = choose(s.group_selection, rewards.cpu(), s.group_keep, generators, seen).to(
+        rewards.device
+    )
     return torch.zeros_like(everyone).scatter(1, kept, True) & scored
 
 # %% ../../nbs/training/07_credit.ipynb #e1010211
@@ -53,7 +57,9 @@ def fusion_beta(s: Settings, tree: Tree) -> float:
     return s.beta * density_scale(tree, s.beta_scale)
 
 # %% ../../nbs/training/07_credit.ipynb #b2fb2b96
-def fused_values(s: Settings, tree: Tree, rewards: Tensor, leaf_mask: Tensor | None) -> list[Tensor]:
+def fused_values(
+    s: Settings, tree: Tree, rewards: Tensor, leaf_mask: Tensor | None
+) -> list[Tensor]:
     "Return the fused reward of every node (Eq. 3), a list over depths of (P, W_d)."
     return fuse_rewards(tree, rewards, fusion_beta(s, tree), s.weights, leaf_mask)
 
@@ -71,7 +77,9 @@ def advantages_of(
 
     `parts` are a sum's rewards `{name: (weight, (P, leaves))}`; a single reward is always normalised as it is."""
     beta = fusion_beta(s, tree)
-    options = CreditOptions(beta, s.weights, leaf_mask, sibling_s(s), s.std, s.min_nodes, reduce, previews=previews)
+    options = CreditOptions(
+        beta, s.weights, leaf_mask, sibling_s(s), s.std, s.min_nodes, reduce, previews=previews
+    )
     if s.reward_sum == "together" or parts is None or len(parts) < 2:
         return estimate_advantages(tree, rewards, s.advantage, options, s.advantage_clip)
     batch = s.reward_sum == "decoupled+batch"
@@ -83,7 +91,9 @@ def checked_weight(found: Any, label: str, process: Transition, step: int) -> fl
     try:
         return float(found)
     except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"{label} returned {shown(found)} at step {step}, not one number") from None
+        raise ValueError(
+            f"{label} returned {shown(found)} at step {step}, not one number"
+        ) from None
 
 
 def step_weight_contract(entry: Any, label: str) -> Any:
@@ -127,7 +137,9 @@ def raw_weight(rule: str, process: Transition, step: int) -> float:
     weight = float(STEP_WEIGHTS.get(rule)(process, step))
     if not (math.isfinite(weight) and weight >= 0):
         allowed = "a finite number of at least 0"
-        raise ValueError(f"step_weights: {rule!r} weighs step {step} with {weight:g}, not {allowed}")
+        raise ValueError(
+            f"step_weights: {rule!r} weighs step {step} with {weight:g}, not {allowed}"
+        )
     return weight
 
 # %% ../../nbs/training/07_credit.ipynb #4b9a362d
@@ -136,20 +148,26 @@ def mean_weight(s: MethodSettings, policy) -> float:
     weights = []
     for at in at_places(s):
         process = process_of(at, policy)
-        weights += [raw_weight(s.step_weights, process, step) for step in sorted(plan_of(at).trained)]
+        weights += [
+            raw_weight(s.step_weights, process, step) for step in sorted(plan_of(at).trained)
+        ]
     mean = sum(weights) / max(len(weights), 1)
     if not mean > 0:
         raise ValueError(f"step_weights: {s.step_weights!r} gives every trained step the weight 0")
     return mean
 
 # %% ../../nbs/training/07_credit.ipynb #97b3dae6
-def weights_of(s: MethodSettings, policy, process: Transition, steps: Iterable[int]) -> dict[int, float]:
+def weights_of(
+    s: MethodSettings, policy, process: Transition, steps: Iterable[int]
+) -> dict[int, float]:
     "Return the weight of each of `steps` of an iteration's process, {step: weight}."
     mean = mean_weight(s, policy)
     return {step: raw_weight(s.step_weights, process, step) / mean for step in steps}
 
 # %% ../../nbs/training/07_credit.ipynb #3bfb97d4
-def weighted_advantages(s: MethodSettings, policy, process: Transition, steps: Iterable[int], advantages: list[Tensor]):
+def weighted_advantages(
+    s: MethodSettings, policy, process: Transition, steps: Iterable[int], advantages: list[Tensor]
+):
     "Return the advantages `(P, W_d)` per depth times the weight of the step into them, at the trained `steps`."
     if s.step_weights == "equal":
         return advantages
@@ -162,7 +180,9 @@ def check_step_weights(s: MethodSettings, kind: str, policy=None) -> None:
     if STEP_WEIGHTS.get(s.step_weights) is equal:
         return
     if s.adaptive:
-        raise ValueError(f"step_weights: {s.step_weights!r} needs splits at known steps, not adaptive ones")
+        raise ValueError(
+            f"step_weights: {s.step_weights!r} needs splits at known steps, not adaptive ones"
+        )
     policy = GaussianFlow() if kind == "flow" else policy
     if policy is not None:
         mean_weight(s, policy)
@@ -210,13 +230,17 @@ def kl_edges(
         return None
 
     def gathered(x: Tensor) -> Tensor:  # each prompt once, though several processes may have it
-        return accelerator.gather(x).unflatten(0, (-1, s.ranks_per_prompt, len(x)))[:, 0].flatten(0, 1)
+        return (
+            accelerator.gather(x).unflatten(0, (-1, s.ranks_per_prompt, len(x)))[:, 0].flatten(0, 1)
+        )
 
     everyone = gathered(torch.stack(scores, -1))  # (all prompts, leaves, 1 + judges)
     known = ~gathered(unscored.to(rewards.device).byte()).bool()
     reward, *judges = everyone[known].flatten(0, 1).T
     high = torch.zeros(everyone.shape[:2], dtype=torch.bool, device=rewards.device)
-    high[known] = suspects(reward, torch.stack(judges), s.kl_share).unflatten(0, (-1, rewards.shape[1]))
+    high[known] = suspects(reward, torch.stack(judges), s.kl_share).unflatten(
+        0, (-1, rewards.shape[1])
+    )
     first = accelerator.process_index // s.ranks_per_prompt * len(rewards)
     return paths(tree, high[first : first + len(rewards)])
 
@@ -228,18 +252,26 @@ def deal(
 ) -> Tensor:  # (P, N) int64, 0…M−1; without meaning where nothing is dealt
     "Deal what is used of each prompt to the parts, in a random order of its own."
     generators = [noise.generator(p, EDGE_PARTS) for p in noise.prompts]
-    first = torch.stack([torch.randint(parts, (1,), generator=g) for g in generators]).to(used.device)
-    order = torch.stack([torch.randperm(used.shape[1], generator=g) for g in generators]).to(used.device)
+    first = torch.stack([torch.randint(parts, (1,), generator=g) for g in generators]).to(
+        used.device
+    )
+    order = torch.stack([torch.randperm(used.shape[1], generator=g) for g in generators]).to(
+        used.device
+    )
     place = used.gather(1, order).cumsum(1) - 1
     return torch.zeros_like(order).scatter(1, order, (place + first) % parts)
 
 # %% ../../nbs/training/07_credit.ipynb #797a94fa
-def checked_parts(found: Any, label: str, tree: Tree, edge_mask: list[Tensor], parts: int, noise: Any) -> list[Tensor]:
+def checked_parts(
+    found: Any, label: str, tree: Tree, edge_mask: list[Tensor], parts: int, noise: Any
+) -> list[Tensor]:
     "Return the parts that a unit of yours returned. Raise `ValueError` if they are none."
     depths = checked_depths(found, label, tree, "whole numbers", shared=True)
     for depth, values in enumerate(depths):
         if values.min() < 0 or values.max() >= parts:
-            raise ValueError(f"{label} returned parts at depth {depth} that are not all within 0…{parts - 1}")
+            raise ValueError(
+                f"{label} returned parts at depth {depth} that are not all within 0…{parts - 1}"
+            )
     return depths
 
 
@@ -249,7 +281,10 @@ def step_unit_contract(entry: Any, label: str) -> Any:
 
 
 STEP_UNITS = Registry("step_unit", "units", contract=step_unit_contract)
-LOSS_MEANS = ("step", "step*tree")  # a step's loss is the mean of its edges; or also divided by a tree's edges
+LOSS_MEANS = (
+    "step",
+    "step*tree",
+)  # a step's loss is the mean of its edges; or also divided by a tree's edges
 
 
 @STEP_UNITS.register("prompts")
@@ -304,7 +339,9 @@ def assign_credit(learner: Learner, x: Experience) -> None:
     processes = learner.accelerator
 
     def total(values: Tensor) -> Tensor:
-        return processes.reduce(values, "sum") / s.ranks_per_prompt  # each prompt is on so many processes
+        return (
+            processes.reduce(values, "sum") / s.ranks_per_prompt
+        )  # each prompt is on so many processes
 
     x.counted = counted_leaves(s, x.rewards, x.unscored, x.noise, x.seen)
     x.values = fused_values(s, tree, x.rewards, x.counted)

@@ -26,7 +26,11 @@ from .speed import full_state, local, plain_class, whole_tensor
 @contextmanager
 def averaged_weights(learner: Learner, wanted: bool = True) -> Iterator[None]:
     "Put the averaged weights in place of the trained ones, for as long as the context lasts."
-    trained = {name: local(p.detach()).clone() for name, p in learner.parameters.items()} if wanted else {}
+    trained = (
+        {name: local(p.detach()).clone() for name, p in learner.parameters.items()}
+        if wanted
+        else {}
+    )
     with torch.no_grad():
         for name in trained:
             local(learner.parameters[name]).copy_(local(learner.ema.weights[name]))
@@ -52,7 +56,11 @@ def plain_denoiser(policy, state: dict[str, torch.Tensor]) -> Any:
 def scales(denoiser: Any) -> dict[str, float]:
     "Return the scale α / r of a denoiser's adapter in every layer that has it, by the layer's name."
     layers: Any = denoiser.named_modules()
-    return {name: layer.scaling["default"] for name, layer in layers if "default" in getattr(layer, "scaling", {})}
+    return {
+        name: layer.scaling["default"]
+        for name, layer in layers
+        if "default" in getattr(layer, "scaling", {})
+    }
 
 
 def write_lora(policy, folder: Path, state: dict[str, torch.Tensor]) -> None:
@@ -63,8 +71,14 @@ def write_lora(policy, folder: Path, state: dict[str, torch.Tensor]) -> None:
     part = policy.component
     metadata = _collate_lora_metadata({part: policy.denoiser})
     for config in metadata.values():
-        config["target_modules"] = sorted(config["target_modules"])  # a set, whose order differs between two processes
-        config |= {"lora_alpha": config["r"], "alpha_pattern": config["rank_pattern"], "use_rslora": False}
+        config["target_modules"] = sorted(
+            config["target_modules"]
+        )  # a set, whose order differs between two processes
+        config |= {
+            "lora_alpha": config["r"],
+            "alpha_pattern": config["rank_pattern"],
+            "use_rslora": False,
+        }
     factors = {f"{name}.lora_B.weight": scale for name, scale in scales(policy.denoiser).items()}
     layers = get_peft_model_state_dict(policy.denoiser, state_dict=state)
     layers = {name: value * factors.get(name, 1) for name, value in layers.items()}
@@ -80,11 +94,16 @@ def forget_last_call(pipeline: Any) -> None:
             tokenizer.no_padding()
 
 # %% ../../nbs/training/13_export.ipynb #e45588b3
-def write_model(policy, folder: Path, state: dict[str, torch.Tensor], sharded: bool = False, **parts: Any) -> None:
+def write_model(
+    policy, folder: Path, state: dict[str, torch.Tensor], sharded: bool = False, **parts: Any
+) -> None:
     "Write a policy's pipeline with the weights `state` and other `parts`, or the weights alone of one without any."
     if hasattr(policy, "pipeline"):
         forget_last_call(policy.pipeline)
-        with instead(policy.pipeline, **parts | ({policy.component: plain_denoiser(policy, state)} if sharded else {})):
+        with instead(
+            policy.pipeline,
+            **parts | ({policy.component: plain_denoiser(policy, state)} if sharded else {}),
+        ):
             policy.pipeline.save_pretrained(folder)
         return
     from safetensors.torch import save_file
@@ -95,19 +114,32 @@ def write_model(policy, folder: Path, state: dict[str, torch.Tensor], sharded: b
 # %% ../../nbs/training/13_export.ipynb #4df01671
 def how_to_draw(policy, s: Settings, scheduler: Any) -> str:
     "Return the Python by which diffusers alone draws a result as the run's evaluations do."
-    steps, kind, dtype = s.evaluation_steps or s.steps, type(scheduler).__name__, f"dtype=torch.{s.base_dtype}"
+    steps, kind, dtype = (
+        s.evaluation_steps or s.steps,
+        type(scheduler).__name__,
+        f"dtype=torch.{s.base_dtype}",
+    )
     base = policy.pipeline.name_or_path if s.lora_rank else "."
     lines = ["import torch", f"from diffusers import DiffusionPipeline, {kind}", ""]
     lines.append(f"pipe = DiffusionPipeline.from_pretrained({base!r}, {dtype})")
     if s.lora_rank:
-        lines += ['pipe.load_lora_weights(".")', f'pipe.scheduler = {kind}.from_pretrained(".", subfolder="scheduler")']
+        lines += [
+            'pipe.load_lora_weights(".")',
+            f'pipe.scheduler = {kind}.from_pretrained(".", subfolder="scheduler")',
+        ]
     with instead(policy.pipeline, scheduler=scheduler):
         given = "sigmas" in policy.scheduler_arguments(steps)
     if policy.kind == "flow" and not isinstance(s.shift, str) and not given:
         sigmas = f"sigmas=torch.linspace(1, 1 / {steps}, {steps})"
         lines[:0] = ["from functools import partial", ""]
-        lines.append(f"pipe.scheduler.set_timesteps = partial(pipe.scheduler.set_timesteps, {sigmas})")
-    frame, made = ("", "images") if policy.fps is None else (", image=frame" if policy.encoded_by else "", "frames")
+        lines.append(
+            f"pipe.scheduler.set_timesteps = partial(pipe.scheduler.set_timesteps, {sigmas})"
+        )
+    frame, made = (
+        ("", "images")
+        if policy.fps is None
+        else (", image=frame" if policy.encoded_by else "", "frames")
+    )
     lines += [f"draw = {policy.drawing(steps)}", f"drawn = pipe('a cat'{frame}, **draw).{made}[0]"]
     code = "\n".join(lines)
     rounded = f"\nThe run decoded in {s.vae_dtype}, and these lines decode in {s.base_dtype}.\n"
@@ -124,7 +156,11 @@ def write_result(learner: Learner, target: Path, state: dict[str, torch.Tensor])
     temporary = target.with_name(f"{target.name}.tmp")
     delete(temporary)
     policy, s = learner.policy, learner.settings
-    parts = {"scheduler": policy.trained_scheduler(s.shift)} if hasattr(policy, "trained_scheduler") else {}
+    parts = (
+        {"scheduler": policy.trained_scheduler(s.shift)}
+        if hasattr(policy, "trained_scheduler")
+        else {}
+    )
     try:
         if s.lora_rank > 0:
             write_lora(policy, temporary, state)
@@ -133,7 +169,9 @@ def write_result(learner: Learner, target: Path, state: dict[str, torch.Tensor])
         else:
             write_model(policy, temporary, state, learner.is_sharded, **parts)
         if parts:
-            (temporary / "how_to_draw.md").write_text(how_to_draw(policy, s, **parts), encoding="utf-8")
+            (temporary / "how_to_draw.md").write_text(
+                how_to_draw(policy, s, **parts), encoding="utf-8"
+            )
         for path in (*temporary.rglob("*"), temporary):
             to_disk(path)
     except BaseException:

@@ -66,7 +66,17 @@ def small_jpeg(image: Tensor) -> str:
     from PIL import Image
 
     image = image[:, image.shape[1] // 2] if image.ndim == 4 else image
-    pixels = image.float().nan_to_num().clamp(0, 1).mul(255).round().byte().permute(1, 2, 0).cpu().numpy()
+    pixels = (
+        image.float()
+        .nan_to_num()
+        .clamp(0, 1)
+        .mul(255)
+        .round()
+        .byte()
+        .permute(1, 2, 0)
+        .cpu()
+        .numpy()
+    )
     small, file = Image.fromarray(pixels), BytesIO()
     small.thumbnail((LARGEST_SIDE, LARGEST_SIDE))
     small.save(file, format="jpeg", quality=90, subsampling=0)
@@ -102,7 +112,9 @@ def keep_tree(x: Experience) -> KeptTree | None:
     if x.x0_hats is None or x.unscored[0]:
         return None
     depths = []
-    for parents, values, advantages, trained in zip(x.tree.parents, x.values, x.advantages, x.edge_mask):
+    for parents, values, advantages, trained in zip(
+        x.tree.parents, x.values, x.advantages, x.edge_mask
+    ):
         depths.append(
             {
                 "parents": parents[0].tolist(),

@@ -34,7 +34,9 @@ def file_digest(path: Path) -> str:
         header = file.read(min(int.from_bytes(begin, "little"), 100 * WHOLE))
         found.update(header)
         try:
-            weights = [value for name, value in json.loads(header).items() if name != "__metadata__"]
+            weights = [
+                value for name, value in json.loads(header).items() if name != "__metadata__"
+            ]
             places = sorted(value["data_offsets"][0] for value in weights)
         except (ValueError, KeyError, TypeError):  # damaged: the loader says so
             places = []
@@ -56,11 +58,21 @@ def files_of(place: str | Path) -> dict[str, str]:
     if not index.is_file():
         return {path.name: file_digest(path) for path in sorted(place.glob("*.safetensors"))}
     try:
-        parts = [name for name, kind in json.loads(index.read_text()).items() if isinstance(kind, list) and any(kind)]
+        parts = [
+            name
+            for name, kind in json.loads(index.read_text()).items()
+            if isinstance(kind, list) and any(kind)
+        ]
     except (ValueError, AttributeError):  # damaged: the loader says so
         parts = []
-    inside = [path for part in parts for path in sorted((place / part).glob("*")) if path.suffix in KINDS]
-    return {str(path.relative_to(place)): file_digest(path) for path in (index, *inside) if path.is_file()}
+    inside = [
+        path for part in parts for path in sorted((place / part).glob("*")) if path.suffix in KINDS
+    ]
+    return {
+        str(path.relative_to(place)): file_digest(path)
+        for path in (index, *inside)
+        if path.is_file()
+    }
 
 # %% ../../nbs/training/15_origins.ipynb #d0b10008
 ORIGINS = ("backbone", "lora")  # settings that name weights
@@ -70,7 +82,11 @@ def place_now(setting: str, name: str) -> Path | None:
     "Return the folder or file on this machine that a name of weights means now; None if there is none."
     from huggingface_hub import try_to_load_from_cache
 
-    from branchgrpo.backbones.loading import BACKBONES, LORA_FILES, is_hub_model  # not above: it imports torch
+    from branchgrpo.backbones.loading import (
+        BACKBONES,
+        LORA_FILES,
+        is_hub_model,
+    )  # not above: it imports torch
 
     if setting == "backbone" and name in BACKBONES.names():
         name = BACKBONES.get(name).source
@@ -132,7 +148,9 @@ def weights_place(setting: str, name: str, info: dict[str, Any], run: str | Path
     same = next((place for place, file in differ.items() if file is None), None)
     if same is None:
         place, file = next(iter(differ.items()))
-        raise ValueError(f"{said}, and at {str(place)!r} is another one now (differs in {file}); put the old one back")
+        raise ValueError(
+            f"{said}, and at {str(place)!r} is another one now (differs in {file}); put the old one back"
+        )
     return name if is_named(setting, name) else str(same)
 
 
@@ -141,13 +159,17 @@ def place_of_old(setting: str, name: str, said: str) -> str:
     if is_own_name(name) or is_named(setting, name) or Path(from_home(name, setting)).is_absolute():
         return name
     if not is_there(name):
-        raise ValueError(f"{said}, which is not in the current folder; call from the folder where it was trained")
+        raise ValueError(
+            f"{said}, which is not in the current folder; call from the folder where it was trained"
+        )
     text = f"{said}, and recorded no digest of it; {str(Path(name).absolute())!r} is taken"
     warnings.warn_explicit(text, UserWarning, "origins", 1)  # one line: no source line follows
     return name
 
 # %% ../../nbs/training/15_origins.ipynb #d0b1000b
-def settings_from(info: dict[str, Any], run: str | Path, needed: tuple[str, ...] = ORIGINS) -> dict[str, Any]:
+def settings_from(
+    info: dict[str, Any], run: str | Path, needed: tuple[str, ...] = ORIGINS
+) -> dict[str, Any]:
     """Return the settings in the run.json of a run, with the places that they name as seen from here.
 
     Raises `ValueError` naming the run if weights that it began from, and that are `needed`, are gone or others."""
@@ -162,7 +184,11 @@ def settings_from(info: dict[str, Any], run: str | Path, needed: tuple[str, ...]
             continue
         place = value.partition(":")[0] if is_own_name(value) else value
         there = Path(start, from_home(place, setting))
-        if not Path(place).is_absolute() and is_there(there) and (place.endswith(".py") or not is_own_name(value)):
+        if (
+            not Path(place).is_absolute()
+            and is_there(there)
+            and (place.endswith(".py") or not is_own_name(value))
+        ):
             settings[setting] = str(there) + value[len(place) :]
     return settings
 

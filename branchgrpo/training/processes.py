@@ -31,8 +31,12 @@ def check_launch() -> None:
     "Raise `ValueError` if accelerate is set to distribute the model itself."
     for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):
         if os.environ.get(f"ACCELERATE_USE_{kind}", "false").lower() in ("true", "1"):
-            raise ValueError(f"launch: accelerate's {kind} is not supported; start with --multi_gpu, and set sharding")
-    variable("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", 1, most=1)  # accelerate would divide the loss by it
+            raise ValueError(
+                f"launch: accelerate's {kind} is not supported; start with --multi_gpu, and set sharding"
+            )
+    variable(
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", 1, most=1
+    )  # accelerate would divide the loss by it
     processes = variable("WORLD_SIZE", 1, least=1)
     for name in ("RANK", "LOCAL_RANK"):
         variable(name, 0, most=processes - 1)
@@ -51,11 +55,17 @@ def check_processes(processes: int) -> None:
 def check_ranks(s: Settings, processes: int) -> None:
     "Raise `ValueError` if the processes do not form whole groups, or if the prompts cannot be shared evenly."
     if processes % s.ranks_per_prompt:
-        raise ValueError(f"ranks_per_prompt: {s.ranks_per_prompt} does not divide the {processes} processes")
+        raise ValueError(
+            f"ranks_per_prompt: {s.ranks_per_prompt} does not divide the {processes} processes"
+        )
     groups = processes // s.ranks_per_prompt
     if s.prompts_per_iteration % groups:
-        kind = "processes" if s.ranks_per_prompt == 1 else f"groups of {s.ranks_per_prompt} processes"
-        raise ValueError(f"prompts_per_iteration: {s.prompts_per_iteration} is not a multiple of {groups} {kind}")
+        kind = (
+            "processes" if s.ranks_per_prompt == 1 else f"groups of {s.ranks_per_prompt} processes"
+        )
+        raise ValueError(
+            f"prompts_per_iteration: {s.prompts_per_iteration} is not a multiple of {groups} {kind}"
+        )
 
 # %% ../../nbs/training/02_processes.ipynb #ad2accf7
 def group_positions(s: Settings, accelerator: Any) -> tuple[int, ...]:
@@ -72,7 +82,9 @@ class RankGroup:
 
     rank: int = 0  # of this process within the group
     ranks: int = 1  # processes of the group
-    gather: Callable[[Tensor], Tensor] = lambda x: x[None]  # a tensor of each process -> (ranks, …), the same on all
+    gather: Callable[[Tensor], Tensor] = lambda x: x[
+        None
+    ]  # a tensor of each process -> (ranks, …), the same on all
 
     def part(self, x: Tensor) -> Tensor:
         "Return this process's part `(P, m, …)` of the nodes `(P, W, …)`, m = ⌈W / ranks⌉ at most."
@@ -81,8 +93,12 @@ class RankGroup:
 
     def joined(self, own: Tensor, width: int) -> Tensor:
         "Return `(P, width, …)` of all nodes from the parts of all processes. Collective."
-        spare = ceil(width / self.ranks) - own.shape[1]  # places past the last node, filled with zeros
-        filled = torch.cat([own, own.new_zeros(len(own), spare, *own.shape[2:])], 1) if spare else own
+        spare = (
+            ceil(width / self.ranks) - own.shape[1]
+        )  # places past the last node, filled with zeros
+        filled = (
+            torch.cat([own, own.new_zeros(len(own), spare, *own.shape[2:])], 1) if spare else own
+        )
         return self.gather(filled).transpose(0, 1).flatten(1, 2)[:, :width]
 
 # %% ../../nbs/training/02_processes.ipynb #a10c7c18
@@ -118,7 +134,11 @@ class SharedPredictor(Predictor):
         own = self.group.part(latents)
         spare = ceil(latents.shape[1] / self.group.ranks) - own.shape[1]
         # all processes make the same calls, as sharded weights need: a spare place repeats the last node
-        own = torch.cat([own, latents[:, -1:].expand(-1, spare, *latents.shape[2:])], 1) if spare else own
+        own = (
+            torch.cat([own, latents[:, -1:].expand(-1, spare, *latents.shape[2:])], 1)
+            if spare
+            else own
+        )
         return self.group.joined(super().__call__(own, time), latents.shape[1])
 
 # %% ../../nbs/training/02_processes.ipynb #69cc93b8
@@ -155,7 +175,11 @@ def raise_together(accelerator: Any, error: Exception | None) -> None:
         failed = torch.tensor(float(error is not None), device=accelerator.device)
         if not reduce(failed, "sum"):
             return
-        kinds = (Preempted, ValueError, RuntimeError)  # any other error is a RuntimeError on the other processes
+        kinds = (
+            Preempted,
+            ValueError,
+            RuntimeError,
+        )  # any other error is a RuntimeError on the other processes
         kind = next((i for i, known in enumerate(kinds) if isinstance(error, known)), 2)
         reasons = gather_object([None if error is None else (kind, str(error))])
         if error is None:
@@ -188,7 +212,9 @@ def lost_process_error(error: BaseException, rank: int, minutes: float) -> str |
         return None
     again = "started again, the run goes on from its last checkpoint"
     if any(word in text for word in LATE):
-        return (
-            f"timeout_minutes: process {rank} waited {minutes:g} minutes for another, which is stuck or slow; {again}"
-        )
-    return f"process {rank} lost another one, which has ended; {again}" if any(w in text for w in GONE) else None
+        return f"timeout_minutes: process {rank} waited {minutes:g} minutes for another, which is stuck or slow; {again}"
+    return (
+        f"process {rank} lost another one, which has ended; {again}"
+        if any(w in text for w in GONE)
+        else None
+    )

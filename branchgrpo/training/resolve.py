@@ -38,12 +38,28 @@ from ..fusion import DENSITY_SCALES
 from ..methods.recipe import Recipe
 from ..objective import LOSSES, RATIOS
 from ..plan import RolloutPlan
-from ..planning import at_places, check_process, noise_factors, plan_of, process_of, taken_steps, window_steps
+from branchgrpo.planning import (
+    at_places,
+    check_process,
+    noise_factors,
+    plan_of,
+    process_of,
+    taken_steps,
+    window_steps,
+)
 from ..policy import GaussianFlow
 from ..pruning import PRUNINGS
 from ..registry import Registry, check_one_of, no_entry_error, with_setting
 from ..rewards.names import check_name, reward_name, source_digest, terms
-from ..own import import_own, is_ours, is_own_name, joint_digest, object_digest, short_digest, whole_name
+from branchgrpo.own import (
+    import_own,
+    is_ours,
+    is_own_name,
+    joint_digest,
+    object_digest,
+    short_digest,
+    whole_name,
+)
 from ..rewards.scorer import part_weights
 from ..selection import FEATURES, SELECTIONS, looks_at_images, repeats_nodes
 from ..settings import MethodSettings, field_types, read_settings
@@ -95,7 +111,9 @@ def fill_in(config: TrainConfig, policy=None, reward=None, prompts=None) -> tupl
     """Return the settings with the recipe's values in the empty ones, not yet checked, and the model's kind.
 
     Raises `ValueError` on a value outside its type or bounds, or an unknown recipe or model."""
-    table = read_settings(TrainConfig, {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainConfig)})
+    table = read_settings(
+        TrainConfig, {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainConfig)}
+    )
     recipe = fitted(table["recipe"], table["backbone"], policy)
     table |= {k: v for k, v in dataclasses.asdict(recipe.values).items() if table[k] is None}
     given = config.text_length is not None or "text_length" in recipe.stated
@@ -103,7 +121,11 @@ def fill_in(config: TrainConfig, policy=None, reward=None, prompts=None) -> tupl
         table["text_length"] = None  # a published recipe's is that of another family
     own = {"backbone": table["backbone"]} if is_own_name(table["backbone"]) else {}
     table |= object_names(policy, reward, prompts) | own | {"recipe": recipe.name}
-    table |= {name: whole_name(table[name]) for name in field_types(MethodSettings) if isinstance(table[name], str)}
+    table |= {
+        name: whole_name(table[name])
+        for name in field_types(MethodSettings)
+        if isinstance(table[name], str)
+    }
     return Settings(**table), kind_of(config.backbone, policy)
 
 # %% ../../nbs/training/01_resolve.ipynb #921be553
@@ -116,7 +138,9 @@ class Fit:
     changes: dict[str, tuple[Any, Any]]  # of each setting, the published value and the value here
 
     def __str__(self) -> str:
-        values = ", ".join(f"{name} {before} → {after}" for name, (before, after) in self.changes.items())
+        values = ", ".join(
+            f"{name} {before} → {after}" for name, (before, after) in self.changes.items()
+        )
         return f"base {self.base}, fitted to {self.model}: {values}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -148,7 +172,9 @@ def check_filled(s: Settings) -> None:
     "Raise `ValueError` naming the first setting that has no value and needs one."
     for name, hint in field_types(Settings).items():
         if getattr(s, name) is None and type(None) not in typing.get_args(hint):
-            raise ValueError(f"{name}: there is no value, neither given nor in the recipe {s.recipe!r}")
+            raise ValueError(
+                f"{name}: there is no value, neither given nor in the recipe {s.recipe!r}"
+            )
 
 # %% ../../nbs/training/01_resolve.ipynb #f15742e6
 OPEN_CHOICES = {
@@ -184,7 +210,9 @@ def check_choices(s: Settings) -> None:
         if name == off:
             continue
         if not table.has(name):
-            raise no_entry_error(setting, name, (*filter(None, [off]), *table.names()), takes_own=True)
+            raise no_entry_error(
+                setting, name, (*filter(None, [off]), *table.names()), takes_own=True
+            )
         table.get(name, setting, again=True)
     if s.group_selection != "all" and repeats_nodes(s.group_selection):
         what = f"{s.group_selection!r} keeps some nodes several times"
@@ -196,9 +224,13 @@ def check_previews(s: Settings) -> None:
     if not getattr(ADVANTAGES.get(s.advantage), "needs_previews", False):
         return
     if s.previews == "none":
-        raise ValueError(f"previews: 'none' gives the advantage {s.advantage!r} no scores; x0 costs no denoiser call")
+        raise ValueError(
+            f"previews: 'none' gives the advantage {s.advantage!r} no scores; x0 costs no denoiser call"
+        )
     if s.reward_sum != "together":
-        raise ValueError(f"reward_sum: {s.reward_sum!r} takes a sum apart, and previews have its total; use together")
+        raise ValueError(
+            f"reward_sum: {s.reward_sum!r} takes a sum apart, and previews have its total; use together"
+        )
     if not all(plan_of(at).previews for at in at_places(s)):
         what = f"no latent to complete, and the advantage {s.advantage!r} learns from previews"
         raise ValueError(f"preview_at: {s.preview_at!r} leaves {what}")
@@ -209,12 +241,20 @@ def check_trained(s: MethodSettings, plan: RolloutPlan) -> None:
     if plan.trained:
         return
     if s.stochastic == "all":
-        raise ValueError(f"steps: {s.steps} leaves no step to train; the last step is not trained by default")
-    where = "there is no window" if s.window == "none" else f"the window begins at step {s.window_start}"
+        raise ValueError(
+            f"steps: {s.steps} leaves no step to train; the last step is not trained by default"
+        )
+    where = (
+        "there is no window"
+        if s.window == "none"
+        else f"the window begins at step {s.window_start}"
+    )
     raise ValueError(f"stochastic: {s.stochastic!r} leaves no step to train where {where}")
 
 # %% ../../nbs/training/01_resolve.ipynb #2e845807
-MOST_NODES = 100_000  # of one prompt's tree: far above the papers' 300, far below what ends a process
+MOST_NODES = (
+    100_000  # of one prompt's tree: far above the papers' 300, far below what ends a process
+)
 
 
 def check_size(s: MethodSettings, plan: RolloutPlan) -> None:
@@ -236,19 +276,29 @@ def latest_split(s: MethodSettings) -> int:
 def check_adaptive(s: MethodSettings, plan: RolloutPlan) -> None:
     "Raise `ValueError` if adaptive splits cannot all come, or could come where none is allowed."
     if isinstance(s.splits, str) or not s.splits:
-        raise ValueError(f"splits: {s.splits!r} are no steps; adaptive splits need their number and the latest")
+        raise ValueError(
+            f"splits: {s.splits!r} are no steps; adaptive splits need their number and the latest"
+        )
     if s.side:
         raise ValueError(f"side: {s.side!r} is not possible with adaptive splits")
     if s.branch_factor < 2:
-        raise ValueError(f"branch_factor: {s.branch_factor} is below 2, so adaptive splits would split nothing")
+        raise ValueError(
+            f"branch_factor: {s.branch_factor} is below 2, so adaptive splits would split nothing"
+        )
     last, free = latest_split(s), plan.steps - 2
     if min(s.splits) < 0 or last > free:
-        raise ValueError(f"splits: {s.splits} are not all within 0…{free}, where adaptive splits are allowed")
+        raise ValueError(
+            f"splits: {s.splits} are not all within 0…{free}, where adaptive splits are allowed"
+        )
     if len(s.splits) > last + 1:
-        raise ValueError(f"splits: {len(s.splits)} adaptive splits do not fit into the steps 0…{last}")
+        raise ValueError(
+            f"splits: {len(s.splits)} adaptive splits do not fit into the steps 0…{last}"
+        )
     for step in plan.prune_at:
         if step <= last:
-            raise ValueError(f"prune_at: step {step} is among the steps 0…{last}, where adaptive splits may come")
+            raise ValueError(
+                f"prune_at: step {step} is among the steps 0…{last}, where adaptive splits may come"
+            )
 
 # %% ../../nbs/training/01_resolve.ipynb #48c3f12a
 def check_depth_window(s: MethodSettings, plan: RolloutPlan) -> None:
@@ -304,7 +354,9 @@ def check_compared(s: Settings) -> None:
         plan = plan_of(s)
         group = max(*plan.populations, leaves_of(s, plan))
         if group > MOST_COMPARED:
-            raise ValueError(f"{name}: {rule!r} compares all pairs of at most {MOST_COMPARED} images, not of {group}")
+            raise ValueError(
+                f"{name}: {rule!r} compares all pairs of at most {MOST_COMPARED} images, not of {group}"
+            )
 
 # %% ../../nbs/training/01_resolve.ipynb #49c874df
 def check_repeats(s: Settings) -> None:
@@ -321,11 +373,15 @@ def check_repeats(s: Settings) -> None:
 def check_together(s: Settings) -> None:
     "Raise `ValueError` if settings contradict each other."
     if s.base_dtype != "float32" and not s.lora_rank:
-        raise ValueError(f"base_dtype: {s.base_dtype!r} needs an adapter (lora_rank); trained weights stay float32")
+        raise ValueError(
+            f"base_dtype: {s.base_dtype!r} needs an adapter (lora_rank); trained weights stay float32"
+        )
     if s.sharding != "none" and s.mixed_precision == "fp16":
         raise ValueError(f"sharding: {s.sharding!r} needs mixed_precision no or bf16, not fp16")
     if s.side and s.ranks_per_prompt > 1:
-        raise ValueError(f"ranks_per_prompt: {s.ranks_per_prompt} is not 1, as side branches (side) need")
+        raise ValueError(
+            f"ranks_per_prompt: {s.ranks_per_prompt} is not 1, as side branches (side) need"
+        )
     if s.mixed_precision == "fp16" and not torch.cuda.is_available():
         raise ValueError("mixed_precision: fp16 needs a GPU; use no or bf16")
     check_previews(s)
@@ -334,9 +390,13 @@ def check_together(s: Settings) -> None:
     check_repeats(s)
     leaves = check_plans(s)
     if leaves < 2:
-        raise ValueError(f"splits: {s.splits!r} with roots {s.roots} leave one image of a prompt, none to compare")
+        raise ValueError(
+            f"splits: {s.splits!r} with roots {s.roots} leave one image of a prompt, none to compare"
+        )
     if s.group_selection != "all" and not 1 <= s.group_keep <= leaves:
-        raise ValueError(f"group_keep: {s.group_keep} is not within 1…{leaves}, the leaves of a tree")
+        raise ValueError(
+            f"group_keep: {s.group_keep} is not within 1…{leaves}, the leaves of a tree"
+        )
 
 # %% ../../nbs/training/01_resolve.ipynb #8b9429fd
 def check_rewards(s: Settings, reward: Any = None) -> None:
@@ -345,9 +405,15 @@ def check_rewards(s: Settings, reward: Any = None) -> None:
     Warns if the KL term of some leaves has no rewards to compare with."""
     if reward is None:
         check_name(s.reward)
-    weights = [weight for weight, _ in terms(s.reward)[0]] if reward is None else part_weights(reward).values()
+    weights = (
+        [weight for weight, _ in terms(s.reward)[0]]
+        if reward is None
+        else part_weights(reward).values()
+    )
     if s.kl and s.kl_share < 1 and all(weights):
-        what = f"kl_share: {s.kl_share} compares with rewards of weight 0, and {s.reward!r} has none"
+        what = (
+            f"kl_share: {s.kl_share} compares with rewards of weight 0, and {s.reward!r} has none"
+        )
         warnings.warn(f"{what}; all leaves have the KL term", stacklevel=2)
     for name in listed(s.held_out):
         with_setting("held_out", check_name, name)
@@ -366,8 +432,12 @@ def noise_setting(s: MethodSettings) -> str:
 def too_little_noise_error(s: MethodSettings, step: int, std: float) -> ValueError:
     "Return the error for a step that draws too little noise."
     if step == taken_steps(s) - 1:
-        return ValueError(f"noisy_last: True needs noise at the last step, where {s.transition!r} has a std of {std:g}")
-    return ValueError(f"{noise_setting(s)} gives noise of std {std:.2g} at step {step}, too little to train on")
+        return ValueError(
+            f"noisy_last: True needs noise at the last step, where {s.transition!r} has a std of {std:g}"
+        )
+    return ValueError(
+        f"{noise_setting(s)} gives noise of std {std:.2g} at step {step}, too little to train on"
+    )
 
 # %% ../../nbs/training/01_resolve.ipynb #67f5b798
 UP_TO_ONE = ("cps", "ddim")  # transitions whose η is a share of the noise
@@ -381,7 +451,9 @@ def check_noise_settings(s: MethodSettings) -> None:
             if not factors[step]:
                 raise too_little_noise_error(at, step, 0.0)
     if s.transition in UP_TO_ONE and s.eta > 1:
-        raise ValueError(f"eta: {s.eta} is above 1, the most that the transition {s.transition!r} takes")
+        raise ValueError(
+            f"eta: {s.eta} is above 1, the most that the transition {s.transition!r} takes"
+        )
     if s.transition in UP_TO_ONE and s.eta * max(s.noise_factors.values(), default=0) > 1:
         most = f"exceed 1, the most that the transition {s.transition!r} takes"
         raise ValueError(f"noise_factors: {s.noise_factors} make an eta of {s.eta} {most}")
@@ -393,7 +465,11 @@ def check_noise_settings(s: MethodSettings) -> None:
         raise ValueError(f"s: {s.s} is not above 0 and at most 1000, as split_noise 'scaled' needs")
 
 # %% ../../nbs/training/01_resolve.ipynb #c5ee443d
-LOST = {"no": 1e-8, "bf16": 1e-3, "fp16": 1e-4}  # std of noise: about a tenth of the rounding of latents of ones
+LOST = {
+    "no": 1e-8,
+    "bf16": 1e-3,
+    "fp16": 1e-4,
+}  # std of noise: about a tenth of the rounding of latents of ones
 LARGEST_LATENT = 1e4  # latents begin at about 1
 
 
@@ -402,7 +478,9 @@ def check_steps(s: MethodSettings, process: Transition, drawn: Iterable[int], le
     first_solved = process.steps if process.tail is None else process.tail.start
     solved = [i for i in drawn if i >= first_solved]
     if solved:
-        raise ValueError(f"tail_ratio: {s.tail_ratio} lets a solver take step {solved[0]}, which shall draw noise")
+        raise ValueError(
+            f"tail_ratio: {s.tail_ratio} lets a solver take step {solved[0]}, which shall draw noise"
+        )
     if not (process.levels.diff() < 0).all() and not (process.levels.diff() > 0).all():
         raise ValueError(f"shift: {s.shift} makes noise levels of {process.steps} steps equal")
     x = torch.ones(1, 1)
@@ -468,9 +546,13 @@ def digests(config: TrainConfig, reward=None, prompts=None) -> dict[str, str]:
     "Return a digest of every function and class of your own, by setting, and of prompts given as an object."
     own = {"reward": source_digest(config.reward if reward is None else reward)}
     if prompts is not None and not isinstance(prompts, str):
-        texts = json.dumps([list(getattr(prompts, "train", prompts)), list(getattr(prompts, "test", ()))])
+        texts = json.dumps(
+            [list(getattr(prompts, "train", prompts)), list(getattr(prompts, "test", ()))]
+        )
         own["prompts"] = short_digest(texts)
-    parts: dict[str, list[str | None]] = {"held_out": [source_digest(name) for name in listed(config.held_out)]}
+    parts: dict[str, list[str | None]] = {
+        "held_out": [source_digest(name) for name in listed(config.held_out)]
+    }
     if is_own_name(config.backbone):
         parts["backbone"] = [object_digest(import_own(config.backbone, "backbone"))]
     for setting, table in CODED.items():

@@ -49,7 +49,9 @@ from ..settings import RETIRED
 # %% ../../nbs/training/09_runs.ipynb #9d7ae096
 def with_null(row: dict) -> dict:
     "Return a row as JSON can hold it: numbers that are not finite are None."
-    return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()}
+    return {
+        key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()
+    }
 
 
 def with_nan(row: dict) -> dict:
@@ -105,7 +107,9 @@ def rewind(run: Run, iterations: int) -> None:
         )
     run.write_rows("metrics", rows)
     if (run.path / "evaluations.jsonl").exists():
-        run.write_rows("evaluations", [row for row in run.evaluations if row["iteration"] <= iterations])
+        run.write_rows(
+            "evaluations", [row for row in run.evaluations if row["iteration"] <= iterations]
+        )
 
 # %% ../../nbs/training/09_runs.ipynb #947871f3
 def recorded_run(path: str | Path, setting: str) -> dict:
@@ -113,9 +117,17 @@ def recorded_run(path: str | Path, setting: str) -> dict:
     try:
         table = Run(Path(path)).info
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{setting}: run.json in {shown(str(path))} is not readable ({reason(error)})") from None
-    if not isinstance(table, dict) or not isinstance(table.get("settings"), dict) or "state" not in table:
-        raise ValueError(f"{setting}: run.json in {shown(str(path))} holds no settings and state of a run")
+        raise ValueError(
+            f"{setting}: run.json in {shown(str(path))} is not readable ({reason(error)})"
+        ) from None
+    if (
+        not isinstance(table, dict)
+        or not isinstance(table.get("settings"), dict)
+        or "state" not in table
+    ):
+        raise ValueError(
+            f"{setting}: run.json in {shown(str(path))} holds no settings and state of a run"
+        )
     return table
 
 # %% ../../nbs/training/09_runs.ipynb #a302410e
@@ -123,7 +135,9 @@ def commit_of(folder: str | Path) -> str | None:
     "Return the commit of a folder; none outside of a repository, or on a machine without git."
     if shutil.which("git") is None:
         return None
-    git = subprocess.run(["git", "-C", str(folder), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    git = subprocess.run(
+        ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    )
     return git.stdout.strip() or None
 
 # %% ../../nbs/training/09_runs.ipynb #c9411395
@@ -162,7 +176,9 @@ def locked_file(path: Path, kind: int) -> int | None:
     except BlockingIOError:
         who = lock_holder(os.pread(file, 1000, 0).decode(errors="replace"))
         os.close(file)
-        raise Refused(f"output: {str(path.parent)!r} is being trained by {who}; nothing was touched") from None
+        raise Refused(
+            f"output: {str(path.parent)!r} is being trained by {who}; nothing was touched"
+        ) from None
     except OSError as error:
         os.close(file)
         reason = f"the disk of {str(path.parent)!r} has no locks ({error.strerror})"
@@ -187,7 +203,11 @@ class RunLock:
                 return
             if os.fstat(self.file).st_nlink == 0:  # its holder has removed it just now
                 self.release()
-        owner = {"process": os.getpid(), "host": socket.gethostname(), "since": f"{datetime.now():%Y-%m-%d %H:%M:%S}"}
+        owner = {
+            "process": os.getpid(),
+            "host": socket.gethostname(),
+            "since": f"{datetime.now():%Y-%m-%d %H:%M:%S}",
+        }
         os.ftruncate(self.file, 0)
         os.pwrite(self.file, json.dumps(owner).encode(), 0)
         fcntl.flock(self.file, fcntl.LOCK_SH)
@@ -235,7 +255,9 @@ FREE = ("iterations", "tree_every")  # settings that may differ when a run conti
 
 def changed_code(old: dict[str, str], new: dict[str, str]) -> str:
     "Return the settings whose code of yours has changed, as the end of a message; empty if none has."
-    names = sorted(name for name in old.keys() & new.keys() if not same_as_recorded(old[name], new[name]))
+    names = sorted(
+        name for name in old.keys() & new.keys() if not same_as_recorded(old[name], new[name])
+    )
     return f": the code of {first_of(names)} has changed" if names else ""
 
 
@@ -245,8 +267,12 @@ def check_same_run(path: str | Path, settings: dict) -> None:
     names = (old.keys() | settings.keys()) - {*FREE, *RETIRED}
     differ = [k for k in names if not same_as_recorded(old.get(k), settings.get(k))]
     if differ:
-        what = first_of(sorted(differ)) + changed_code(old.get("sources") or {}, settings.get("sources") or {})
-        raise ValueError(f"output: {str(path)!r} holds another run (differs in {what}); give another folder")
+        what = first_of(sorted(differ)) + changed_code(
+            old.get("sources") or {}, settings.get("sources") or {}
+        )
+        raise ValueError(
+            f"output: {str(path)!r} holds another run (differs in {what}); give another folder"
+        )
 
 # %% ../../nbs/training/09_runs.ipynb #6d470f8a
 def prompt_facts(prompts: Any) -> dict[str, Any]:
@@ -259,7 +285,9 @@ def prompt_facts(prompts: Any) -> dict[str, Any]:
     every = [*test, *train]
     rows = {prompt: row for prompt, row in zip(every, rows_of(every)) if row}
     digest = short_digest(json.dumps([train, test, rows], default=str))
-    return {"train": len(train), "test": len(test), "digest": digest} | ({} if prompts.shuffled else {"few": "sample"})
+    return {"train": len(train), "test": len(test), "digest": digest} | (
+        {} if prompts.shuffled else {"few": "sample"}
+    )
 
 
 def as_recorded(prompts: Any, facts: dict[str, Any] | None) -> Any:
@@ -270,7 +298,10 @@ def as_recorded(prompts: Any, facts: dict[str, Any] | None) -> Any:
         return prompts
     once = prompts.without_repeats()
     known = facts.get("digest")
-    repeated = known == prompt_facts(prompts)["digest"] or known not in (None, prompt_facts(once)["digest"])
+    repeated = known == prompt_facts(prompts)["digest"] or known not in (
+        None,
+        prompt_facts(once)["digest"],
+    )
     return replace(prompts if repeated else once, shuffled=True)
 
 # %% ../../nbs/training/09_runs.ipynb #b539fd98
@@ -279,7 +310,9 @@ def check_same_prompts(info: dict, prompts: Any) -> None:
     old = info.get("prompts")
     new = prompt_facts(as_recorded(prompts, old))
     if old and old["digest"] != new["digest"]:
-        counts = [f"{facts['train']} to train on and {facts['test']} to test on" for facts in (old, new)]
+        counts = [
+            f"{facts['train']} to train on and {facts['test']} to test on" for facts in (old, new)
+        ]
         change = "as many, with other texts" if counts[0] == counts[1] else counts[1]
         raise ValueError(
             f"prompts: {info['settings'].get('prompts')!r} has changed since this run began: "
@@ -289,7 +322,9 @@ def check_same_prompts(info: dict, prompts: Any) -> None:
 # %% ../../nbs/training/09_runs.ipynb #e569cc82
 def holds_nothing(run: Run) -> bool:
     "Return whether a run has no row and no checkpoint yet: a first reward failed, say, and other settings may begin."
-    begun = (run.path / "run.json").exists() and (run.metrics or run.evaluations or any(run.path.glob("checkpoints/*")))
+    begun = (run.path / "run.json").exists() and (
+        run.metrics or run.evaluations or any(run.path.glob("checkpoints/*"))
+    )
     return not begun
 
 # %% ../../nbs/training/09_runs.ipynb #dc42b0aa
@@ -317,7 +352,12 @@ def open_run(
         if prompts is not None:
             check_same_prompts(run.info, prompts)
         return run
-    table = {"settings": settings, "state": "started", **environment(), "origins": origins_of(settings, run.path)}
+    table = {
+        "settings": settings,
+        "state": "started",
+        **environment(),
+        "origins": origins_of(settings, run.path),
+    }
     table |= {} if prompts is None else {"prompts": prompt_facts(prompts)}
     table |= {} if base is None else {"base": base}
     write_text(run.path / "run.json", json.dumps(table, indent=1))
@@ -359,7 +399,9 @@ class StopSignal:
 
     def __enter__(self) -> "StopSignal":
         self.depth += 1
-        is_main = threading.current_thread() is threading.main_thread()  # Python allows handlers there only
+        is_main = (
+            threading.current_thread() is threading.main_thread()
+        )  # Python allows handlers there only
         if self.depth == 1 and is_main:
             self.before = {number: signal.signal(number, self.remember) for number in SIGNALS}
         return self

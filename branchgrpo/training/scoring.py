@@ -39,8 +39,13 @@ def with_rows(values: Tensor, rows: Tensor, number: float) -> Tensor:
 # %% ../../nbs/training/05_scoring.ipynb #aa145346
 def make_scorers(s: Settings, reward: Any, device) -> tuple[Scorer, dict[str, Scorer]]:
     "Return the scorer of the trained reward, and those of the held-out rewards by name."
-    trained = Scorer(load_reward(s.reward if reward is None else reward, device=device), s.reward_retries)
-    others = {name: Scorer(load_reward(name, device=device), s.reward_retries) for name in listed(s.held_out)}
+    trained = Scorer(
+        load_reward(s.reward if reward is None else reward, device=device), s.reward_retries
+    )
+    others = {
+        name: Scorer(load_reward(name, device=device), s.reward_retries)
+        for name in listed(s.held_out)
+    }
     return trained, others
 
 # %% ../../nbs/training/05_scoring.ipynb #100c0f10
@@ -76,17 +81,24 @@ def decode_and_score(
         images.append(with_rows(decoded, wrong, torch.nan))
         shown = with_rows(decoded, wrong, 0.0)
         for name, scorer in scorers.items():
-            waiting[name].append(start_scoring(scorer, shown, prompts[a:b], rows_of(prompts[a:b]), watch))
+            waiting[name].append(
+                start_scoring(scorer, shown, prompts[a:b], rows_of(prompts[a:b]), watch)
+            )
     return torch.cat(images) if images else latents[:0], waiting
 
 # %% ../../nbs/training/05_scoring.ipynb #2a7148d3
-def joined_scores(waiting: list[Future], scorer: Scorer, watch: Callable[[], None] = do_nothing) -> dict[str, Tensor]:
+def joined_scores(
+    waiting: list[Future], scorer: Scorer, watch: Callable[[], None] = do_nothing
+) -> dict[str, Tensor]:
     "Wait for the chunks, and return the scores `{name: (B,)}` of every part. Raise what a chunk or `watch` raised."
     for future in waiting:
         while not wait([future], LOOK).done:
             watch()
     parts = [future.result() for future in waiting]
-    return {name: torch.cat([part[name] for part in parts] or [torch.zeros(0)]) for name in members_of(scorer.reward)}
+    return {
+        name: torch.cat([part[name] for part in parts] or [torch.zeros(0)])
+        for name in members_of(scorer.reward)
+    }
 
 # %% ../../nbs/training/05_scoring.ipynb #b9880355
 @dataclass
@@ -104,10 +116,14 @@ class RolloutRewards:
     group: RankGroup = RankGroup()  # the processes that share the images
     watch: Callable[[], None] = do_nothing  # called between chunks; it may raise
     images: Tensor = field(default_factory=torch.Tensor)
-    faults: list[tuple[str, Tensor]] = field(default_factory=list)  # (what is not finite, rows (P,))
+    faults: list[tuple[str, Tensor]] = field(
+        default_factory=list
+    )  # (what is not finite, rows (P,))
 
     def __post_init__(self):
-        self.unscored = torch.zeros(len(self.prompts), dtype=torch.bool, device=self.processes.device)
+        self.unscored = torch.zeros(
+            len(self.prompts), dtype=torch.bool, device=self.processes.device
+        )
 
     def leave_out(self, rows: Tensor, what: str) -> None:
         "Mark `rows (P,)`, in which something is not finite."
@@ -124,11 +140,17 @@ def own_scores(r: RolloutRewards, nodes: Tensor) -> dict[str, Tensor]:
     names = [p for p in r.prompts for _ in range(nodes.shape[1])]
     r.scorer.last_error = ""  # what an earlier call met is not the cause
     with together(r.processes):
-        r.images, waiting = decode_and_score(r.policy, nodes.flatten(0, 1), {"": r.scorer}, names, r.size, r.watch)
+        r.images, waiting = decode_and_score(
+            r.policy, nodes.flatten(0, 1), {"": r.scorer}, names, r.size, r.watch
+        )
         scores = joined_scores(waiting[""], r.scorer, r.watch)
         wrong = ~finite_rows(r.images).to(r.unscored.device)
-        r.leave_out(wrong.reshape(nodes.shape[:2]).any(1), "an image, or the latent of one, is not finite")
-        scores = {k: with_rows(v.float().to(wrong.device), wrong, torch.nan) for k, v in scores.items()}
+        r.leave_out(
+            wrong.reshape(nodes.shape[:2]).any(1), "an image, or the latent of one, is not finite"
+        )
+        scores = {
+            k: with_rows(v.float().to(wrong.device), wrong, torch.nan) for k, v in scores.items()
+        }
         return {k: v.reshape(nodes.shape[:2]) for k, v in scores.items()}
 
 # %% ../../nbs/training/05_scoring.ipynb #5c0a7e11
@@ -141,7 +163,9 @@ def shared_scores(r: RolloutRewards, nodes: Tensor) -> dict[str, Tensor]:
     return dict(zip(own, everyone.unbind(-1)))
 
 # %% ../../nbs/training/05_scoring.ipynb #7db0ff36
-def rewards_of_parts(r: RolloutRewards, parts: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+def rewards_of_parts(
+    r: RolloutRewards, parts: dict[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
     "Return rewards (P, W) and parts without missing scores, and mark the prompts that have one."
     shape = next(iter(parts.values())).shape
     trees = [n for n in range(shape[0]) for _ in range(shape[1])]
@@ -149,7 +173,9 @@ def rewards_of_parts(r: RolloutRewards, parts: dict[str, Tensor]) -> tuple[Tenso
     table = parts | {None: total.float().reshape(shape)}
     error = f": {r.scorer.last_error}" if r.scorer.last_error else ""
     for name, scores in table.items():
-        r.leave_out(~finite_rows(scores), f"{f'reward {name}' if name else 'a reward'} is not finite{error}")
+        r.leave_out(
+            ~finite_rows(scores), f"{f'reward {name}' if name else 'a reward'} is not finite{error}"
+        )
     table = {k: t.nan_to_num(0.0, 0.0, 0.0) for k, t in table.items()}
     table = {k: t.masked_fill(r.unscored[:, None], 0.0) for k, t in table.items()}
     return table.pop(None), {k: t for k, t in table.items() if k}
@@ -179,4 +205,7 @@ def emptied(tree: Tree, conditioning: dict[str, Tensor], rows: Tensor) -> dict[s
     held = [*tree.latents, *tree.log_probs, *([] if tree.x0_hat is None else [tree.x0_hat])]
     for values in held:
         values[rows.to(values.device)] = 0.0
-    return {name: v.nan_to_num(0.0, 0.0, 0.0) if v.is_floating_point() else v for name, v in conditioning.items()}
+    return {
+        name: v.nan_to_num(0.0, 0.0, 0.0) if v.is_floating_point() else v
+        for name, v in conditioning.items()
+    }

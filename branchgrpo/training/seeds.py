@@ -16,7 +16,14 @@ from typing import Any
 from ..registry import shown
 from ..settings import MethodSettings, read_value
 from .config import TrainConfig
-from .runs import Run, StopSignal, check_folder, check_same_run, holds_nothing, recorded_run
+from branchgrpo.training.runs import (
+    Run,
+    StopSignal,
+    check_folder,
+    check_same_run,
+    holds_nothing,
+    recorded_run,
+)
 from .summary import change_line
 from ..viewing.run import MOST_RUNS
 
@@ -25,7 +32,9 @@ from ..viewing.run import MOST_RUNS
 class SeedOptions:
     "Several seeds"
 
-    seeds: tuple[int, ...] = ()  # such as 0,1,2: a run of each, one after the other, in OUTPUT-0, … ({seed} in OUTPUT)
+    seeds: tuple[
+        int, ...
+    ] = ()  # such as 0,1,2: a run of each, one after the other, in OUTPUT-0, … ({seed} in OUTPUT)
 
 
 def read_seeds(value: Any) -> list[int]:
@@ -56,7 +65,9 @@ def configs_of(given: dict[str, Any]) -> list[TrainConfig]:
     "Return the config of each seed from options with `seeds`. Raise `ValueError` if there is `seed`, too."
     seeds = read_seeds(given["seeds"])
     if given.get("seed") is not None:
-        raise ValueError(f"seeds: {shown(given['seeds'])} is given beside seed {given['seed']}; give one of the two")
+        raise ValueError(
+            f"seeds: {shown(given['seeds'])} is given beside seed {given['seed']}; give one of the two"
+        )
     base = TrainConfig.from_dict({name: value for name, value in given.items() if name != "seeds"})
     return [replace(base, seed=seed, output=seed_folder(base.output, seed)) for seed in seeds]
 
@@ -100,11 +111,15 @@ def seeds_words(output: str, runs: list[Run]) -> list[str]:
     "Return what the runs of several seeds end with: each change, the mean with its interval, and what to do next."
     from branchgrpo.reproduction.statistics import mean_interval
 
-    lines = [f"seed {run.info['settings']['seed']}: {change_line(run)}  ({run.path})" for run in runs]
+    lines = [
+        f"seed {run.info['settings']['seed']}: {change_line(run)}  ({run.path})" for run in runs
+    ]
     ends = [run.evaluations[-1]["eval_reward"] for run in runs if len(run.evaluations) > 1]
     if len(ends) > 1:
         mean, low, high = mean_interval(ends)
-        lines.append(f"held-out reward after training: {mean:.4f} [{low:.4f}, {high:.4f}] (95 %, {len(ends)} seeds)")
+        lines.append(
+            f"held-out reward after training: {mean:.4f} [{low:.4f}, {high:.4f}] (95 %, {len(ends)} seeds)"
+        )
     pattern = seed_folder(output, "*")
     name = Path(output.replace(SEED, "")).name.strip("-_.") or "mine"
     lines += ["next:", f"  branchgrpo view {' '.join(str(run.path) for run in runs[:MOST_RUNS])}"]

@@ -36,7 +36,9 @@ def check_speed(s: Settings) -> None:
     if s.compile and not s.max_batch:
         raise ValueError("compile: True needs max_batch, so that few sizes of batches are compiled")
     if s.compile and s.tf32 and TORCH < (2, 13):
-        raise ValueError("tf32: True cannot be compiled by torch below 2.13 (pytorch#166387); leave one of them out")
+        raise ValueError(
+            "tf32: True cannot be compiled by torch below 2.13 (pytorch#166387); leave one of them out"
+        )
     if s.checkpoint_blocks > 1 and not s.gradient_checkpointing:
         raise ValueError(f"checkpoint_blocks: {s.checkpoint_blocks} needs gradient_checkpointing")
     if s.attention is not None:
@@ -47,7 +49,11 @@ def check_speed(s: Settings) -> None:
 # %% ../../nbs/training/16_speed.ipynb #46250ab5
 def blocks_of(module: nn.Module) -> list[nn.Module]:
     "Return the repeated blocks of a denoiser, in order; none of a model that declares none."
-    names = getattr(module, "_repeated_blocks", None) or getattr(module, "_no_split_modules", None) or ()
+    names = (
+        getattr(module, "_repeated_blocks", None)
+        or getattr(module, "_no_split_modules", None)
+        or ()
+    )
     return [part for part in module.modules() if type(part).__name__ in names]
 
 # %% ../../nbs/training/16_speed.ipynb #4669dd4a
@@ -62,9 +68,13 @@ def compile_blocks(denoiser: nn.Module, backend: str = "inductor") -> None:
 
     blocks = blocks_of(denoiser)
     if not blocks:
-        raise ValueError(f"compile: {type(denoiser).__name__} declares no repeated blocks, so it cannot be compiled")
+        raise ValueError(
+            f"compile: {type(denoiser).__name__} declares no repeated blocks, so it cannot be compiled"
+        )
     torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
-    torch._dynamo.config.optimize_ddp = False  # a block is small: DDP need not cut it at its buckets
+    torch._dynamo.config.optimize_ddp = (
+        False  # a block is small: DDP need not cut it at its buckets
+    )
     for block in blocks:
         block.compile(fullgraph=True, dynamic=False, backend=backend)
 
@@ -73,11 +83,15 @@ def set_attention(denoiser: nn.Module, name: str) -> None:
     "Set the attention kernel of all layers. Raise `ValueError` if the model or this machine cannot use it."
     layers = [getattr(module, "processor", None) for module in denoiser.modules()]
     if not any(hasattr(layer, "_attention_backend") for layer in layers):
-        raise ValueError(f"attention: {name!r} cannot be set, {type(denoiser).__name__} uses PyTorch's kernel only")
+        raise ValueError(
+            f"attention: {name!r} cannot be set, {type(denoiser).__name__} uses PyTorch's kernel only"
+        )
     try:
         denoiser.set_attention_backend(name)  # pyrefly: ignore[not-callable] a method of every diffusers model
     except (RuntimeError, ImportError, ValueError) as error:
-        raise ValueError(f"attention: {name!r} cannot be used here ({' '.join(str(error).split())})") from None
+        raise ValueError(
+            f"attention: {name!r} cannot be used here ({' '.join(str(error).split())})"
+        ) from None
 
 # %% ../../nbs/training/16_speed.ipynb #e53918dc
 def use_tf32() -> None:
@@ -112,7 +126,9 @@ def every_nth(n: int) -> Callable[..., Any]:
 def checkpoint_blocks(denoiser: nn.Module, n: int) -> None:
     "Compute the activations of every n-th block again in the backward pass. Raise `ValueError` if the model cannot."
     if not getattr(denoiser, "_supports_gradient_checkpointing", False):
-        raise ValueError(f"gradient_checkpointing: {type(denoiser).__name__} cannot compute activations again")
+        raise ValueError(
+            f"gradient_checkpointing: {type(denoiser).__name__} cannot compute activations again"
+        )
     denoiser.enable_gradient_checkpointing(every_nth(n))  # pyrefly: ignore[not-callable]
 
 # %% ../../nbs/training/16_speed.ipynb #75612c50
@@ -145,14 +161,18 @@ def mesh_of(device_type: str, hybrid: bool = False) -> "DeviceMesh":
     "Return the processes as a row (all share the weights), or as nodes × GPUs of a node (`hybrid`)."
     from torch.distributed.device_mesh import init_device_mesh
 
-    if not dist.is_initialized():  # torchrun has made no group, and a sharded model needs one: of this process
+    if (
+        not dist.is_initialized()
+    ):  # torchrun has made no group, and a sharded model needs one: of this process
         backend = "nccl" if device_type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     processes = dist.get_world_size()
     if not hybrid:
         return init_device_mesh(device_type, (processes,))
     per_node = variable("LOCAL_WORLD_SIZE", processes, least=1)
-    return init_device_mesh(device_type, (processes // per_node, per_node), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(
+        device_type, (processes // per_node, per_node), mesh_dim_names=("replicate", "shard")
+    )
 
 # %% ../../nbs/training/16_speed.ipynb #d05a4c59
 def shard(module: nn.Module, mesh: "DeviceMesh", dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -163,7 +183,9 @@ def shard(module: nn.Module, mesh: "DeviceMesh", dtype: torch.dtype = torch.floa
     of_blocks = MixedPrecisionPolicy(compute, torch.float32, cast_forward_inputs=False)
     for block in blocks_of(module):
         fully_shard(block, mesh=mesh, mp_policy=of_blocks)
-    fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(compute, torch.float32, torch.float32))
+    fully_shard(
+        module, mesh=mesh, mp_policy=MixedPrecisionPolicy(compute, torch.float32, torch.float32)
+    )
     return module
 
 # %% ../../nbs/training/16_speed.ipynb #d93571f9
@@ -177,7 +199,9 @@ def fill_sharded(module: nn.Module, state: dict[str, Tensor], device: torch.devi
         for name, buffer in module.named_buffers():
             buffer.copy_(buffers[name])
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(module, dict(state), options=options)  # it empties the table that it is given
+    set_model_state_dict(
+        module, dict(state), options=options
+    )  # it empties the table that it is given
 
 # %% ../../nbs/training/16_speed.ipynb #faa85d1e
 def sharded_parts(module: nn.Module) -> "list[FSDPModule]":
@@ -221,7 +245,9 @@ def full_state(module: nn.Module) -> dict[str, Tensor]:
         return module.state_dict()
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-    state: Any = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    state: Any = get_model_state_dict(
+        module, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
     return state
 
 # %% ../../nbs/training/16_speed.ipynb #8fe62a99

@@ -38,7 +38,9 @@ def change_line(run: Run) -> str:
     first, last = rows[0], rows[-1]
     line = f"held-out reward {first['eval_reward']:.4f} → {last['eval_reward']:.4f}"
     pairs = zip(prompt_rewards(run, first["iteration"]), prompt_rewards(run, last["iteration"]))
-    changes = [after - before for before, after in pairs if before is not None and after is not None]
+    changes = [
+        after - before for before, after in pairs if before is not None and after is not None
+    ]
     if len(changes) < 2:
         return line
     error = stdev(changes) / math.sqrt(len(changes))
@@ -50,12 +52,21 @@ def last_words(run: Run, prompt: str) -> list[str]:
     "Return what a training ends with: how the held-out reward changed, where the images are, and what to do next."
     lines = [change_line(run)]
     for last in run.metrics[-1:]:
-        lines += [f"{count_of(last['iteration'], 'iteration')} in {last['seconds']:.0f} s of training"]
+        lines += [
+            f"{count_of(last['iteration'], 'iteration')} in {last['seconds']:.0f} s of training"
+        ]
     pictures, place = sorted((run.path / "samples").glob("*.png")), shlex.quote(from_here(run.path))
-    lines += [f"images: {from_here(pictures[0])} (before) to {pictures[-1].name}"] if pictures else []
+    lines += (
+        [f"images: {from_here(pictures[0])} (before) to {pictures[-1].name}"] if pictures else []
+    )
     lines += ["next:", f"  branchgrpo view {place}"]
-    if run.path.joinpath("lora").is_dir() or run.path.joinpath("model", "model_index.json").is_file():
-        lines += [f"  branchgrpo sample {place} --prompt {shlex.quote(prompt)}     # before and after"]
+    if (
+        run.path.joinpath("lora").is_dir()
+        or run.path.joinpath("model", "model_index.json").is_file()
+    ):
+        lines += [
+            f"  branchgrpo sample {place} --prompt {shlex.quote(prompt)}     # before and after"
+        ]
         lines += [f"  branchgrpo evaluate {place}"]
     return lines
 

@@ -31,7 +31,9 @@ def check_tracker(name: str) -> None:
     installed = [str(each) for each in get_available_trackers()]
     if name in BUILT_IN and name not in installed:
         others = ", ".join([*installed, "none"])
-        raise ValueError(f"tracker: {name!r} is not installed here; pip install {name}, or use one of: {others}")
+        raise ValueError(
+            f"tracker: {name!r} is not installed here; pip install {name}, or use one of: {others}"
+        )
 
 
 BUILT_IN = tuple(LOGGER_TYPE_TO_CLASS)  # one that is registered later needs no package
@@ -69,7 +71,9 @@ OWN_ID: dict[str, Callable[[Any], str]] = {
 }
 
 
-def start_arguments(name: str, folder: str, state: dict[str, Any], iteration: int) -> dict[str, Any]:
+def start_arguments(
+    name: str, folder: str, state: dict[str, Any], iteration: int
+) -> dict[str, Any]:
     "Return the arguments with which a tracker starts its run, or goes on with it after `iteration`."
     title, known, has_run = Path(folder).name, state["id"], state["step"] >= 0
     arguments: dict[str, dict[str, Any]] = {

@@ -31,7 +31,13 @@ from ..own_calls import NUMBERS, as_before, copied
 from ..prompts import load_prompts
 from ..rewards.contract import tell_frame_rate
 from ..rewards.scorer import Scorer
-from .checkpoints import Progress, Saver, delete_old, load_checkpoint, remove_leftovers
+from branchgrpo.training.checkpoints import (
+    Progress,
+    Saver,
+    delete_old,
+    load_checkpoint,
+    remove_leftovers,
+)
 from .collection import Collector, TooManyUnscored, collect
 from .conditioning import encode_ahead, make_conditioner
 from .config import Settings, TrainConfig
@@ -43,7 +49,16 @@ from .kept_trees import keep_tree, tree_is_due, write_tree
 from .learner import make_accelerator, make_learner, open_policy
 from .processes import any_process, from_main, together
 from .resolve import check_model, fit_of, given_policy, resolve
-from .runs import Preempted, Run, RunLock, StopSignal, check_folder, open_run, prompts_of_run, rewind
+from branchgrpo.training.runs import (
+    Preempted,
+    Run,
+    RunLock,
+    StopSignal,
+    check_folder,
+    open_run,
+    prompts_of_run,
+    rewind,
+)
 from .scoring import make_scorers
 from .speed import gathered, use_one_thread
 from .summary import tell_script
@@ -73,14 +88,18 @@ def reward_metrics(s: Settings, x: Experience, accelerator: Accelerator) -> dict
         table[f"reward/{name}"] = scores.mean(1)
     scored = (~x.unscored).float()
     everyone = accelerator.reduce(scored.sum(), "mean")
-    sums = {name: value.to(scored).masked_fill(x.unscored, 0.0).sum() for name, value in table.items()}
+    sums = {
+        name: value.to(scored).masked_fill(x.unscored, 0.0).sum() for name, value in table.items()
+    }
     return {name: value / everyone for name, value in sums.items()}
 
 # %% ../../nbs/training/14_trainer.ipynb #991a34f7
 def over_processes(stats: dict[str, Any], accelerator) -> dict[str, float]:
     "Return the mean of every metric over all processes."
     keys = sorted(stats)
-    values = [torch.as_tensor(stats[key], dtype=torch.float32, device=accelerator.device) for key in keys]
+    values = [
+        torch.as_tensor(stats[key], dtype=torch.float32, device=accelerator.device) for key in keys
+    ]
     return dict(zip(keys, accelerator.reduce(torch.stack(values), "mean").tolist()))
 
 # %% ../../nbs/training/14_trainer.ipynb #bb9ebfac
@@ -125,7 +144,9 @@ class ProgressBar(Callback):
         first = trainer.progress.iteration
         if trainer.base and shows and not in_notebook():
             print(trainer.base, file=sys.stderr, flush=True)
-        self.bar = tqdm(desc=s.recipe, total=s.iterations, initial=first, delay=delay, disable=disable)
+        self.bar = tqdm(
+            desc=s.recipe, total=s.iterations, initial=first, delay=delay, disable=disable
+        )
 
     def on_iteration(self, trainer, row):
         self.bar.set_postfix({key: f"{row[key]:.4g}" for key in SHOWN}, refresh=False)
@@ -141,7 +162,9 @@ class ProgressBar(Callback):
 class Tracking(Callback):
     "Sends the numbers of every iteration, and the images of every evaluation, to the tracker of the settings."
 
-    ends_processes = True  # at the end, also the connection of the processes; False: other trainings follow
+    ends_processes = (
+        True  # at the end, also the connection of the processes; False: other trainings follow
+    )
 
     def on_start(self, trainer):
         s = trainer.settings
@@ -165,7 +188,9 @@ class Tracking(Callback):
                 tracker.finish()
 
 # %% ../../nbs/training/14_trainer.ipynb #918c09e9
-def open_models(s: Settings, accelerator: Any, policy: Any, reward: Any) -> tuple[Any, Scorer, dict[str, Scorer]]:
+def open_models(
+    s: Settings, accelerator: Any, policy: Any, reward: Any
+) -> tuple[Any, Scorer, dict[str, Scorer]]:
     "Return the policy, the scorer of training and those that are held out. What fails on one node fails on all."
     with together(accelerator):  # weights may be missing on one node
         scorer, held_out = make_scorers(s, reward, accelerator.device)
@@ -194,7 +219,9 @@ class Iterations:
         check_folder(self.settings.output)
         place = str(Path(self.settings.output).absolute())  # code of yours may go to another folder
         self.settings = s = dataclasses.replace(self.settings, output=place)
-        self.prompts = prompts_of_run(s.output, load_prompts(s.prompts if prompts is None else prompts))
+        self.prompts = prompts_of_run(
+            s.output, load_prompts(s.prompts if prompts is None else prompts)
+        )
         self.accelerator: Accelerator = make_accelerator(s)
         self.policy, self.scorer, self.held_out = open_models(s, self.accelerator, policy, reward)
         use_one_thread(self.policy.denoiser, self.accelerator.device)
@@ -202,7 +229,13 @@ class Iterations:
         self.conditioner = make_conditioner(s, self.policy, self.accelerator.device)
         self.stop = StopSignal()
         self.collector = Collector(
-            s, self.policy, self.scorer, self.prompts, self.conditioner, self.accelerator, self.stop.raise_if_received
+            s,
+            self.policy,
+            self.scorer,
+            self.prompts,
+            self.conditioner,
+            self.accelerator,
+            self.stop.raise_if_received,
         )
         self.evaluator = HeldOutEvaluator(
             s, self.prompts, self.conditioner, self.scorer, self.held_out, self.accelerator
@@ -226,7 +259,9 @@ class Iterations:
 
     def update(self, experience: Experience) -> dict[str, float]:
         "Train on an experience; return the metrics, means over all processes."
-        stats = update(self.learner, experience) | reward_metrics(self.settings, experience, self.accelerator)
+        stats = update(self.learner, experience) | reward_metrics(
+            self.settings, experience, self.accelerator
+        )
         means = over_processes(stats, self.accelerator)
         check_mismatch(self.settings, means["rollout_mismatch"])
         return means
@@ -301,11 +336,17 @@ class ResumableRun(Iterations):
 
     def is_done(self, run: Run) -> bool:
         "Return whether a run is finished and has had as many iterations as it shall have."
-        return (run.path / "run.json").exists() and run.finished and len(run.metrics) >= self.settings.iterations
+        return (
+            (run.path / "run.json").exists()
+            and run.finished
+            and len(run.metrics) >= self.settings.iterations
+        )
 
     def resume(self, run: Run) -> Saver:
         "Go on from the checkpoint, if there is one, and encode the prompts that are still to come."
-        from_main(self.accelerator, lambda: remove_leftovers(run.path))  # first, since the disk may be full
+        from_main(
+            self.accelerator, lambda: remove_leftovers(run.path)
+        )  # first, since the disk may be full
         self.progress = load_checkpoint(run.path, self.learner)
         done, s = self.progress.iteration, self.settings
         from_main(self.accelerator, lambda: rewind(run, done))
@@ -327,7 +368,9 @@ class ResumableRun(Iterations):
         "Raise `Preempted` on all processes, if one of them was asked to stop. Collective."
         if any_process(self.accelerator, self.stop.stop_requested()):
             by = self.stop.received or "another process"
-            raise Preempted(f"stopped by {by} at iteration {self.progress.iteration}", self.stop.received)
+            raise Preempted(
+                f"stopped by {by} at iteration {self.progress.iteration}", self.stop.received
+            )
 
     @contextlib.contextmanager
     def saved_if_broken_off(self, saver: Saver) -> Iterator[None]:
@@ -406,13 +449,17 @@ class Trainer(ResumableRun):
         row = {"iteration": done}
         row |= {name: self.progress.counts[name] for name in COUNTED}
         row |= {"seconds": self.progress.seconds} | scores
-        from_main(self.accelerator, lambda: record_evaluation(run, row, images, self.evaluator.last))
+        from_main(
+            self.accelerator, lambda: record_evaluation(run, row, images, self.evaluator.last)
+        )
         self.notify("on_evaluation", scores, images)
         return scores
 
     def evaluate_reached(self, run: Run) -> None:
         "Score the policy as it is when a training begins or goes on, unless that was done."
-        evaluated = from_main(self.accelerator, lambda: [row["iteration"] for row in run.evaluations])
+        evaluated = from_main(
+            self.accelerator, lambda: [row["iteration"] for row in run.evaluations]
+        )
         if self.progress.iteration not in evaluated:
             self.evaluate(run)
 

@@ -70,7 +70,11 @@ def no_edges(tree: Tree) -> MicroBatch:
     "Return one parent without edges: a forward and a backward pass that other processes wait for."
     nobody = torch.zeros(0, dtype=torch.long, device=tree.device)
     return MicroBatch(
-        step=max(tree.plan.trained), prompt=nobody, child=nobody, parents=nobody.new_zeros(1, 2), parent=nobody
+        step=max(tree.plan.trained),
+        prompt=nobody,
+        child=nobody,
+        parents=nobody.new_zeros(1, 2),
+        parent=nobody,
     )
 
 
@@ -98,7 +102,9 @@ def reference_means(learner: Learner, x: Experience, batch: MicroBatch) -> Tenso
         return revisited(learner, x, batch, policy).mean
 
 
-def edge_kl(s: Settings, x: Experience, batch: MicroBatch, parents: Gaussian, reference: Tensor | None) -> Tensor:
+def edge_kl(
+    s: Settings, x: Experience, batch: MicroBatch, parents: Gaussian, reference: Tensor | None
+) -> Tensor:
     "Return the KL `(E,)` of edges between the `reference` means (N, …) of their parents and those of now."
     if reference is None:
         return torch.zeros(len(batch), device=parents.mean.device)
@@ -140,7 +146,9 @@ def edge_terms(learner: Learner, x: Experience, batch: MicroBatch) -> EdgeTerms:
         log_ratio=log_ratio.detach(),
         mismatch=log_probs.detach() - batch.of(x.tree.log_probs),
         kl=kl.detach(),
-        outside=rule.outside(scaled.detach(), advantages, options),  # as the loss sees it (Flow-GRPO: clipfrac)
+        outside=rule.outside(
+            scaled.detach(), advantages, options
+        ),  # as the loss sees it (Flow-GRPO: clipfrac)
     )
 
 # %% ../../nbs/training/08_update.ipynb #78ca1b5e
@@ -150,7 +158,9 @@ EDGE_MEANS = ("ratio_minus_1", "clip_fraction", "loss", "kl")
 def edge_sums(terms: EdgeTerms) -> tuple[Tensor, Tensor]:
     "Return sums over a micro-batch's edges (ρ − 1, outside, loss, KL), and the largest rollout mismatch."
     error = terms.log_ratio.exp() - 1
-    sums = torch.stack([error.sum(), terms.outside.sum(), terms.loss.detach().sum(), terms.kl.sum()])
+    sums = torch.stack(
+        [error.sum(), terms.outside.sum(), terms.loss.detach().sum(), terms.kl.sum()]
+    )
     mismatch = (terms.mismatch.exp() - 1).abs()
     return sums, mismatch.max() if len(mismatch) else mismatch.sum()
 
@@ -166,7 +176,9 @@ def accumulate(
     batches = batches or shared_micro_batches(learner, x.tree, x.edge_mask)
     edges = sum(len(batch) for batch in batches)
     mean_edges = processes.reduce(torch.tensor(float(edges), device=processes.device), "mean")
-    some_edges = mean_edges.clamp(min=1 / processes.num_processes)  # of a step without edges, the loss is 0
+    some_edges = mean_edges.clamp(
+        min=1 / processes.num_processes
+    )  # of a step without edges, the loss is 0
     sums = torch.zeros(len(EDGE_MEANS), device=processes.device)
     worst = torch.zeros((), device=processes.device)
     for batch in batches:
@@ -193,10 +205,14 @@ def optimiser_step(learner: Learner, losses: Tensor | None = None) -> tuple[Tens
     """Take a step unless the gradient is not finite; return its norm before scaling, and whether it was taken.
 
     `losses (processes,)` must be finite too."""
-    norm = learner.accelerator.clip_grad_norm_(learner.parameters.values(), learner.settings.max_grad_norm)
+    norm = learner.accelerator.clip_grad_norm_(
+        learner.parameters.values(), learner.settings.max_grad_norm
+    )
     norm = whole_tensor(norm)  # pyrefly: ignore[bad-argument-type] None with DeepSpeed only
     taken = bool(norm.isfinite() if losses is None else norm.isfinite() & losses.isfinite().all())
-    if taken or learner.accelerator.scaler is not None:  # the scaler of fp16 skips by itself, and must see it
+    if (
+        taken or learner.accelerator.scaler is not None
+    ):  # the scaler of fp16 skips by itself, and must see it
         learner.optimizer.step()
     learner.optimizer.zero_grad()
     return norm, taken
@@ -216,7 +232,9 @@ def count_skipped(learner: Learner, taken: bool) -> None:
         )
 
 # %% ../../nbs/training/08_update.ipynb #bc1acd36
-MISMATCH_LIMIT = 1e-2  # of |ρ − 1|: more than rounding reaches where rollout and update have one batch size
+MISMATCH_LIMIT = (
+    1e-2  # of |ρ − 1|: more than rounding reaches where rollout and update have one batch size
+)
 ONE_SIZE = "give both one batch size by max_batch (4, say), without train_batch; if nodes are pruned, add recompute_old"
 
 
@@ -256,12 +274,21 @@ def loss_divisor(learner: Learner, x: Experience) -> float:
     "Return by what the mean loss of a step is divided: 1, or the trained edges of a tree. Source: see the recipes."
     if learner.settings.loss_mean == "step":
         return 1.0
-    here = torch.stack([mask.sum() for mask in x.edge_mask]).sum().float().to(learner.accelerator.device)
+    here = (
+        torch.stack([mask.sum() for mask in x.edge_mask])
+        .sum()
+        .float()
+        .to(learner.accelerator.device)
+    )
     s = learner.settings
-    return float(learner.accelerator.reduce(here, "sum")) / (s.prompts_per_iteration * s.ranks_per_prompt)
+    return float(learner.accelerator.reduce(here, "sum")) / (
+        s.prompts_per_iteration * s.ranks_per_prompt
+    )
 
 # %% ../../nbs/training/08_update.ipynb #bb6dbc9f
-def train_step(learner: Learner, x: Experience, batches: list[MicroBatch], divisor: float) -> dict[str, Any]:
+def train_step(
+    learner: Learner, x: Experience, batches: list[MicroBatch], divisor: float
+) -> dict[str, Any]:
     "Take one optimiser step on a part of the edges; return what is reported of it."
     stats = accumulate(learner, x, batches, divisor)
     if not stats["mean_edges"]:  # no process has an edge of this part
@@ -284,7 +311,9 @@ def update_metrics(steps: list[dict[str, Any]], last_pass: list[dict[str, Any]])
     "Return the metrics of an update from those of its optimiser steps."
     later = [step for step in steps[1:] if not step["empty"]] or steps[:1]
     some = [step for step in last_pass if not step["empty"]] or steps[:1]
-    norms = torch.stack([step["grad_norm"] for step in steps if not step["empty"]] or [steps[0]["grad_norm"]])
+    norms = torch.stack(
+        [step["grad_norm"] for step in steps if not step["empty"]] or [steps[0]["grad_norm"]]
+    )
     taken = sum(step["taken"] for step in steps)
     return {
         "ratio": 1 + edge_mean(later, "ratio_minus_1"),

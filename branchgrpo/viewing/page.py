@@ -45,11 +45,24 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # %% ../../nbs/viewing/03_page.ipynb #eb49cc53
-CURVE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # readable without red-green vision
+CURVE_COLOURS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+)  # readable without red-green vision
 CURVE_COLOURS += ("#6A5ACD", "#999933", "#882255", "#44AA99", "#AA4499", "#777777")
 INK = "#808080"  # of texts and axes, on a light page and on a dark one
-PICTURE_STYLE = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK)
-PICTURE_STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "figure.constrained_layout.use": True}
+PICTURE_STYLE = dict.fromkeys(
+    ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK
+)
+PICTURE_STYLE |= {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "figure.constrained_layout.use": True,
+}
 PICTURE_STYLE |= {"font.size": 8, "svg.fonttype": "none"}
 
 # %% ../../nbs/viewing/03_page.ipynb #0f3fa7af
@@ -79,7 +92,9 @@ def curves(title: str, lines: list[Line]) -> str:
     fig, ax = plt.subplots(figsize=(3.4, 1.8))
     for line in lines:
         marker = "." if len(line.points) < 15 else None
-        ax.plot(*zip(*line.points), color=line.colour, lw=line.width, alpha=line.alpha, marker=marker)
+        ax.plot(
+            *zip(*line.points), color=line.colour, lw=line.width, alpha=line.alpha, marker=marker
+        )
     ax.locator_params(nbins=4)
     ax.grid(axis="y", alpha=0.3)
     return picture(fig, title)
@@ -119,7 +134,9 @@ def run_lines(records: list[Record]) -> str:
     "Return one line per run."
     lines = []
     for n, (r, colour) in enumerate(zip(records, run_colours(records)), 1):
-        lines.append(f"<p>{swatch(colour)}<b>{n}&ensp;{escape(r.name)}</b>&ensp;{escape(r.about())}</p>")
+        lines.append(
+            f"<p>{swatch(colour)}<b>{n}&ensp;{escape(r.name)}</b>&ensp;{escape(r.about())}</p>"
+        )
     return "".join(lines)
 
 # %% ../../nbs/viewing/03_page.ipynb #7152497a
@@ -178,7 +195,11 @@ def by_calls(records: list[Record]) -> str:
         found.append([(row["denoiser_calls"], row["eval_reward"]) for row in rows])
     lines = lines_of(records, found)
     about = "held-out reward over the denoiser calls of the rollouts: runs at equal cost"
-    return f'<div class="panels">{titled_panel("eval_reward by denoiser_calls", about, lines)}</div>' if lines else ""
+    return (
+        f'<div class="panels">{titled_panel("eval_reward by denoiser_calls", about, lines)}</div>'
+        if lines
+        else ""
+    )
 
 # %% ../../nbs/viewing/03_page.ipynb #b081907b
 def samples_part(records: list[Record]) -> str:
@@ -201,7 +222,9 @@ def samples_part(records: list[Record]) -> str:
 def tree_part(name: str, tree: dict, is_open: bool) -> str:
     "Return one kept tree under a line that opens it."
     drawn = len(tree["depths"][-1]["values"])
-    some = f", the {drawn} best and worst of {tree['leaves']} leaves" if tree["leaves"] > drawn else ""
+    some = (
+        f", the {drawn} best and worst of {tree['leaves']} leaves" if tree["leaves"] > drawn else ""
+    )
     head = escape(f"{name}, iteration {tree['iteration']}: “{tree['prompt']}”{some}")
     image = picture(draw_kept_tree(tree), "a rollout tree")
     return f'<details{" open" if is_open else ""}><summary>{head}</summary><div class="scroll">{image}</div></details>'
@@ -215,8 +238,12 @@ def trees_part(records: list[Record]) -> str:
         for path in newest_first:
             with reading(path):
                 tree = json.loads(path.read_bytes())
-                parts.append(tree_part(f"{n + 1} {r.name}", tree, path == newest_first[0] and n < 2))
-    about = "The frame of an image: the fused reward of the leaves below (violet: low, yellow: high)."
+                parts.append(
+                    tree_part(f"{n + 1} {r.name}", tree, path == newest_first[0] and n < 2)
+                )
+    about = (
+        "The frame of an image: the fused reward of the leaves below (violet: low, yellow: high)."
+    )
     none = "No tree is kept; branchgrpo train keeps one with every evaluation, or every --tree-every iterations."
     return f'<p class="soft">{about if parts else none}</p>{"".join(parts)}'
 
@@ -228,10 +255,14 @@ def page(records: list[Record], refresh: float | None = None) -> str:
     title = escape(", ".join(r.name for r in records))
     again = f'<meta http-equiv="refresh" content="{refresh:g}">' if refresh else ""
     meta = f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}">{again}'
-    meta += f'<meta name="viewport" content="width=device-width,initial-scale=1"><title>{title}</title>'
+    meta += (
+        f'<meta name="viewport" content="width=device-width,initial-scale=1"><title>{title}</title>'
+    )
     numbers = [f"{n + 1}" for n in range(len(records))]
     names = sections(records)
-    table = table_rows(["begin → end", *numbers], names, lambda c, name: metric_text(records[c], name))
+    table = table_rows(
+        ["begin → end", *numbers], names, lambda c, name: metric_text(records[c], name)
+    )
     differ = differing_settings(records)
     parts = [f"<h1>{title}</h1>", run_lines(records)]
     groups = group_rows(records)
@@ -256,8 +287,12 @@ def page(records: list[Record], refresh: float | None = None) -> str:
 class ViewOptions:
     "What to look at"
 
-    runs: tuple[str, ...] = field(default=(), metadata={"positional": "*"})  # folders of runs, shown side by side
-    output: str | None = None  # the HTML file; none: view.html in the run's folder, of several beside the first
+    runs: tuple[str, ...] = field(
+        default=(), metadata={"positional": "*"}
+    )  # folders of runs, shown side by side
+    output: str | None = (
+        None  # the HTML file; none: view.html in the run's folder, of several beside the first
+    )
     live: bool = False  # look again while a run is trained
     interval: float = bounded(10.0, 1, 86_400)  # seconds between two looks
 
@@ -265,7 +300,11 @@ class ViewOptions:
 def page_file(o: ViewOptions) -> Path:
     "Return where the page goes. Raise `ValueError` if it cannot be written there."
     first = Path(o.runs[0])
-    path = Path(o.output) if o.output else (first if len(o.runs) == 1 else first.absolute().parent) / "view.html"
+    path = (
+        Path(o.output)
+        if o.output
+        else (first if len(o.runs) == 1 else first.absolute().parent) / "view.html"
+    )
     check_file(str(path), ".html")
     return path
 
@@ -301,11 +340,15 @@ def in_frame(page: str, height: int, title: str) -> str:
     return f"<div><iframe srcdoc='{text}' title='{title}' style='{style}'></iframe></div>"
 
 # %% ../../nbs/viewing/03_page.ipynb #3d144734
-def view_run(*runs: str | Path, live: bool = False, interval: float = 10.0, height: int = 800) -> Any:
+def view_run(
+    *runs: str | Path, live: bool = False, interval: float = 10.0, height: int = 800
+) -> Any:
     "Show runs in a cell; with `live` the cell follows their training until it ends, or until it is interrupted."
     from IPython.display import HTML, display
 
-    o = ViewOptions(tuple(from_home(folder, "runs") for folder in runs), live=live, interval=interval)
+    o = ViewOptions(
+        tuple(from_home(folder, "runs") for folder in runs), live=live, interval=interval
+    )
     if not live:
         return HTML(in_frame(page(read_records(o.runs)), height, "Runs"))
     handle = display(display_id=True)

@@ -41,13 +41,19 @@ def reading(path: Path) -> Iterator[None]:
 def number_rows(run: Run, name: str) -> list[dict[str, float]]:
     "Return the numbers of the rows of `metrics` or `evaluations`, without what was not finite."
     with reading(run.path / f"{name}.jsonl"):
-        numbers = [{key: v for key, v in row.items() if isinstance(v, (int, float))} for row in run.rows(name)]
+        numbers = [
+            {key: v for key, v in row.items() if isinstance(v, (int, float))}
+            for row in run.rows(name)
+        ]
         return [
-            {key: v for key, v in row.items() if math.isfinite(v)} | {"iteration": row["iteration"]} for row in numbers
+            {key: v for key, v in row.items() if math.isfinite(v)} | {"iteration": row["iteration"]}
+            for row in numbers
         ]
 
 # %% ../../nbs/viewing/01_run.ipynb #42ba47be
-QUIET_SECONDS = 3600  # seconds without a new file after which a training on another machine counts as stopped
+QUIET_SECONDS = (
+    3600  # seconds without a new file after which a training on another machine counts as stopped
+)
 
 
 def is_alive(process: int) -> bool:
@@ -67,7 +73,12 @@ def is_training(folder: Path) -> bool:
         holder = json.loads((folder / LOCK).read_bytes())
         if holder["host"] == socket.gethostname():
             return is_alive(holder["process"])
-    except (OSError, ValueError, KeyError, TypeError):  # nobody holds it, or it is just being written
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+    ):  # nobody holds it, or it is just being written
         return False
     times = [path.stat().st_mtime for path in folder.glob("*.json*")]
     return time.time() - max(times, default=0) < QUIET_SECONDS
@@ -107,12 +118,25 @@ def read_run(folder: str | Path) -> Record:
     path = Path(folder)
     if not (path / "run.json").is_file():
         below = sorted(str(file.parent) for file in path.glob("*/run.json"))
-        hint = f"; it holds {count_of(len(below), 'run')}, such as {shown(below[0])}" if below else ""
-        raise ValueError(f"runs: {shown(str(folder))} is not a run's folder: there is no run.json{hint}")
+        hint = (
+            f"; it holds {count_of(len(below), 'run')}, such as {shown(below[0])}" if below else ""
+        )
+        raise ValueError(
+            f"runs: {shown(str(folder))} is not a run's folder: there is no run.json{hint}"
+        )
     table = recorded_run(path, "runs")
-    state = "finished" if table["state"] == "finished" else "training" if is_training(path) else "stopped"
+    state = (
+        "finished"
+        if table["state"] == "finished"
+        else "training"
+        if is_training(path)
+        else "stopped"
+    )
     return Record(
-        path, table["settings"], state, *(number_rows(Run(path), name) for name in ("metrics", "evaluations"))
+        path,
+        table["settings"],
+        state,
+        *(number_rows(Run(path), name) for name in ("metrics", "evaluations")),
     )
 
 # %% ../../nbs/viewing/01_run.ipynb #009bae5b
@@ -124,7 +148,9 @@ def read_records(folders: tuple[str | Path, ...]) -> list[Record]:
     if not folders:
         raise ValueError("runs: nothing is given; write branchgrpo view runs/demo")
     if len(folders) > MOST_RUNS:
-        raise ValueError(f"runs: {len(folders)} are given, and at most {MOST_RUNS} are shown side by side")
+        raise ValueError(
+            f"runs: {len(folders)} are given, and at most {MOST_RUNS} are shown side by side"
+        )
     return [read_run(folder) for folder in folders]
 
 # %% ../../nbs/viewing/01_run.ipynb #0a9a8798
@@ -144,7 +170,15 @@ METRICS = {
     "unscored_prompts": "prompts left out since they had no finite reward, so far",
 }
 RIGHT_IMAGES = "eval_check_all"  # the share of held-out images that are right in every respect
-COUNTERS = ("denoiser_calls", "trained_calls", "retained_calls", "optimiser_steps", "previews", "edges", "seconds")
+COUNTERS = (
+    "denoiser_calls",
+    "trained_calls",
+    "retained_calls",
+    "optimiser_steps",
+    "previews",
+    "edges",
+    "seconds",
+)
 
 # %% ../../nbs/viewing/01_run.ipynb #da94de20
 def series(record: Record, name: str) -> list[tuple[float, float]]:
@@ -161,9 +195,17 @@ def metric_place(name: str) -> tuple[int, bool, str]:
 # %% ../../nbs/viewing/01_run.ipynb #cdbd3701
 def metric_names(records: list[Record]) -> tuple[list[str], list[str]]:
     "Return the names of the metrics that some run has: those to look at first, and the others."
-    found = {name for r in records for row in r.rows for name in row if not name.startswith("eval_")}
-    found |= {name for r in records for row in r.evaluations for name in row if name.startswith("eval_")}
-    first = [n for n in found if n in METRICS or n == RIGHT_IMAGES or n.startswith(("eval_reward/", "reward/"))]
+    found = {
+        name for r in records for row in r.rows for name in row if not name.startswith("eval_")
+    }
+    found |= {
+        name for r in records for row in r.evaluations for name in row if name.startswith("eval_")
+    }
+    first = [
+        n
+        for n in found
+        if n in METRICS or n == RIGHT_IMAGES or n.startswith(("eval_reward/", "reward/"))
+    ]
     first.sort(key=metric_place)
     others = sorted(found - {*first, *COUNTERS, "iteration"})
     return first, [*others, *(name for name in COUNTERS if name in found)]
@@ -175,7 +217,9 @@ COSTS = ("denoiser_calls", "trained_calls", "seconds")
 def sections(records: list[Record]) -> dict[str, list[str]]:
     "Return the names of all metrics under headings: what came out, what it cost, how it was trained, and the rest."
     first, others = metric_names(records)
-    results = [name for name in first if name.startswith("eval_") or name.partition("/")[0] == "reward"]
+    results = [
+        name for name in first if name.startswith("eval_") or name.partition("/")[0] == "reward"
+    ]
     costs = [name for name in COSTS if name in others]
     found = {"results": results, "cost": costs}
     found["training"] = [name for name in first if name not in results]
@@ -183,7 +227,9 @@ def sections(records: list[Record]) -> dict[str, list[str]]:
     return {title: names for title, names in found.items() if names}
 
 # %% ../../nbs/viewing/01_run.ipynb #3d0ac303
-def begin_and_end(points: list[tuple[float, float]], single: bool = False) -> tuple[float, float] | None:
+def begin_and_end(
+    points: list[tuple[float, float]], single: bool = False
+) -> tuple[float, float] | None:
     "Return the means of the first and of the last tenth of a series (of one point if `single`); None if it is empty."
     if not points:
         return None
@@ -202,7 +248,9 @@ def metric_text(record: Record, name: str) -> str:
     return f"{found[0]:.4g} → {found[1]:.4g}"
 
 # %% ../../nbs/viewing/01_run.ipynb #c5845447
-METHOD = {"recipe", *field_types(MethodSettings)} - {"seed"}  # what the runs of a group have in common
+METHOD = {"recipe", *field_types(MethodSettings)} - {
+    "seed"
+}  # what the runs of a group have in common
 
 
 def groups_of(records: list[Record]) -> dict[str, list[int]]:
@@ -219,13 +267,17 @@ def groups_of(records: list[Record]) -> dict[str, list[int]]:
     for (recipe, _), places in found.items():
         alone = sum(name == recipe for name, _ in found) == 1
         numbers = ", ".join(str(n + 1) for n in places)
-        groups[recipe if alone else f"{recipe} ({numbers})"] = places  # of other settings: by the runs' numbers
+        groups[recipe if alone else f"{recipe} ({numbers})"] = (
+            places  # of other settings: by the runs' numbers
+        )
     return groups
 
 
 def group_text(records: list[Record], name: str) -> str:
     "Return a metric of a group as it stands in the table: the mean over its runs, and the interval of its end."
-    from branchgrpo.reproduction.statistics import mean_interval  # scipy, which one run does not need
+    from branchgrpo.reproduction.statistics import (
+        mean_interval,
+    )  # scipy, which one run does not need
 
     single = name.startswith("eval_") or name in COUNTERS
     found = [begin_and_end(series(r, name), single) for r in records]
@@ -240,12 +292,17 @@ def group_text(records: list[Record], name: str) -> str:
     return text if low is None else f"{text} [{low:.4g}, {high:.4g}]"
 
 # %% ../../nbs/viewing/01_run.ipynb #e20443f9
-def table_rows(heads: list[str], names: dict[str, list[str]], text: Callable[[int, str], str]) -> list[list[str]]:
+def table_rows(
+    heads: list[str], names: dict[str, list[str]], text: Callable[[int, str], str]
+) -> list[list[str]]:
     "Return the rows of a table of metrics under their headings; `text(column, name)` is what stands in it."
     rows = [heads]
     for title, found in names.items():
         rows.append([title, *("" for _ in heads[1:])])
-        rows += [[f"  {plain_line(name)}", *(text(c, name) for c in range(len(heads) - 1))] for name in found]
+        rows += [
+            [f"  {plain_line(name)}", *(text(c, name) for c in range(len(heads) - 1))]
+            for name in found
+        ]
     return rows
 
 
@@ -262,7 +319,9 @@ def aligned(rows: list[list[str]]) -> list[str]:
 def group_rows(records: list[Record]) -> list[list[str]]:
     "Return the rows of the results and costs of all groups; nothing if there are none."
     groups = groups_of(records)
-    names = {title: found for title, found in sections(records).items() if title in ("results", "cost")}
+    names = {
+        title: found for title, found in sections(records).items() if title in ("results", "cost")
+    }
     if not groups or not names:
         return []
     members = [[records[n] for n in places] for places in groups.values()]
@@ -272,14 +331,18 @@ def group_rows(records: list[Record]) -> list[list[str]]:
 
 def run_table(records: list[Record]) -> str:
     "Return the table of some runs, as plain text: groups of seeds first; the columns are numbered as the runs are."
-    lines = [f"{n}  {plain_line(r.name)}  {plain_line(r.about())}" for n, r in enumerate(records, 1)]
+    lines = [
+        f"{n}  {plain_line(r.name)}  {plain_line(r.about())}" for n, r in enumerate(records, 1)
+    ]
     names = sections(records)
     if not names:
         return "\n".join([*lines, "no iteration is finished yet"])
     if groups := group_rows(records):
         lines += ["", *aligned(groups), ""]
     numbers = [str(n) for n in range(1, len(records) + 1)]
-    rows = table_rows(["begin → end", *numbers], names, lambda c, name: metric_text(records[c], name))
+    rows = table_rows(
+        ["begin → end", *numbers], names, lambda c, name: metric_text(records[c], name)
+    )
     return "\n".join([*lines, *aligned(rows)])
 
 # %% ../../nbs/viewing/01_run.ipynb #921fcecf
@@ -293,14 +356,20 @@ def evenly_spread(items: list[Any], most: int) -> list[Any]:
     return [items[round(n * (len(items) - 1) / (most - 1))] for n in range(most)]
 
 # %% ../../nbs/viewing/01_run.ipynb #3a15b090
-COLUMNS, SHEET, SIDE = 8, 32, 128  # images in a row, images of an earlier version's sheet, pixels of an image
+COLUMNS, SHEET, SIDE = (
+    8,
+    32,
+    128,
+)  # images in a row, images of an earlier version's sheet, pixels of an image
 RIGHT, WRONG = "#009E73", "#D55E00"  # readable without red-green vision
 
 # %% ../../nbs/viewing/01_run.ipynb #58c0bee5
 def data_uri(image: Any, small: bool | None = None) -> str:
     "Return a PIL image as text for a page: PNG where pixels are few (`small`), else JPEG."
     file, small = BytesIO(), image.height <= 48 if small is None else small
-    image.convert("RGB").save(file, format="png" if small else "jpeg", **({} if small else {"quality": 88}))
+    image.convert("RGB").save(
+        file, format="png" if small else "jpeg", **({} if small else {"quality": 88})
+    )
     return f"data:image/{'png' if small else 'jpeg'};base64,{base64.b64encode(file.getvalue()).decode()}"
 
 # %% ../../nbs/viewing/01_run.ipynb #9dca4a2e
@@ -351,7 +420,10 @@ def kept_files(record: Record, folder: str, suffix: str, most: int) -> list[Path
 
 def sample_rows(record: Record) -> list[tuple[int, str]]:
     "Return (iteration, data URI) of some of a run's evaluations."
-    prompts, height = record.settings.get("evaluation_prompts", SHEET), record.settings.get("height", 0)
+    prompts, height = (
+        record.settings.get("evaluation_prompts", SHEET),
+        record.settings.get("height", 0),
+    )
     found = []
     for path in kept_files(record, "samples", ".png", MOST_ROWS):
         with reading(path):

@@ -66,7 +66,12 @@ def make_files(folder):
     for name in FOLDERS:
         (folder / name).mkdir()
     for name, damage in MODELS.items():
-        shutil.copytree(Path(branchgrpo.__file__).parent / "testbed/weights/tiny-flux", folder / name)
+        shutil.copytree(
+            Path(branchgrpo.__file__).parent / "testbed/weights/tiny-flux", folder / name
+        )
         damage(folder / name)
-    for name in ("wan", "sd3"):  # as a model of one's own: nothing says at which size it was trained
+    for name in (
+        "wan",
+        "sd3",
+    ):  # as a model of one's own: nothing says at which size it was trained
         shutil.copytree(folder_of(f"tiny-{name}"), folder / f"b_{name}")

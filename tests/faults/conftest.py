@@ -33,7 +33,11 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("--faults"):
         forget_notes({item.nodeid for item in items})
         return
-    slow = [item for item in items if HERE in item.path.parents and item.get_closest_marker("fast") is None]
+    slow = [
+        item
+        for item in items
+        if HERE in item.path.parents and item.get_closest_marker("fast") is None
+    ]
     items[:] = [item for item in items if item not in slow]
     config.hook.pytest_deselected(items=slow)
 
@@ -58,7 +62,9 @@ def noted(request):
     def note(what, happened, kept=words, kind="faults", **more):
         assert kind in KINDS and kept, (kind, kept)
         name = re.sub(r"[^a-z0-9]+", "-", what.lower())[:100]
-        digest = hashlib.blake2b(what.encode(), digest_size=4).hexdigest()  # texts that differ in signs only
+        digest = hashlib.blake2b(
+            what.encode(), digest_size=4
+        ).hexdigest()  # texts that differ in signs only
         path = NOTES / kind / f"{name}-{digest}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         row = {"what": what, "happened": happened, "kept": kept} | more
@@ -69,14 +75,20 @@ def noted(request):
 
 
 def commit():
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    )
     return found.stdout.strip()
 
 
 def runs_everything(config):
     "Return whether a call asks for the whole folder."
     asked = [Path(argument).resolve() for argument in config.args]
-    return asked == [Path(__file__).parent] and not config.option.keyword and not config.option.markexpr
+    return (
+        asked == [Path(__file__).parent]
+        and not config.option.keyword
+        and not config.option.markexpr
+    )
 
 
 def pytest_sessionfinish(session):

@@ -183,7 +183,9 @@ def scene(code, folder, env=None, timeout=300):
     "Run a scene in a process of its own; return its table `found`."
     Path(folder).mkdir(parents=True, exist_ok=True)
     words = [sys.executable, "-c", BEGIN + code + END, folder]
-    done = run(words, env=os.environ | {"TQDM_DISABLE": "1"} | (env or {}), cwd=folder, timeout=timeout)
+    done = run(
+        words, env=os.environ | {"TQDM_DISABLE": "1"} | (env or {}), cwd=folder, timeout=timeout
+    )
     said = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
     assert said, done.stdout[-4000:]
     return json.loads(said[-1].removeprefix("FOUND "))

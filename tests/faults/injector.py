@@ -48,7 +48,9 @@ def replace(name, wrapper):
     owner, last = owner_of(name)
     old = getattr(owner, last)
     new = wraps(old)(wrapper(old))
-    places = [module for key, module in list(sys.modules.items()) if key.split(".")[0] == "branchgrpo"]
+    places = [
+        module for key, module in list(sys.modules.items()) if key.split(".")[0] == "branchgrpo"
+    ]
     for place in [owner] if isinstance(owner, type) else [owner, *places]:
         for key, value in list(vars(place).items()):
             if value is old or (place is owner and key == last):
@@ -139,10 +141,17 @@ def operation(event, args):
     "Return the path that an event changes; None if it changes none."
     if event == "open":
         path, mode, flags = args
-        writes = any(letter in mode for letter in "wax+") if isinstance(mode, str) else (flags or 0) & CHANGES
+        writes = (
+            any(letter in mode for letter in "wax+")
+            if isinstance(mode, str)
+            else (flags or 0) & CHANGES
+        )
         return place_of(path) if writes and not isinstance(path, int) else None
     if event in FILES:
-        return place_of(args[0], {"os.remove": 1, "os.rmdir": 1, "os.mkdir": 2, "os.rename": 2}.get(event) and args[-1])
+        return place_of(
+            args[0],
+            {"os.remove": 1, "os.rmdir": 1, "os.mkdir": 2, "os.rename": 2}.get(event) and args[-1],
+        )
     return None
 
 
@@ -161,7 +170,11 @@ class Files:
 
     def __init__(self, table, fault):
         self.folder, self.table, self.fault = table["folder"], table, fault
-        self.record = os.open(table["record"], os.O_WRONLY | os.O_CREAT | os.O_APPEND) if "record" in table else None
+        self.record = (
+            os.open(table["record"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            if "record" in table
+            else None
+        )
         self.armed = False  # the operation has begun, and the fault comes after it
         self.busy = False
         sys.addaudithook(self.seen)
@@ -180,7 +193,11 @@ class Files:
     def handle(self, event, path):
         if self.record is not None:
             os.write(self.record, (json.dumps([event, path]) + "\n").encode())
-        elif event == self.table["event"] and fnmatch.fnmatch(path, self.table["path"]) and self.fault.counted():
+        elif (
+            event == self.table["event"]
+            and fnmatch.fnmatch(path, self.table["path"])
+            and self.fault.counted()
+        ):
             if self.table.get("when", "before") == "before":
                 self.fault.strike()
             self.armed = True

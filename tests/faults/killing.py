@@ -18,8 +18,12 @@ from branchgrpo.training.checkpoints import newest, read_manifest, read_saved_ta
 
 INJECTOR = Path(__file__).with_name("injector.py")
 KILLED = {"KILL": -9, "limit": -25}
-RUN = SMALL | dict(steps=4, splits=[0, 2], iterations=3, checkpoint_every=1, keep_checkpoints=2, evaluate_every=3)
-RUN |= dict(evaluation_prompts=2, evaluation_steps=2, ema_decay=0.5, max_batch=2, learning_rate=1e-4)
+RUN = SMALL | dict(
+    steps=4, splits=[0, 2], iterations=3, checkpoint_every=1, keep_checkpoints=2, evaluate_every=3
+)
+RUN |= dict(
+    evaluation_prompts=2, evaluation_steps=2, ema_decay=0.5, max_batch=2, learning_rate=1e-4
+)
 FULL = {"sharding": "full"}
 MODES = {  # processes, and what differs
     "1 process": (1, {"checkpoint_every": 2, "iterations": 4, "evaluate_every": 2}),
@@ -38,7 +42,11 @@ class Attempt:
         self.logs = [Path(f"{folder}.log{rank}") for rank in range(self.n)]
         settings = Path(f"{folder}.yaml")
         settings.write_text(json.dumps((run or RUN | changes) | {"output": str(folder)}))
-        shared = {"MASTER_PORT": free_port(), "MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "true"}
+        shared = {
+            "MASTER_PORT": free_port(),
+            "MASTER_ADDR": "127.0.0.1",
+            "ACCELERATE_USE_CPU": "true",
+        }
         shared |= {"WORLD_SIZE": self.n, "LOCAL_WORLD_SIZE": self.n} if self.n > 1 else {}
         shared |= {"BRANCHGRPO_FAULT": json.dumps(fault)} if fault else {}
         self.processes = [self.start(rank, shared, settings) for rank in range(self.n)]
@@ -51,7 +59,9 @@ class Attempt:
             return popen(words, env=env, stdout=log, stderr=log)
 
     def log(self):
-        return "\n".join(f"--- process {n}\n{log.read_text()[-2500:]}" for n, log in enumerate(self.logs))
+        return "\n".join(
+            f"--- process {n}\n{log.read_text()[-2500:]}" for n, log in enumerate(self.logs)
+        )
 
     def ended(self, seconds=300):
         "Wait for all processes; return their exit codes, and the seconds from the first end to the last."
@@ -74,7 +84,9 @@ class Attempt:
         "Wait for the end; return the exit code of the process with the fault, the others' codes and their seconds."
         codes, late = self.ended()
         rank = self.fault.get("rank", 0) if self.fault.get("rank") != "all" else 0
-        assert "fault reached" in self.logs[rank].read_text(), f"not reached: {self.fault}\n{self.log()}"
+        assert "fault reached" in self.logs[rank].read_text(), (
+            f"not reached: {self.fault}\n{self.log()}"
+        )
         return codes.pop(rank), codes, late
 
 
@@ -131,4 +143,6 @@ def command(words, log, fault=None, **options):
     "Start `words` (`-m module …` or `-c code …`) with a fault; its output goes to the end of `log`."
     env = os.environ | {"BRANCHGRPO_FAULT": json.dumps(fault or {})} | options.pop("env", {})
     with open(log, "a") as file:
-        return popen([sys.executable, INJECTOR, *words], env=env, stdout=file, stderr=file, **options)
+        return popen(
+            [sys.executable, INJECTOR, *words], env=env, stdout=file, stderr=file, **options
+        )

@@ -49,7 +49,9 @@ def learner(mean=0.0, shape=(1,), recipe="branchgrpo", backbone="tiny-flux", **c
     "A learner of the smallest model, under the name `backbone`."
     policy = GaussianFlow(mean, shape=shape)
     s = resolve(TrainConfig(recipe=recipe), policy=policy)
-    return make_learner(policy, dataclasses.replace(s, backbone=backbone, **changes), Accelerator(cpu=True))
+    return make_learner(
+        policy, dataclasses.replace(s, backbone=backbone, **changes), Accelerator(cpu=True)
+    )
 
 
 def saved(run, **changes):
@@ -107,8 +109,14 @@ def whole_manifest(folder):
 
 
 DAMAGE = {
-    "one bit of the weights is flipped": (lambda f: flip(tensors(f)), "has other content than was written"),
-    "one bit of the weights' header is flipped": (lambda f: flip(tensors(f), 30), "has other content than was written"),
+    "one bit of the weights is flipped": (
+        lambda f: flip(tensors(f)),
+        "has other content than was written",
+    ),
+    "one bit of the weights' header is flipped": (
+        lambda f: flip(tensors(f), 30),
+        "has other content than was written",
+    ),
     "the weights' file is cut short": (lambda f: os.truncate(tensors(f), 100), "has 100 bytes of"),
     "the weights' file is empty": (lambda f: os.truncate(tensors(f), 0), "has 0 bytes of"),
     "the weights' file is gone": (lambda f: tensors(f).unlink(), "safetensors is missing"),
@@ -121,10 +129,16 @@ DAMAGE = {
         "progress.json has other content than was written",
     ),
     "the manifest is cut short": (lambda f: manifest(f, b'{"iter'), "progress.json cannot be read"),
-    "the manifest is binary": (lambda f: manifest(f, b"\xff\x00" * 9), "progress.json cannot be read"),
+    "the manifest is binary": (
+        lambda f: manifest(f, b"\xff\x00" * 9),
+        "progress.json cannot be read",
+    ),
     "the manifest is a list": (lambda f: manifest(f, b"[4]"), "progress.json cannot be read"),
     "the manifest is gone": (lambda f: (f / "progress.json").unlink(), "progress.json is missing"),
-    "the folder is empty": (lambda f: [path.unlink() for path in f.iterdir()], "progress.json is missing"),
+    "the folder is empty": (
+        lambda f: [path.unlink() for path in f.iterdir()],
+        "progress.json is missing",
+    ),
     "the folder is a file": (to_file, "it is not a folder"),
 }
 
@@ -137,13 +151,22 @@ def test_a_damaged_checkpoint_is_named_set_aside_and_the_one_before_used(tmp_pat
     damage(run / "checkpoints/000004")
     iteration, weight, lines = loaded(run)
     assert (iteration, weight) == (2, 2.0)
-    assert len(lines) == 1 and message in lines[0] and "000004'" in lines[0] and "'000004.damaged'" in lines[0]
+    assert (
+        len(lines) == 1
+        and message in lines[0]
+        and "000004'" in lines[0]
+        and "'000004.damaged'" in lines[0]
+    )
     assert names(run) == ["000002", "000004.damaged"]
     remove_leftovers(run)
     saved(run)  # trained again, and cleaned up as every start does
     assert names(run) == ["000002", "000004", "000004.damaged"]
     assert loaded(run) == (4, 4.0, [])
-    noted(f"Newest checkpoint: {kind}", lines[0].replace(str(tmp_path), "…"), "checkpoint 2 is used; 4 is set aside")
+    noted(
+        f"Newest checkpoint: {kind}",
+        lines[0].replace(str(tmp_path), "…"),
+        "checkpoint 2 is used; 4 is set aside",
+    )
 
 
 def test_all_checkpoints_damaged_starts_from_the_beginning_and_says_so(tmp_path, noted):
@@ -153,12 +176,18 @@ def test_all_checkpoints_damaged_starts_from_the_beginning_and_says_so(tmp_path,
     iteration, weight, lines = loaded(run)
     assert (iteration, weight) == (0, -1.0)
     assert names(run) == ["000002.damaged", "000004.damaged"]
-    assert len(lines) == 3 and lines[-1].endswith("has no sound one; the run starts from the beginning")
+    assert len(lines) == 3 and lines[-1].endswith(
+        "has no sound one; the run starts from the beginning"
+    )
     saved(run)
     flip(tensors(run / "checkpoints/000004"))
     loaded(run)
     assert names(run) == ["000002", "000002.damaged", "000004.damaged", "000004.damaged2"]
-    noted("All checkpoints damaged", lines[-1].replace(str(tmp_path), "…"), "the damaged folders, set aside")
+    noted(
+        "All checkpoints damaged",
+        lines[-1].replace(str(tmp_path), "…"),
+        "the damaged folders, set aside",
+    )
 
 
 @pytest.mark.fast
@@ -185,16 +214,27 @@ def refused(run, noted, what, tmp_path, **changes):
         load_checkpoint(run, into)
     line = str(error.value)
     assert "\n" not in line and "000004" in line
-    assert names(run) == ONE and into.parameters["mean"].detach().eq(-1.0).all(), "nothing is renamed or half loaded"
+    assert names(run) == ONE and into.parameters["mean"].detach().eq(-1.0).all(), (
+        "nothing is renamed or half loaded"
+    )
     noted(what, line.replace(str(tmp_path), "…"), "the checkpoints, as they were")
     return line
 
 
 FOREIGN = {
-    "recipe": ({"recipe": "dancegrpo"}, "was written for recipe 'branchgrpo', this run has 'dancegrpo'"),
+    "recipe": (
+        {"recipe": "dancegrpo"},
+        "was written for recipe 'branchgrpo', this run has 'dancegrpo'",
+    ),
     "adapter strength": ({"lora_alpha": 7}, "was written for lora_alpha"),
-    "model": ({"backbone": "tiny-sd3"}, "was written for backbone 'tiny-flux', this run has 'tiny-sd3'"),
-    "width": ({"shape": (3,)}, "'averages.mean' as torch.float32 [1], this run trains torch.float32 [3]"),
+    "model": (
+        {"backbone": "tiny-sd3"},
+        "was written for backbone 'tiny-flux', this run has 'tiny-sd3'",
+    ),
+    "width": (
+        {"shape": (3,)},
+        "'averages.mean' as torch.float32 [1], this run trains torch.float32 [3]",
+    ),
     "version": ({}, "); this is "),
 }
 
@@ -213,8 +253,17 @@ def to_old(folder):
     "Make a checkpoint of the format before December 2026, with its index in a pickle."
     tensors(folder).rename(folder / "__0_0.distcp")
     (folder / ".metadata").write_bytes(pickle.dumps({"state_dict_metadata": {}}))
-    table = {"iteration": 4, "seconds": 1.0, "counts": {}, "averaging_steps": 4, "processes": 1, "scaler": None}
-    table["files"] = {p.name: p.stat().st_size for p in folder.iterdir() if p.name != "progress.json"}
+    table = {
+        "iteration": 4,
+        "seconds": 1.0,
+        "counts": {},
+        "averaging_steps": 4,
+        "processes": 1,
+        "scaler": None,
+    }
+    table["files"] = {
+        p.name: p.stat().st_size for p in folder.iterdir() if p.name != "progress.json"
+    }
     (folder / "progress.json").write_text(json.dumps(table, indent=1))
 
 
@@ -226,7 +275,9 @@ def test_an_old_format_is_refused_in_one_line(tmp_path, noted):
     assert "in format 1" in line and "reads format 2" in line
     for state, readable in (("finished", True), ("started", False)):
         write_text(run / "run.json", json.dumps({"settings": {"iterations": 0}, "state": state}))
-        assert is_readable(Run(run)) == readable, "a finished run of the cache stays; another is trained anew"
+        assert is_readable(Run(run)) == readable, (
+            "a finished run of the cache stays; another is trained anew"
+        )
 
 
 # ---- what is loaded runs no code
@@ -284,7 +335,10 @@ def test_no_file_of_a_checkpoint_runs_code(tmp_path, noted, kind):
             (tensors(folder) if place == "the tensors" else folder / place).write_bytes(data)
             if sealed and place != "progress.json":
                 reseal(folder)
-            for read in (lambda run=run: loaded(run), lambda folder=folder: read_saved_table(folder, "averages")):
+            for read in (
+                lambda run=run: loaded(run),
+                lambda folder=folder: read_saved_table(folder, "averages"),
+            ):
                 with contextlib.suppress(ValueError, OSError):
                     read()
             assert not marker.exists(), place
@@ -327,15 +381,39 @@ def own_code(marker, table, **changes):
     return change
 
 
-AUTO = {"auto_map": {"AutoModel": "mine.Mine", "AutoConfig": "mine.Mine"}, "trust_remote_code": True}
+AUTO = {
+    "auto_map": {"AutoModel": "mine.Mine", "AutoConfig": "mine.Mine"},
+    "trust_remote_code": True,
+}
 MODELS = {
-    "pickled transformer": ("transformer", lambda m: pickled_weights(m, "pickle", "diffusion_pytorch_model.bin")),
-    "torch transformer": ("transformer", lambda m: pickled_weights(m, "torch", "diffusion_pytorch_model.bin")),
-    "pickled text encoder": ("text_encoder", lambda m: pickled_weights(m, "pickle", "pytorch_model.bin")),
-    "torch text encoder": ("text_encoder", lambda m: pickled_weights(m, "torch", "pytorch_model.bin")),
-    "pipeline's own class": ("", lambda m: own_code(m, "model_index.json", _class_name=["mine", "Mine"])),
-    "part's own class": ("", lambda m: own_code(m, "model_index.json", transformer=["mine", "Mine"])),
-    "scheduler's own class": ("", lambda m: own_code(m, "model_index.json", scheduler=["mine", "Mine"])),
+    "pickled transformer": (
+        "transformer",
+        lambda m: pickled_weights(m, "pickle", "diffusion_pytorch_model.bin"),
+    ),
+    "torch transformer": (
+        "transformer",
+        lambda m: pickled_weights(m, "torch", "diffusion_pytorch_model.bin"),
+    ),
+    "pickled text encoder": (
+        "text_encoder",
+        lambda m: pickled_weights(m, "pickle", "pytorch_model.bin"),
+    ),
+    "torch text encoder": (
+        "text_encoder",
+        lambda m: pickled_weights(m, "torch", "pytorch_model.bin"),
+    ),
+    "pipeline's own class": (
+        "",
+        lambda m: own_code(m, "model_index.json", _class_name=["mine", "Mine"]),
+    ),
+    "part's own class": (
+        "",
+        lambda m: own_code(m, "model_index.json", transformer=["mine", "Mine"]),
+    ),
+    "scheduler's own class": (
+        "",
+        lambda m: own_code(m, "model_index.json", scheduler=["mine", "Mine"]),
+    ),
     "encoder's own code": ("text_encoder", lambda m: own_code(m, "config.json", **AUTO)),
 }
 
@@ -359,7 +437,9 @@ def test_no_folder_of_a_model_runs_code(tmp_path, noted, kind):
 
 
 def fit(folder, **changes):
-    return Trainer(config(folder, **{"iterations": 3, "checkpoint_every": 1, "keep_checkpoints": 3} | changes)).fit()
+    return Trainer(
+        config(folder, **{"iterations": 3, "checkpoint_every": 1, "keep_checkpoints": 3} | changes)
+    ).fit()
 
 
 def test_a_run_with_a_damaged_checkpoint_ends_as_one_without(tmp_path, noted):
@@ -372,7 +452,9 @@ def test_a_run_with_a_damaged_checkpoint_ends_as_one_without(tmp_path, noted):
     one, two = (read_saved_table(newest(path.path), "weights") for path in (whole, run))
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert names(run.path) == ["000002", "000003", "000003.damaged", "000004"]
-    noted("A training with a damaged newest checkpoint is continued", "one warning", "ends bit-equal")
+    noted(
+        "A training with a damaged newest checkpoint is continued", "one warning", "ends bit-equal"
+    )
 
 
 def test_all_ranks_agree_which_checkpoint_is_used(tmp_path, noted):
@@ -384,7 +466,12 @@ def test_all_ranks_agree_which_checkpoint_is_used(tmp_path, noted):
     second = sorted((tmp_path / "run/checkpoints/000002").glob("*.safetensors"))
     assert len(second) == 2, "each rank has written its slices"
     flip(second[1])
-    processes(2, BEGIN.replace('warnings.filterwarnings("ignore")', "") + FIT + END, run, tmp_path / "end2")
+    processes(
+        2,
+        BEGIN.replace('warnings.filterwarnings("ignore")', "") + FIT + END,
+        run,
+        tmp_path / "end2",
+    )
     logs = [Path(f"{tmp_path / 'end2'}.log{rank}").read_text() for rank in (0, 1)]
     assert [log.count("000002' is damaged") for log in logs] == [1, 0], "it is said once"
     assert rows(tmp_path / "whole") == rows(tmp_path / "run")
@@ -426,7 +513,9 @@ def test_an_export_killed_at_any_file_operation_leaves_the_old_or_the_new_result
         assert [p.name for p in run.iterdir()] == ["model"]
         found.append(load_file(run / "model/model.safetensors")["mean"].item())
     assert code == 0 and step > 6
-    assert set(found) == {3.0, 7.0} and found == sorted(found), "the old one, and from some step on the new one"
+    assert set(found) == {3.0, 7.0} and found == sorted(found), (
+        "the old one, and from some step on the new one"
+    )
     what = "SIGKILL before each file operation of an export over an earlier one"
     noted(what, f"{step - 1} kills", "the old result or the new one, never neither", kind="kills")
 
@@ -446,8 +535,12 @@ def test_rows_cut_at_any_byte_are_continued_on_a_line_of_their_own(tmp_path, not
         append_jsonl(path, {"iteration": 3})
         assert read_jsonl(path) == [*before, {"iteration": 3}], data[:size]
     path.write_bytes('{"prompt": "a\u2028b"}\n\n{"prompt": "\xff'.encode("utf-8")[:-1])
-    assert read_jsonl(path) == [{"prompt": "a\u2028b"}], "not split within a text, nor stopped by an empty line"
-    noted("SIGKILL within a row of metrics.jsonl, at each byte", "the row is left out", kind="kills")
+    assert read_jsonl(path) == [{"prompt": "a\u2028b"}], (
+        "not split within a text, nor stopped by an empty line"
+    )
+    noted(
+        "SIGKILL within a row of metrics.jsonl, at each byte", "the row is left out", kind="kills"
+    )
 
 
 def test_evaluations_are_rewound_with_the_metrics(tmp_path):

@@ -29,15 +29,30 @@ def files(tmp_path_factory):
 
 
 def words_of(line, files):
-    for name, value in {"{5000 ones}": "1" * 5000, "{f}": str(files), "{reproduce}": str(ROOT / "reproduce")}.items():
+    for name, value in {
+        "{5000 ones}": "1" * 5000,
+        "{f}": str(files),
+        "{reproduce}": str(ROOT / "reproduce"),
+    }.items():
         line = line.replace(name, value)
-    return [word.encode().decode("unicode_escape") if "\\x" in word else word for word in shlex.split(line)]
+    return [
+        word.encode().decode("unicode_escape") if "\\x" in word else word
+        for word in shlex.split(line)
+    ]
 
 
 def what_is_there(*folders):
     "Size and time of every file below some folders; folders themselves without a time."
-    found = [path for folder in folders for path in Path(folder).rglob("*") if "__pycache__" not in path.parts]
-    return {path: (path.stat().st_size, path.stat().st_mtime_ns) if path.is_file() else None for path in found}
+    found = [
+        path
+        for folder in folders
+        for path in Path(folder).rglob("*")
+        if "__pycache__" not in path.parts
+    ]
+    return {
+        path: (path.stat().st_size, path.stat().st_mtime_ns) if path.is_file() else None
+        for path in found
+    }
 
 
 def called(capfd, words):
@@ -65,11 +80,17 @@ def row_of(name, line, files, happened="it runs", kept="what it makes", variable
     line = line if len(line) < 200 else f"{line[:150]}…"
     command = f"{variables} branchgrpo {line}".strip()
     return dict(
-        what=name, happened=happened.strip().replace(str(files), "…"), kept=kept, kind="inputs", command=command
+        what=name,
+        happened=happened.strip().replace(str(files), "…"),
+        kept=kept,
+        kind="inputs",
+        command=command,
     )
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.fast] if n in FAST else []) for n in NAMES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.fast] if n in FAST else []) for n in NAMES]
+)
 def test_a_bad_input_costs_one_line(name, files, tmp_path, monkeypatch, capfd, noted):
     line, message = BAD[name]
     monkeypatch.chdir(tmp_path)
@@ -116,7 +137,9 @@ def test_a_reward_whose_first_answer_is_wrong(name, files, tmp_path, capfd, note
     code, _, err = called(capfd, [*words, own + "ones", *output])
     assert code == 0, err
     happened = line.replace(str(files), "…")
-    noted(f"a reward that returns {name}", happened, "the folder, for another reward", kind="inputs")
+    noted(
+        f"a reward that returns {name}", happened, "the folder, for another reward", kind="inputs"
+    )
 
 
 @pytest.mark.fast

@@ -41,43 +41,89 @@ PLACES = {  # of one iteration after the first checkpoint, and of the end
     "decode": at("branchgrpo.backbones.flux:FluxPolicy.decode", 1, "before", part("collect", 3)),
     "reward": at("branchgrpo.rewards.scorer:score_parts", 1, "after", part("collect", 3)),
     "credit": at(f"{TRAINING}.credit:assign_credit", 1, "before", part("credit", 3)),
-    "backward": at("branchgrpo.samplers:Gaussian.log_prob", 2, "gradient", [f"{TRAINING}.update:train_step", 3]),
+    "backward": at(
+        "branchgrpo.samplers:Gaussian.log_prob", 2, "gradient", [f"{TRAINING}.update:train_step", 3]
+    ),
     "backward, in the denoiser": at(DENOISER, 2, "gradient", [f"{TRAINING}.update:train_step", 4]),
-    "between micro-batches": at("accelerate:Accelerator.backward", 2, "after", [f"{TRAINING}.update:train_step", 4]),
+    "between micro-batches": at(
+        "accelerate:Accelerator.backward", 2, "after", [f"{TRAINING}.update:train_step", 4]
+    ),
     "between optimiser steps": at(f"{TRAINING}.update:train_step", 1, "after", part("update", 3)),
     "between passes": at(f"{TRAINING}.update:train_step", 2, "before", part("update", 3)),
     "optimiser step": at("torch:Tensor.addcdiv_", 30, "before", part("update", 3)),
     "after the optimiser step": at("torch.optim:AdamW.step", 1, "after", part("update", 3)),
-    "averaged weights": at(f"{TRAINING}.learner:AveragedWeights.step", 1, "after", part("update", 3)),
+    "averaged weights": at(
+        f"{TRAINING}.learner:AveragedWeights.step", 1, "after", part("update", 3)
+    ),
     "before the row of metrics": at(f"{TRAINING}.runs:Run.append", 2, "before"),
     "after the row of metrics": at(f"{TRAINING}.runs:Run.append", 2, "after"),
     "check before a checkpoint": at(f"{TRAINING}.checkpoints:check_weights", 1, "after", saving(2)),
-    "check before the first checkpoint": at(f"{TRAINING}.checkpoints:check_weights", 1, "after", saving(1)),
+    "check before the first checkpoint": at(
+        f"{TRAINING}.checkpoints:check_weights", 1, "after", saving(1)
+    ),
     "first evaluation": at(f"{TRAINING}.held_out:draw_block", 1, "after", evaluation(1)),
     "evaluation": at(f"{TRAINING}.held_out:sample_held_out", 1, "after", evaluation(2)),
-    "evaluation, before it is recorded": at(f"{TRAINING}.held_out:score_held_out", 1, "after", evaluation(2)),
+    "evaluation, before it is recorded": at(
+        f"{TRAINING}.held_out:score_held_out", 1, "after", evaluation(2)
+    ),
     "end, before the model is written": at(f"{TRAINING}.export:write_result", 1, "before"),
     "end, before the model is renamed": at(f"{TRAINING}.export:write_result", 1, "after"),
     "end, before the run is marked": at(f"{TRAINING}.trainer:export", 1, "after"),
     "start, before the folder is made": at(f"{TRAINING}.runs:open_run", 1, "before"),
-    "start, before the first evaluation": at(f"{TRAINING}.trainer:Trainer.evaluate_reached", 1, "before"),
+    "start, before the first evaluation": at(
+        f"{TRAINING}.trainer:Trainer.evaluate_reached", 1, "before"
+    ),
 }
 WRITES = {  # what the kernel ends in the middle of a write: the process has used up its quota of bytes
-    "a checkpoint's weights": at(f"{TRAINING}.checkpoints:check_weights", 1, "after", saving(2), limit=300_000),
+    "a checkpoint's weights": at(
+        f"{TRAINING}.checkpoints:check_weights", 1, "after", saving(2), limit=300_000
+    ),
     "the exported model": at(f"{TRAINING}.export:write_result", 1, "before", limit=3_000_000),
     "the row of metrics": at(f"{TRAINING}.runs:Run.append", 2, "before", limit=900),
-    "the table of evaluations": {"event": "open", "path": "evaluations.jsonl*", "call": 2, "limit": 500},
+    "the table of evaluations": {
+        "event": "open",
+        "path": "evaluations.jsonl*",
+        "call": 2,
+        "limit": 500,
+    },
     "the sheet of images": at(f"{TRAINING}.held_out:image_sheet", 2, "after", limit=1000),
 }
-STEPS = ("rollout", "reward", "backward, in the denoiser", "between optimiser steps", "optimiser step", "evaluation")
+STEPS = (
+    "rollout",
+    "reward",
+    "backward, in the denoiser",
+    "between optimiser steps",
+    "optimiser step",
+    "evaluation",
+)
 KILLS = [
-    *((ONE, place) for place in PLACES if place not in ("between passes", "rollout, in the denoiser")),
-    *((PASSES, place) for place in ("between passes", "optimiser step", "end, before the model is renamed")),
-    *((mode, place) for mode in (TWO, SHARDED) for place in (*STEPS, "end, before the model is written")),
+    *(
+        (ONE, place)
+        for place in PLACES
+        if place not in ("between passes", "rollout, in the denoiser")
+    ),
+    *(
+        (PASSES, place)
+        for place in ("between passes", "optimiser step", "end, before the model is renamed")
+    ),
+    *(
+        (mode, place)
+        for mode in (TWO, SHARDED)
+        for place in (*STEPS, "end, before the model is written")
+    ),
     (SHARDED, "check before a checkpoint"),
 ]
-RANK_1 = {(TWO, "rollout"), (TWO, "backward, in the denoiser"), (TWO, "optimiser step"), (SHARDED, "reward")}
-RANK_1 |= {(SHARDED, "between optimiser steps"), (SHARDED, "evaluation"), (SHARDED, "check before a checkpoint")}
+RANK_1 = {
+    (TWO, "rollout"),
+    (TWO, "backward, in the denoiser"),
+    (TWO, "optimiser step"),
+    (SHARDED, "reward"),
+}
+RANK_1 |= {
+    (SHARDED, "between optimiser steps"),
+    (SHARDED, "evaluation"),
+    (SHARDED, "check before a checkpoint"),
+}
 FAST = {(ONE, "a checkpoint's weights"), (ONE, "between optimiser steps", "TERM", 0)}
 
 
@@ -103,7 +149,10 @@ def whole(tmp_path_factory):
                 Attempt(target, mode, record).ends_well()
                 kept.write_text(json.dumps(outcome(target)))
                 shutil.rmtree(target)
-        events = [tuple(json.loads(line)) for line in target.with_suffix(".events").read_text().splitlines()]
+        events = [
+            tuple(json.loads(line))
+            for line in target.with_suffix(".events").read_text().splitlines()
+        ]
         return json.loads(kept.read_text()), events
 
     return make
@@ -114,7 +163,9 @@ def differing(found, never):
     if not isinstance(never, dict):
         return found, never
     return {
-        key: (found.get(key), never.get(key)) for key in found.keys() | never.keys() if found.get(key) != never.get(key)
+        key: (found.get(key), never.get(key))
+        for key in found.keys() | never.keys()
+        if found.get(key) != never.get(key)
     }
 
 
@@ -130,7 +181,9 @@ def started_again(folder, mode, never, told=False):
     Attempt(folder, mode).ends_well()
     found = outcome(folder)
     if told:
-        assert found["checkpoints"][-1] == never["checkpoints"][-1] and len(found["checkpoints"]) == 2
+        assert (
+            found["checkpoints"][-1] == never["checkpoints"][-1] and len(found["checkpoints"]) == 2
+        )
         found["checkpoints"] = never["checkpoints"]
     assert not lost(found, never)
 
@@ -145,7 +198,15 @@ def last_kept(folder):
 
 
 def note_kill(noted, signal, place, mode, who, happened, kept):
-    noted(f"{signal}: {place}; {mode}{who}", happened, kept, kind="kills", mode=mode, signal=signal, place=place)
+    noted(
+        f"{signal}: {place}; {mode}{who}",
+        happened,
+        kept,
+        kind="kills",
+        mode=mode,
+        signal=signal,
+        place=place,
+    )
 
 
 def check_kill(folder, mode, fault, whole, noted, place):
@@ -160,7 +221,15 @@ def check_kill(folder, mode, fault, whole, noted, place):
     who = f", process {fault.get('rank', 0)} of {len(others) + 1}" if others else ""
     number = "SIGXFSZ" if "limit" in fault else "SIGKILL"
     end = f"; the other process ended with code {others[0]}, {late:.0f} s later" if others else ""
-    note_kill(noted, number, place, mode, who, f"exit code {code}{end}", f"{kept}; started again, it ends bit-equal")
+    note_kill(
+        noted,
+        number,
+        place,
+        mode,
+        who,
+        f"exit code {code}{end}",
+        f"{kept}; started again, it ends bit-equal",
+    )
 
 
 @pytest.mark.parametrize("mode, place", [named(*kill) for kill in KILLS])
@@ -169,7 +238,11 @@ def test_killed(tmp_path, whole, noted, mode, place):
     check_kill(tmp_path / "run", mode, fault, whole, noted, place)
 
 
-TORN = [*((ONE, name) for name in WRITES), (TWO, "a checkpoint's weights"), (SHARDED, "a checkpoint's weights")]
+TORN = [
+    *((ONE, name) for name in WRITES),
+    (TWO, "a checkpoint's weights"),
+    (SHARDED, "a checkpoint's weights"),
+]
 
 
 @pytest.mark.parametrize("mode, name", [named(*torn) for torn in TORN])
@@ -210,7 +283,11 @@ def test_killed_at_every_operation_of_a_checkpoint(tmp_path, whole, noted, mode,
     patterns = [LAST_SAVE, "checkpoints/000001/*", "checkpoints/000001", "checkpoints/000001.gone*"]
     events = whole(mode)[1]
     first = next(n for n, (event, path) in enumerate(events) if fnmatch(path, LAST_SAVE))
-    removed = [path for event, path in events[first:] if event == "os.remove" and path.startswith("checkpoints/000001")]
+    removed = [
+        path
+        for event, path in events[first:]
+        if event == "os.remove" and path.startswith("checkpoints/000001")
+    ]
     assert removed, "the oldest checkpoint is deleted after the newest was saved"
     check_operations(tmp_path, mode, whole, noted, patterns, part, 8, "operation of a checkpoint")
 
@@ -223,7 +300,9 @@ def test_killed_at_operations_of_the_records(tmp_path, whole, noted, part):
 
 
 AGAIN = {  # a run that was killed is killed once more while it resumes
-    "resume, in the reading of the checkpoint": at(f"{TRAINING}.checkpoints:load_checkpoint", 1, "after"),
+    "resume, in the reading of the checkpoint": at(
+        f"{TRAINING}.checkpoints:load_checkpoint", 1, "after"
+    ),
     "resume, before the metrics are cut back": at(f"{TRAINING}.trainer:rewind", 1, "before"),
     "resume, after the metrics were cut back": at(f"{TRAINING}.trainer:rewind", 1, "after"),
     "resume, before leftovers are deleted": at(f"{TRAINING}.trainer:remove_leftovers", 1, "before"),
@@ -269,17 +348,30 @@ def test_told_to_stop(tmp_path, whole, noted, mode, place, number, rank):
     never, _ = whole(mode)
     folder, fault = tmp_path / "run", PLACES[place] | {"rank": rank, "signal": number}
     if mode != ONE and fault["inside"][0].startswith(f"{TRAINING}.trainer"):
-        fault["inside"] = [fault["inside"][0], 2]  # these have three iterations; the last one would end the run
+        fault["inside"] = [
+            fault["inside"][0],
+            2,
+        ]  # these have three iterations; the last one would end the run
     attempt = Attempt(folder, mode, fault)
     code, others, _ = attempt.ends_by_fault()
     assert [code, *others] == [75] * attempt.n, attempt.log()
-    line = next(line for line in attempt.log().splitlines() if line.startswith("branchgrpo: stopped by "))
+    line = next(
+        line for line in attempt.log().splitlines() if line.startswith("branchgrpo: stopped by ")
+    )
     saved, finished = iterations_of(folder)
     assert saved == finished, "all finished iterations are in the checkpoint"
     started_again(folder, mode, never, told=True)
     who = f", process {rank}" if others else ""
     kept = f"checkpoint {saved}, 0 finished iterations lost; started again, it ends bit-equal"
-    note_kill(noted, f"SIG{number}", place, mode, who, f"exit code 75; {line.removeprefix('branchgrpo: ')}", kept)
+    note_kill(
+        noted,
+        f"SIG{number}",
+        place,
+        mode,
+        who,
+        f"exit code 75; {line.removeprefix('branchgrpo: ')}",
+        kept,
+    )
 
 
 ENDS = [
@@ -294,7 +386,9 @@ ENDS = [
 def test_told_to_stop_at_the_end_it_ends(tmp_path, whole, noted, mode, place, rank):
     "All is collected: the run is finished within the time that Slurm gives."
     folder = tmp_path / "run"
-    code, others, _ = Attempt(folder, mode, PLACES[place] | {"rank": rank, "signal": "USR2"}).ends_by_fault()
+    code, others, _ = Attempt(
+        folder, mode, PLACES[place] | {"rank": rank, "signal": "USR2"}
+    ).ends_by_fault()
     assert not code and not any(others)
     assert not lost(outcome(folder), whole(mode)[0])
     note_kill(noted, "SIGUSR2", place, mode, "", "exit code 0", "everything; the run is finished")

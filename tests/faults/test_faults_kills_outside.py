@@ -55,12 +55,17 @@ def got(root, cached, launch=""):
 
 
 def note_kill(noted, place, kept, mode="run cache", happened="exit code -9"):
-    noted(f"SIGKILL: {place}", happened, kept, kind="kills", mode=mode, signal="SIGKILL", place=place)
+    noted(
+        f"SIGKILL: {place}", happened, kept, kind="kills", mode=mode, signal="SIGKILL", place=place
+    )
 
 
 LOCKED = {
     "the run cache, with the lock held, before the training": {"at": f"{CACHE}:_find_or_train"},
-    "the run cache, with the lock held, within the training": {"at": "branchgrpo.training.runs:Run.append", "call": 2},
+    "the run cache, with the lock held, within the training": {
+        "at": "branchgrpo.training.runs:Run.append",
+        "call": 2,
+    },
     "the run cache, when the training is done": {"at": f"{CACHE}:_find_or_train", "when": "after"},
 }
 
@@ -119,7 +124,18 @@ def test_killed_after_the_cache_has_launched_a_training(tmp_path, cached, noted)
     note_kill(noted, place, kept)
 
 
-EVALUATE = ["-m", "branchgrpo.cli", "evaluate", "--steps", "2", "--block", "2", "--limit", "4", "--output"]
+EVALUATE = [
+    "-m",
+    "branchgrpo.cli",
+    "evaluate",
+    "--steps",
+    "2",
+    "--block",
+    "2",
+    "--limit",
+    "4",
+    "--output",
+]
 
 
 def evaluate(folder, fault=None):
@@ -141,7 +157,9 @@ def evaluated(tmp_path_factory):
         call = seen[event, path] = seen.get((event, path), 0) + 1
         if event != "os.mkdir":
             faults.append({"event": event, "path": path, "call": call})
-    return digests(folder, "**/*"), [fault for fault in faults if not fnmatch(fault["path"], "images/00000[123]*")]
+    return digests(folder, "**/*"), [
+        fault for fault in faults if not fnmatch(fault["path"], "images/00000[123]*")
+    ]
 
 
 @pytest.mark.parametrize("part", range(3))
@@ -172,9 +190,20 @@ PAGE = {
 
 
 def reproduce(folder, fault=None):
-    words = ["-m", "branchgrpo.cli", "reproduce", "page", "--scale", "smoke", "--folder", str(folder / "pages")]
+    words = [
+        "-m",
+        "branchgrpo.cli",
+        "reproduce",
+        "page",
+        "--scale",
+        "smoke",
+        "--folder",
+        str(folder / "pages"),
+    ]
     log = folder / "log"
-    code = command([*words, "--output", str(folder / "out")], log, fault, cwd=folder).wait(timeout=200)
+    code = command([*words, "--output", str(folder / "out")], log, fault, cwd=folder).wait(
+        timeout=200
+    )
     return code, log.read_text()[-2000:]
 
 
@@ -185,13 +214,20 @@ def test_killed_while_a_page_is_executed(tmp_path, noted, place):
     (tmp_path / "pages/scales.yaml").write_text("page: {smoke: {}}\n")
     code, log = reproduce(tmp_path, PAGE[place])
     assert code == -9, log
-    executed, is_kept = tmp_path / "out/smoke/page.ipynb", place == "after the executed page was renamed"
+    executed, is_kept = (
+        tmp_path / "out/smoke/page.ipynb",
+        place == "after the executed page was renamed",
+    )
     assert executed.exists() == is_kept
     code, log = reproduce(tmp_path)
     assert code == 0, log
     assert ("found" if is_kept else "done") in log
-    outputs = [output for cell in nbformat.read(executed, 4).cells for output in cell.get("outputs", [])]
+    outputs = [
+        output for cell in nbformat.read(executed, 4).cells for output in cell.get("outputs", [])
+    ]
     assert [output["text"] for output in outputs] == ["42\n"]
-    assert [path.name for path in executed.parent.glob("[!.]*")] == ["page.ipynb"], "nothing is left over"
+    assert [path.name for path in executed.parent.glob("[!.]*")] == ["page.ipynb"], (
+        "nothing is left over"
+    )
     kept = "the page: it is found" if is_kept else "no half page; a second call executes it"
     note_kill(noted, f"branchgrpo reproduce, {place}", kept, "reproduce")

@@ -65,7 +65,10 @@ def grown(rows, key):
 
 
 def curve(rows, digits=2):
-    return [{key: round(value, digits) for key, value in row.items() if key != "checkpoints_mb"} for row in rows]
+    return [
+        {key: round(value, digits) for key, value in row.items() if key != "checkpoints_mb"}
+        for row in rows
+    ]
 
 
 def without_growth(rows, memory):
@@ -80,12 +83,21 @@ def without_growth(rows, memory):
 
 def test_2000_iterations_and_200_evaluations(tmp_path, noted):
     folder = tmp_path / "run"
-    table = TINY | {"iterations": 2000, "evaluate_every": 10, "checkpoint_every": 20, "output": str(folder)}
+    table = TINY | {
+        "iterations": 2000,
+        "evaluate_every": 10,
+        "checkpoint_every": 20,
+        "output": str(folder),
+    }
     rows = sampled(TRAINED, json.dumps(table))
     assert len(rows) == 40 and len(read_jsonl(folder / "evaluations.jsonl")) == 201
     without_growth(rows, memory=24)
-    sizes = [row["checkpoints_mb"] for row in rows]  # a third one is there while the oldest is deleted
-    assert abs(min(sizes[-4:]) - min(sizes[4:8])) < 0.001, "the last two checkpoints, whatever the iteration"
+    sizes = [
+        row["checkpoints_mb"] for row in rows
+    ]  # a third one is there while the oldest is deleted
+    assert abs(min(sizes[-4:]) - min(sizes[4:8])) < 0.001, (
+        "the last two checkpoints, whatever the iteration"
+    )
     lengths = [len(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     early, late = statistics.median(lengths[200:400]), statistics.median(lengths[-200:])
     assert abs(late - early) < 20, "a row of metrics is as long at the end as at the start"

@@ -69,7 +69,11 @@ def test_a_full_disk_at_a_checkpoint(tmp_path, noted):
 
 
 def test_a_full_disk_at_rows_and_results(tmp_path, noted):
-    filled(tmp_path, noted, [name for name in FULL if name != "checkpoint" and "evaluation" not in name])
+    filled(
+        tmp_path,
+        noted,
+        [name for name in FULL if name != "checkpoint" and "evaluation" not in name],
+    )
 
 
 def test_a_full_disk_at_an_evaluation(tmp_path, noted):
@@ -128,7 +132,9 @@ found |= {"same": same(ROOT / "run", ROOT / "whole"), "tidy": leftovers(disk.pat
 def test_a_full_disk_at_an_embedding(tmp_path, noted):
     "Kept: the entries before it; with space again the same command ends bit-equal."
     found = scene(EMBEDDINGS, tmp_path)
-    refused(found["refused"], "branchgrpo: embeddings: " if found["kind"] == "tmpfs" else "branchgrpo: ")
+    refused(
+        found["refused"], "branchgrpo: embeddings: " if found["kind"] == "tmpfs" else "branchgrpo: "
+    )
     assert found["again"] == [0, []] and found["same"] and found["tidy"] == [], found
     noted(
         "disk full at an entry of the embeddings' folder",
@@ -198,7 +204,9 @@ def test_a_read_only_folder(tmp_path, noted):
     assert found["left"] == [], found
     for when in ("during", "resumed"):
         line = refused(found[when], "branchgrpo: output: ")
-        assert "its disk is read-only; a second call goes on" in line or found["kind"] != "tmpfs", line
+        assert "its disk is read-only; a second call goes on" in line or found["kind"] != "tmpfs", (
+            line
+        )
     assert found["again"] == [0, []] and found["same"] and found["tidy"] == [], found
     assert found["found"] == [0, []], "a finished run is read where nothing can be written"
     noted(

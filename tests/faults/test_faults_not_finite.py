@@ -85,7 +85,14 @@ t.accelerator.wait_for_everyone()
 """
 TREE = {}
 SUM = {"reward": "norm(tiny-clip+2*tiny-pickscore)"}
-FUNNEL = {"roots": 6, "splits": [], "prune_at": {"2": 4}, "group_selection": "ovf", "group_keep": 3, "std": "global"}
+FUNNEL = {
+    "roots": 6,
+    "splits": [],
+    "prune_at": {"2": 4},
+    "group_selection": "ovf",
+    "group_keep": 3,
+    "std": "global",
+}
 PREVIEWS = {"previews": "ode", "advantage": "gains"}
 SHARED = {"ranks_per_prompt": 2, "kl": 0.1}
 ADAPTIVE = {"splits": [0, 2], "adaptive": True, "kl": 0.1}
@@ -101,12 +108,19 @@ MORE = {
     "tree over ranks": (SHARED, ["latents at step 3", "image", "reward"]),
     "adaptive splits": (ADAPTIVE, ["x0", "reward"]),
 }
-TRIED = [(way, case) for way in WAYS for case in CASES] + [("2 processes (DDP)", case) for case in MORE]
+TRIED = [(way, case) for way in WAYS for case in CASES] + [
+    ("2 processes (DDP)", case) for case in MORE
+]
 
 
 def left_out(tmp_path, n, changes, kinds):
     table = settings(tmp_path / "run", **{"max_unscored": 0.5, "std": "pooled"} | changes)
-    processes(n, BEGIN + INJECT + LEFT_OUT.replace("KINDS", repr(json.dumps(kinds))) + END, table, tmp_path / "out")
+    processes(
+        n,
+        BEGIN + INJECT + LEFT_OUT.replace("KINDS", repr(json.dumps(kinds))) + END,
+        table,
+        tmp_path / "out",
+    )
 
 
 KEPT = "the other prompts' gradients are equal to the bit to a run without its edges; weights and averages stay finite"
@@ -118,7 +132,11 @@ def test_a_prompt_that_is_not_finite_is_left_out(tmp_path, noted, way, case):
     changes, kinds = (CASES | MORE)[case]
     left_out(tmp_path, n, changes | sharding, kinds)
     for kind in kinds:
-        noted(f"NaN in one prompt: {kind} of a {case}, {way}", "unscored_prompts 1; the run goes on", KEPT)
+        noted(
+            f"NaN in one prompt: {kind} of a {case}, {way}",
+            "unscored_prompts 1; the run goes on",
+            KEPT,
+        )
 
 
 SKIPPED = """
@@ -145,16 +163,24 @@ t.accelerator.wait_for_everyone()
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_that_is_not_finite_is_taken_by_nobody(tmp_path, noted, way):
     n, sharding = WAYS[way]
-    processes(n, BEGIN + INJECT + SKIPPED + END, settings(tmp_path / "run", **sharding), tmp_path / "out")
+    processes(
+        n, BEGIN + INJECT + SKIPPED + END, settings(tmp_path / "run", **sharding), tmp_path / "out"
+    )
     line = "the gradient was not finite in 2 updates in a row"
     for rank in range(n):
         assert line in Path(f"{tmp_path}/out.log{rank}").read_text()
     for kind in ("loss", "gradient"):
-        noted(f"NaN in the {kind} of one process, {way}", "skipped_steps 2; stops after max_skipped", "weights")
+        noted(
+            f"NaN in the {kind} of one process, {way}",
+            "skipped_steps 2; stops after max_skipped",
+            "weights",
+        )
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("changes, kinds", [(TREE, ["latents at step 3", "image"]), (PREVIEWS, ["x0"])])
+@pytest.mark.parametrize(
+    "changes, kinds", [(TREE, ["latents at step 3", "image"]), (PREVIEWS, ["x0"])]
+)
 def test_a_prompt_with_nan_latents_or_images_trains_nothing(tmp_path, changes, kinds):
     "In one process; the whole suite does it in two, and with sharded weights."
     left_out(tmp_path, 1, changes, kinds)
@@ -181,7 +207,13 @@ def test_a_run_that_loses_all_its_prompts_stops_and_goes_on(tmp_path, noted, way
     n, sharding = WAYS[way]
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "bad").touch()
-    table = settings(tmp_path / "run", reward=f"{tmp_path}/own.py:score", reward_retries=0, iterations=2, **sharding)
+    table = settings(
+        tmp_path / "run",
+        reward=f"{tmp_path}/own.py:score",
+        reward_retries=0,
+        iterations=2,
+        **sharding,
+    )
     (tmp_path / "shell.yaml").write_text(json.dumps(table))
     unused = settings(tmp_path / "unused")
     started = processes(n, SHELL, unused, tmp_path / "shell", wait=False)
@@ -220,7 +252,12 @@ t.fit()
 @pytest.mark.fast
 def test_an_evaluation_leaves_out_and_counts_what_is_not_finite(tmp_path, noted):
     "A broken image is missing in all scores, a missing score in its own; files stay JSON."
-    changes = {"evaluate_every": 1, "evaluation_prompts": 4, "held_out": "tiny-aesthetic", "iterations": 1}
+    changes = {
+        "evaluate_every": 1,
+        "evaluation_prompts": 4,
+        "held_out": "tiny-aesthetic",
+        "iterations": 1,
+    }
     table = SMALL | {"output": str(tmp_path / "run"), "splits": [0, 2]} | changes
     done = commands.run([sys.executable, "-c", BROKEN, json.dumps(table)], timeout=240)
     assert done.returncode == 0, done.stdout[-2000:]
@@ -232,7 +269,9 @@ def test_an_evaluation_leaves_out_and_counts_what_is_not_finite(tmp_path, noted)
         lines = (tmp_path / f"run/{name}.jsonl").read_text().splitlines()
         row = [json.loads(line, parse_constant=refused) for line in lines][-1]
         assert row["eval_unscored"] == 1 and row["eval_unscored/tiny-aesthetic"] == 2
-        assert math.isfinite(row["eval_reward"]) and math.isfinite(row["eval_reward/tiny-aesthetic"])
+        assert math.isfinite(row["eval_reward"]) and math.isfinite(
+            row["eval_reward/tiny-aesthetic"]
+        )
     noted(
         "an infinite image and a NaN held-out score in an evaluation",
         "eval_unscored 1, eval_unscored/tiny-aesthetic 2",

@@ -35,8 +35,32 @@ from branchgrpo.viewing.trees import draw_tree
 
 ROOT = Path(__file__).parents[2]
 HOSTILE = (
-    *("..", ".", "../../evil", "/etc/evil", "a/b", "..\\evil", "-rf", "~", ".hidden", "CON", "a\0b", "a\nb", " "),
-    *("x" * 300, "模" * 300, "a\u2028b", "\u202eexe.txt", "\x1b[2J", "\ud800", "$(touch EVIL)", "`touch EVIL`", ";"),
+    *(
+        "..",
+        ".",
+        "../../evil",
+        "/etc/evil",
+        "a/b",
+        "..\\evil",
+        "-rf",
+        "~",
+        ".hidden",
+        "CON",
+        "a\0b",
+        "a\nb",
+        " ",
+    ),
+    *(
+        "x" * 300,
+        "模" * 300,
+        "a\u2028b",
+        "\u202eexe.txt",
+        "\x1b[2J",
+        "\ud800",
+        "$(touch EVIL)",
+        "`touch EVIL`",
+        ";",
+    ),
 )
 
 
@@ -56,7 +80,11 @@ def test_a_run_stays_in_the_cache(tmp_path, noted):
         for name in ("recipe", "backbone"):
             key = cache_key(settings | {name: text})
             assert (tmp_path / key).resolve().parent == tmp_path.resolve(), (name, text, key)
-            assert len(f"{key}.damaged-{2**63}.lock".encode()) <= 255 and key.isprintable() and key != known
+            assert (
+                len(f"{key}.damaged-{2**63}.lock".encode()) <= 255
+                and key.isprintable()
+                and key != known
+            )
             assert not key.startswith("-"), "a command would read it as an option"
     noted(
         "Run cache: 22 hostile names of recipes and backbones (../../evil, NUL, 300 characters, escape sequences)",
@@ -86,7 +114,9 @@ def test_prompts_name_files_inside_the_tools_folder_only(tmp_path, noted):
                 refused += 1
     shutil.rmtree(work / "target")
     assert tree(tmp_path) == before and refused == 2 * 4
-    twins = [dict(number=n, prompt=p, sample=0, image="0.png") for n, p in enumerate(("a/b", "a b"))]
+    twins = [
+        dict(number=n, prompt=p, sample=0, image="0.png") for n, p in enumerate(("a/b", "a b"))
+    ]
     with pytest.raises(ValueError, match="give one file"):
         vbench_layout(twins, [{}, {}], work / "source", work / "target")
     assert not (work / "target").exists()
@@ -106,7 +136,9 @@ def test_first_frames_are_read_as_images_only(tmp_path, noted):
     place.write_text(json.dumps({"prompt": "a", "image": "../frame.png"}))
     clips = from_path(place)
     assert clips.first_frames(clips.test)[0].shape == (3, 8, 8)
-    (tmp_path / "frame.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n")
+    (tmp_path / "frame.png").write_bytes(
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n"
+    )
     with pytest.raises((OSError, ValueError)):
         clips.first_frames(clips.test)
     noted("A first frame that is an EPS program named .png", "an error", "nothing is started")
@@ -146,7 +178,18 @@ VALUES = (
     "%%bash\ntouch EVIL",
     "\ud800\x00\x1b[2J",
 )
-NAMES = ("x = open('EVIL', 'w') #", "__builtins__", "__name__", "open", "print", "text; y", "a b", "", "text\n", "é")
+NAMES = (
+    "x = open('EVIL', 'w') #",
+    "__builtins__",
+    "__name__",
+    "open",
+    "print",
+    "text; y",
+    "a b",
+    "",
+    "text\n",
+    "é",
+)
 
 
 @pytest.mark.fast
@@ -193,7 +236,11 @@ def test_no_shell_reads_the_launch_command(tmp_path, monkeypatch, noted):
     launch = Launch(f"{sys.executable} echo.py $HEAD && touch EVIL")
     train_in_subprocess(TrainConfig(output="run $(touch EVIL)"), launch)
     words = json.loads(Path("words.json").read_text())
-    assert words[1:3] == ["node;", "touch"] and "&&" in words and words[-1] == "run $(touch EVIL)/log-0.yaml"
+    assert (
+        words[1:3] == ["node;", "touch"]
+        and "&&" in words
+        and words[-1] == "run $(touch EVIL)/log-0.yaml"
+    )
     assert not EVIL.exists()
     for text in ("account=x\nrm -rf ~", "account=x\r--wrap=evil", "x\n#SBATCH=y", "a b=c"):
         with pytest.raises(ValueError, match="slurm_options: "):
@@ -216,7 +263,11 @@ def test_the_weights_of_a_reward_run_no_code(tmp_path, noted):
     with pytest.raises(Exception, match="(?i)weights"):
         load_reward(f"aesthetic:{tmp_path}")
     assert not (tmp_path / "EVIL").exists()
-    noted("A reward's weights that are a pickle with a command", "an error that names the file", "no code runs")
+    noted(
+        "A reward's weights that are a pickle with a command",
+        "an error that names the file",
+        "no code runs",
+    )
 
 
 @pytest.mark.fast
@@ -224,7 +275,9 @@ def test_the_doctor_names_the_commands_that_verify_downloads(tmp_path, capsys, n
     "Of the hub's cache, and of a folder; the tiny models are part of the package."
     (tmp_path / "head").mkdir()
     words = ["doctor", "--backbone", "black-forest-labs/FLUX.1-dev", "--verify"]
-    assert main([*words, "--reward", f"pickscore+aesthetic:{tmp_path}/head"]) == 1  # weights are missing
+    assert (
+        main([*words, "--reward", f"pickscore+aesthetic:{tmp_path}/head"]) == 1
+    )  # weights are missing
     said = capsys.readouterr().out.partition("verify: run\n")[2]
     assert said.splitlines() == [
         "hf cache verify black-forest-labs/FLUX.1-dev",
@@ -233,7 +286,11 @@ def test_the_doctor_names_the_commands_that_verify_downloads(tmp_path, capsys, n
     ]
     assert main(["doctor", "--verify"]) == 0
     assert capsys.readouterr().out.endswith("verify: nothing was downloaded for this run\n")
-    noted("Are downloaded weights damaged?", "doctor --verify prints hf cache verify …", "nothing is loaded")
+    noted(
+        "Are downloaded weights damaged?",
+        "doctor --verify prints hf cache verify …",
+        "nothing is loaded",
+    )
 
 
 @pytest.mark.fast
@@ -269,7 +326,10 @@ def test_tables_and_figures_show_a_prompt_as_it_is(noted):
 def declared():
     "Return the names of the required packages by extra; those of the package itself are under ''."
     wanted = requirements()
-    return {key: {canonicalize_name(Requirement(text).name) for text in texts} for key, texts in wanted.items()}
+    return {
+        key: {canonicalize_name(Requirement(text).name) for text in texts}
+        for key, texts in wanted.items()
+    }
 
 
 @pytest.mark.fast
@@ -279,7 +339,11 @@ def test_dependencies_are_those_that_are_imported(noted):
     for path in (ROOT / "branchgrpo").rglob("*.py"):
         imported |= set(pattern.findall(path.read_text(encoding="utf-8")))
     known = packages_distributions()
-    libraries = [known[name] for name in imported - set(sys.stdlib_module_names) - {"branchgrpo"} if name in known]
+    libraries = [
+        known[name]
+        for name in imported - set(sys.stdlib_module_names) - {"branchgrpo"}
+        if name in known
+    ]
     tables = declared()
     core, every = tables[""], set().union(*tables.values())
     for names in libraries:

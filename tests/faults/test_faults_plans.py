@@ -32,17 +32,26 @@ from branchgrpo.transition import TRANSITIONS
 from branchgrpo.tree import Tree, ancestors, first_leaves
 from branchgrpo.windows import WINDOWS
 
-QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large, HealthCheck.large_base_example]
+QUIET = [
+    HealthCheck.too_slow,
+    HealthCheck.filter_too_much,
+    HealthCheck.data_too_large,
+    HealthCheck.large_base_example,
+]
 FIELDS = {field.name for field in dataclasses.fields(TrainConfig)}
 PROMPTS = ["one", "two", "three", "four", "five"]
 
 
-ONCE = [name for name in SELECTIONS.names() if not repeats_nodes(name)]  # what leaves may be chosen by
+ONCE = [
+    name for name in SELECTIONS.names() if not repeats_nodes(name)
+]  # what leaves may be chosen by
 
 
 def profile(examples: int) -> settings:
     "Return the settings of a property: reproducible, without files and time limits."
-    fixed = dict(derandomize=True, deadline=None, database=None, print_blob=True, suppress_health_check=QUIET)
+    fixed = dict(
+        derandomize=True, deadline=None, database=None, print_blob=True, suppress_health_check=QUIET
+    )
     return settings(max_examples=examples, **fixed)
 
 
@@ -90,7 +99,9 @@ class Affine:
 
 def bumpy(images, prompts, metadata=None):
     "A reward that is not monotone, and differs between prompts."
-    return torch.sin(3 * images.float().flatten(1).sum(1)) + torch.tensor([len(p) / 10 for p in prompts])
+    return torch.sin(3 * images.float().flatten(1).sum(1)) + torch.tensor(
+        [len(p) / 10 for p in prompts]
+    )
 
 
 # ------------------------------------------------------------------------------------------------- random settings
@@ -102,23 +113,98 @@ def some(draw, chance: float) -> bool:
 
 WILD = {
     int: [-1, 0, 1, 2, 3, 7, 10**6, 2**31, 2**63, 10**400, 2.0, True, "3"],
-    float: [-1.0, -0.0, 0.0, 1e-45, 1e-8, 0.3, 1.5, 10.0, 1e9, 1e30, 1e300, math.inf, math.nan, 10**400, 7, "1"],
-    str: ["", "all", "none", "window", "window-start", "splits+window", "scaled", "plain", "random", "ünï", "a\nb", 3],
+    float: [
+        -1.0,
+        -0.0,
+        0.0,
+        1e-45,
+        1e-8,
+        0.3,
+        1.5,
+        10.0,
+        1e9,
+        1e30,
+        1e300,
+        math.inf,
+        math.nan,
+        10**400,
+        7,
+        "1",
+    ],
+    str: [
+        "",
+        "all",
+        "none",
+        "window",
+        "window-start",
+        "splits+window",
+        "scaled",
+        "plain",
+        "random",
+        "ünï",
+        "a\nb",
+        3,
+    ],
     bool: [True, False, 1, "yes"],
-    tuple: [(), (0, 0), (0, 1, 2), (-1,), (99,), (1, 3), (0, 4), (10**400,), "window", "window-start", "", 3, (0.5,)],
-    dict: [{}, {0: 1}, {1: 2}, {-1: 3}, {2: 10**6}, {1: 1, 0: 2}, {99: 1}, {0: 0}, {0: 10**400}, {"1": "2"}, ()],
+    tuple: [
+        (),
+        (0, 0),
+        (0, 1, 2),
+        (-1,),
+        (99,),
+        (1, 3),
+        (0, 4),
+        (10**400,),
+        "window",
+        "window-start",
+        "",
+        3,
+        (0.5,),
+    ],
+    dict: [
+        {},
+        {0: 1},
+        {1: 2},
+        {-1: 3},
+        {2: 10**6},
+        {1: 1, 0: 2},
+        {99: 1},
+        {0: 0},
+        {0: 10**400},
+        {"1": "2"},
+        (),
+    ],
 }
 
 
 def wild(field: str) -> list:
     "Values of a field's type that are wrong, or at the edge of what is right; and some of other types."
     hint = str(field_types(TrainConfig)[field])
-    return next((values for kind, values in reversed(WILD.items()) if kind.__name__ in hint), WILD[str])
+    return next(
+        (values for kind, values in reversed(WILD.items()) if kind.__name__ in hint), WILD[str]
+    )
 
 
-METHOD = [f for f in recipes.get("branchgrpo").values.__dataclass_fields__ if f not in ("height", "width", "frames")]
-MORE = ["max_batch", "train_batch", "pad_batches", "recompute_old", "decode_batch", "max_unscored", "max_skipped"]
-COSTLY = {"passes", "steps_per_pass", "prompts_per_iteration", "lora_rank"}  # a large one only takes long
+METHOD = [
+    f
+    for f in recipes.get("branchgrpo").values.__dataclass_fields__
+    if f not in ("height", "width", "frames")
+]
+MORE = [
+    "max_batch",
+    "train_batch",
+    "pad_batches",
+    "recompute_old",
+    "decode_batch",
+    "max_unscored",
+    "max_skipped",
+]
+COSTLY = {
+    "passes",
+    "steps_per_pass",
+    "prompts_per_iteration",
+    "lora_rank",
+}  # a large one only takes long
 NAMES = {
     "advantage": tuple(ADVANTAGES.names()),
     "std": tuple(STDS),
@@ -141,20 +227,51 @@ def shapes(draw) -> dict:
     "The fields that shape a tree, most of which fit together."
     n = draw(st.sampled_from([1, 2, 3, 4, 4, 5, 5, 6, 7]))
     early = st.integers(0, max(n - 2, 0))
-    table = {"steps": n, "roots": draw(st.integers(1, 3)), "branch_factor": draw(st.sampled_from([2, 2, 2, 3, 1]))}
+    table = {
+        "steps": n,
+        "roots": draw(st.integers(1, 3)),
+        "branch_factor": draw(st.sampled_from([2, 2, 2, 3, 1])),
+    }
     table |= {"side": (), "merged": {}, "noise_factors": {}}
-    table |= {"splits": (), "prune_at": {}, "window": "none", "tail_ratio": 0.0, "adaptive": False, "stochastic": "all"}
+    table |= {
+        "splits": (),
+        "prune_at": {},
+        "window": "none",
+        "tail_ratio": 0.0,
+        "adaptive": False,
+        "stochastic": "all",
+    }
     kind = draw(
-        st.sampled_from(["tree", "chains", "funnel", "window", "moving splits", "adaptive", "tree", "mixed", "side"])
+        st.sampled_from(
+            [
+                "tree",
+                "chains",
+                "funnel",
+                "window",
+                "moving splits",
+                "adaptive",
+                "tree",
+                "mixed",
+                "side",
+            ]
+        )
     )
     if kind == "side":
-        table["side"] = draw(st.one_of(st.just("all"), st.lists(early, min_size=1, max_size=3, unique=True).map(tuple)))
+        table["side"] = draw(
+            st.one_of(
+                st.just("all"), st.lists(early, min_size=1, max_size=3, unique=True).map(tuple)
+            )
+        )
     if some(draw, 0.15):
         table["merged"] = draw(st.dictionaries(early, st.sampled_from([1, 2]), max_size=2))
     if some(draw, 0.15):
-        table["noise_factors"] = draw(st.dictionaries(early, st.sampled_from([0.5, 1.0, 1.4]), max_size=2))
+        table["noise_factors"] = draw(
+            st.dictionaries(early, st.sampled_from([0.5, 1.0, 1.4]), max_size=2)
+        )
     if kind in ("tree", "mixed", "adaptive"):
-        table["splits"] = tuple(draw(st.lists(early, min_size=n > 1, max_size=3, unique=draw(st.booleans()))))
+        table["splits"] = tuple(
+            draw(st.lists(early, min_size=n > 1, max_size=3, unique=draw(st.booleans())))
+        )
     if kind in ("chains", "funnel", "window"):
         table["roots"] = draw(st.integers(1, 6))
     if kind in ("funnel", "mixed"):
@@ -173,7 +290,9 @@ def shapes(draw) -> dict:
         table[field] = some(draw, 0.15)
     if some(draw, 0.8):  # mostly something to compare, and a step to train
         table["noisy_last"] |= n == 1
-        table["roots"] += table["roots"] == 1 and (table["branch_factor"] == 1 or not table["splits"])
+        table["roots"] += table["roots"] == 1 and (
+            table["branch_factor"] == 1 or not table["splits"]
+        )
     return table
 
 
@@ -184,7 +303,11 @@ def windows(draw, n: int) -> dict:
     table["window_every"] = draw(st.integers(1, 4))
     last = max(0, n - 1 - size)
     start, stop = draw(st.integers(0, last)), draw(st.integers(0, last))
-    table |= {"window_start": start, "window_stop": stop, "window_stride": 1 if stop >= start else -1}
+    table |= {
+        "window_start": start,
+        "window_stop": stop,
+        "window_stride": 1 if stop >= start else -1,
+    }
     if some(draw, 0.2):
         table |= {"window_start": None, "window_stop": None, "window_stride": 1}
     return table
@@ -193,7 +316,9 @@ def windows(draw, n: int) -> dict:
 @st.composite
 def credit(draw) -> dict:
     "Changes of what follows a rollout."
-    chosen = {name: draw(st.sampled_from(values)) for name, values in NAMES.items() if some(draw, 0.5)}
+    chosen = {
+        name: draw(st.sampled_from(values)) for name, values in NAMES.items() if some(draw, 0.5)
+    }
     numbers = {
         "beta": st.sampled_from([0.0, 0.5, 1.0, 4.0, -1.0]),
         "s": st.sampled_from([0.0, 0.5, 1.0, 4.0, float("inf")]),
@@ -218,8 +343,13 @@ def credit(draw) -> dict:
     }
     chosen |= {name: draw(values) for name, values in numbers.items() if some(draw, 0.3)}
     if some(draw, 0.3):
-        chosen |= {"group_selection": draw(st.sampled_from(ONCE)), "group_keep": draw(st.integers(1, 3))}
-    if some(draw, 0.3) or getattr(ADVANTAGES.get(chosen.get("advantage", "depthwise")), "needs_previews", False):
+        chosen |= {
+            "group_selection": draw(st.sampled_from(ONCE)),
+            "group_keep": draw(st.integers(1, 3)),
+        }
+    if some(draw, 0.3) or getattr(
+        ADVANTAGES.get(chosen.get("advantage", "depthwise")), "needs_previews", False
+    ):
         chosen["previews"] = draw(st.sampled_from(["x0", "ode", "ode/2+x0", "2", "3"]))
         chosen["preview_at"] = draw(st.sampled_from(["drawn", "drawn", "after", (0,)]))
         chosen["preview_levels"] = draw(st.sampled_from(["grid", "grid", "even"]))
@@ -232,7 +362,10 @@ def credit(draw) -> dict:
 @st.composite
 def tables(draw) -> dict:
     "Settings of a small run of any recipe; some of them wrong."
-    table = {"recipe": draw(st.sampled_from(recipes.names())), "prompts_per_iteration": draw(st.integers(1, 3))}
+    table = {
+        "recipe": draw(st.sampled_from(recipes.names())),
+        "prompts_per_iteration": draw(st.integers(1, 3)),
+    }
     table |= {"lora_rank": 0, "group_selection": "all", "learning_rate": 1e-4}
     table |= draw(shapes()) | draw(credit())
     if table["noisy_last"] and table.get("transition") == "cps" and some(draw, 0.8):
@@ -240,7 +373,9 @@ def tables(draw) -> dict:
     if some(draw, 0.25):
         for _ in range(draw(st.sampled_from([1, 1, 2]))):
             field = draw(st.sampled_from(METHOD + MORE))
-            table[field] = draw(st.sampled_from(wild(field)[:6] if field in COSTLY else wild(field)))
+            table[field] = draw(
+                st.sampled_from(wild(field)[:6] if field in COSTLY else wild(field))
+            )
     return table
 
 
@@ -259,7 +394,9 @@ def check_line(error: ValueError) -> None:
 def made(table: dict, kind: str, folder: Path) -> Trainer | None:
     "Return a trainer of the table, or None if one line refuses it; nothing is written either way."
     try:
-        config = TrainConfig.from_dict(table | {"output": str(folder / "run"), "tracker": "none", "evaluate_every": 0})
+        config = TrainConfig.from_dict(
+            table | {"output": str(folder / "run"), "tracker": "none", "evaluate_every": 0}
+        )
         return Trainer(config, policy=Affine(kind), reward=bumpy, prompts=PROMPTS)
     except ValueError as error:
         check_line(error)
@@ -284,12 +421,18 @@ def check_shapes(tree: Tree, plan: RolloutPlan, s, prompts: int) -> None:
         above, drawn = plan.populations[d - 1], tree.drawn[d]
         assert ((tree.parents[d] >= 0) & (tree.parents[d] < above)).all()
         assert (tree.log_probs[d][~drawn] == 0).all(), "what draws no noise has no density"
-        children = torch.zeros(prompts, above).scatter_add(1, tree.parents[d], torch.ones(prompts, width))
+        children = torch.zeros(prompts, above).scatter_add(
+            1, tree.parents[d], torch.ones(prompts, width)
+        )
         taken = plan.prune_at.get(d - 1, above)
-        if d - 1 in plan.side:  # the trunk's nodes have branches, and one child more unless the trunk ends
+        if (
+            d - 1 in plan.side
+        ):  # the trunk's nodes have branches, and one child more unless the trunk ends
             more = d - 1 != max(plan.side)
             branches = plan.side[d - 1] + more
-            assert (children[:, : plan.roots] == branches).all() and (children[:, plan.roots :] == 1).all()
+            assert (children[:, : plan.roots] == branches).all() and (
+                children[:, plan.roots :] == 1
+            ).all()
             assert (drawn.sum(1) == plan.roots * plan.side[d - 1]).all()
             continue
         factor = plan.splits.get(d - 1, 1)
@@ -297,23 +440,31 @@ def check_shapes(tree: Tree, plan: RolloutPlan, s, prompts: int) -> None:
         if d - 1 in plan.prune_at and repeats_nodes(s.selection):
             assert (children % factor == 0).all() and (children.sum(1) == taken * factor).all()
             continue
-        assert ((children == factor) | (children == 0)).all() and ((children > 0).sum(1) == taken).all()
+        assert ((children == factor) | (children == 0)).all() and (
+            (children > 0).sum(1) == taken
+        ).all()
     if plan.same_root:
         assert (tree.latents[0] == tree.latents[0][:, :1]).all()
 
 
-def edge_log_density(policy, process, words: Tensor, tree: Tree, p: int, d: int, n) -> tuple[Tensor, Tensor]:
+def edge_log_density(
+    policy, process, words: Tensor, tree: Tree, p: int, d: int, n
+) -> tuple[Tensor, Tensor]:
     "Return the log-densities of edges, each alone in float64 from the step's Gaussian, and their std."
     parent, child = tree.latents[d - 1][p, tree.parents[d][p, n]], tree.latents[d][p, n]
     output = policy.denoiser(parent, process.times[d - 1], words[p : p + 1])
     dist = process.step(d - 1, parent, output)
     std = dist.std.double()
     z = (child.double() - dist.mean.double()) / std
-    return -0.5 * z.square().mean(-1) - std.log().view(-1) - 0.5 * torch.tensor(2 * torch.pi).double().log(), std
+    return -0.5 * z.square().mean(-1) - std.log().view(-1) - 0.5 * torch.tensor(
+        2 * torch.pi
+    ).double().log(), std
 
 
 def close(a: Tensor, b: Tensor, atol: float = 1e-4) -> None:
-    torch.testing.assert_close(torch.as_tensor(a).double(), torch.as_tensor(b).double(), rtol=2e-4, atol=atol)
+    torch.testing.assert_close(
+        torch.as_tensor(a).double(), torch.as_tensor(b).double(), rtol=2e-4, atol=atol
+    )
 
 
 def check_densities(t: Trainer, tree: Tree, process, words: Tensor) -> None:
@@ -329,15 +480,22 @@ def check_densities(t: Trainer, tree: Tree, process, words: Tensor) -> None:
             close(tree.log_probs[d][p, every], expected, atol=2e-3)
 
 
-def advantages(tree: Tree, rewards: Tensor, s, mask: Tensor, clip=None, previews=None) -> list[Tensor]:
+def advantages(
+    tree: Tree, rewards: Tensor, s, mask: Tensor, clip=None, previews=None
+) -> list[Tensor]:
     beta = fusion_beta(s, tree)
-    options = CreditOptions(beta, s.weights, mask, sibling_s(s), s.std, s.min_nodes, previews=previews)
+    options = CreditOptions(
+        beta, s.weights, mask, sibling_s(s), s.std, s.min_nodes, previews=previews
+    )
     return estimate_advantages(tree, rewards, s.advantage, options, clip)
 
 
 def check_credit(s, tree: Tree, rewards: Tensor, mask: Tensor, found: list[Tensor]) -> None:
     "Advantages are centred, bounded and nothing where no counted leaf is below; a star's are GRPO's."
-    below = [torch.zeros_like(x).scatter_add(1, ancestors(tree, d), mask.float()) for d, x in enumerate(found)]
+    below = [
+        torch.zeros_like(x).scatter_add(1, ancestors(tree, d), mask.float())
+        for d, x in enumerate(found)
+    ]
     for d, of_depth in enumerate(found):
         assert of_depth.isfinite().all() and (of_depth[below[d] == 0] == 0).all()
         if s.advantage != "broadcast":
@@ -346,7 +504,9 @@ def check_credit(s, tree: Tree, rewards: Tensor, mask: Tensor, found: list[Tenso
     low = rewards.masked_fill(~mask, torch.inf).amin(1, keepdim=True) - 1e-4
     high = rewards.masked_fill(~mask, -torch.inf).amax(1, keepdim=True) + 1e-4
     for value in values:
-        assert ((value >= low) & (value <= high) | value.isnan()).all(), "a fused reward is a mean of leaves"
+        assert ((value >= low) & (value <= high) | value.isnan()).all(), (
+            "a fused reward is a mean of leaves"
+        )
     if s.beta == 0 and s.advantage == "depthwise" and s.weights == "path":
         for d, value in enumerate(values):  # the plain mean of the leaves below
             total = torch.zeros_like(value).scatter_add(1, ancestors(tree, d), rewards * mask)
@@ -355,7 +515,11 @@ def check_credit(s, tree: Tree, rewards: Tensor, mask: Tensor, found: list[Tenso
         for of_depth in advantages(tree, rewards, s, mask):
             size = of_depth.abs().amax(1).clamp(min=1)
             close(of_depth.sum(1) / size, torch.zeros(len(of_depth)), atol=2e-3 * of_depth.shape[1])
-    star = all(step == 0 for step in tree.plan.splits) and not tree.plan.prune_at and tree.plan.roots == 1
+    star = (
+        all(step == 0 for step in tree.plan.splits)
+        and not tree.plan.prune_at
+        and tree.plan.roots == 1
+    )
     if (
         star
         and s.advantage == "depthwise"
@@ -371,7 +535,9 @@ def check_credit(s, tree: Tree, rewards: Tensor, mask: Tensor, found: list[Tenso
 
 def moved(tree: Tree, depth: int, seed: int) -> tuple[Tree, Tensor]:
     "Return the same trees with the nodes of one depth in another order, and that order."
-    order = torch.randperm(tree.parents[depth].shape[1], generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(
+        tree.parents[depth].shape[1], generator=torch.Generator().manual_seed(seed)
+    )
     place = order.argsort()
     parents, log_probs = list(tree.parents), list(tree.log_probs)
     parents[depth], log_probs[depth] = parents[depth][:, order], log_probs[depth][:, order]
@@ -400,10 +566,15 @@ def check_symmetry(s, tree: Tree, rewards: Tensor, mask: Tensor, seed: int, seen
         with_it = advantages(tree, rewards.masked_fill(~partial, 0.0), s, partial, previews=seen)
         alone = Tree(
             tree.plan,
-            *([x[others] for x in part] for part in (tree.parents, tree.drawn, tree.log_probs, tree.latents)),
+            *(
+                [x[others] for x in part]
+                for part in (tree.parents, tree.drawn, tree.log_probs, tree.latents)
+            ),
         )
         kept = {d: scores[others] for d, scores in seen.items()}
-        for one, two in zip(with_it, advantages(alone, rewards[others], s, mask[others], previews=kept)):
+        for one, two in zip(
+            with_it, advantages(alone, rewards[others], s, mask[others], previews=kept)
+        ):
             close(one[others], two)
             assert (one[gone] == 0).all()
 
@@ -443,18 +614,28 @@ def check_gradient(t: Trainer, rolled) -> Tensor:
         assert not of_depth.any() or d - 1 in rolled.tree.plan.trained
         assert not (of_depth & (first_leaves(rolled.tree)[d] == rolled.tree.plan.leaves)).any()
     whole, stats = gradient(t, rolled, mask)
-    assert stats["edges"] == edges and float(stats["kl"]) == 0 and float(stats["ratio_minus_1"]) == 0
+    assert (
+        stats["edges"] == edges and float(stats["kl"]) == 0 and float(stats["ratio_minus_1"]) == 0
+    )
     expected, size = edge_by_edge(t, rolled, mask)
     room = 1e-3 * (size / max(edges, 1)) + 1e-6
     if t.settings.mixed_precision == "bf16":
         room = 20 * room
-    assert ((whole - expected / max(edges, 1)).abs() <= room).all(), (whole, expected / max(edges, 1))
-    for changes in ({"max_batch": 1, "train_batch": None}, {"max_batch": None, "train_batch": 4, "pad_batches": True}):
+    assert ((whole - expected / max(edges, 1)).abs() <= room).all(), (
+        whole,
+        expected / max(edges, 1),
+    )
+    for changes in (
+        {"max_batch": 1, "train_batch": None},
+        {"max_batch": None, "train_batch": 4, "pad_batches": True},
+    ):
         other, counts = gradient(t, rolled, mask, **changes)
         assert ((other - whole).abs() <= room).all() and counts["calls"] == stats["calls"]
     if rolled.step_of is not None:
         parts = [part_mask(mask, rolled.step_of, m) for m in range(t.settings.steps_per_pass)]
-        assert all((torch.stack(own).sum(0) == m).all() for *own, m in zip(*parts, mask)), "each edge in one part"
+        assert all((torch.stack(own).sum(0) == m).all() for *own, m in zip(*parts, mask)), (
+            "each edge in one part"
+        )
         several = [gradient(t, rolled, part) for part in parts]
         total = sum(stats["edges"] * found for found, stats in several) / max(edges, 1)
         assert ((total - whole).abs() <= room).all()
@@ -468,14 +649,20 @@ def check_counts(t: Trainer, rolled, plan: RolloutPlan, prompts: int) -> None:
     batches = shared_micro_batches(t.learner, rolled.tree, rolled.edge_mask)
     parents = sum(len(batch.parents) for batch in batches if len(batch))
     assert edges <= prompts * cost.trained_edges and parents <= prompts * cost.trained_calls
-    early = [i for i, factor in plan.splits.items() if factor > 1 and any(i < k for k in plan.prune_at)]
+    early = [
+        i for i, factor in plan.splits.items() if factor > 1 and any(i < k for k in plan.prune_at)
+    ]
     whole = not (plan.prune_at and repeats_nodes(s.selection))
-    whole &= s.prune == "none" and s.train_fraction == 1 and s.group_selection == "all" and not early
+    whole &= (
+        s.prune == "none" and s.train_fraction == 1 and s.group_selection == "all" and not early
+    )
     if whole:
         assert (edges, parents) == (prompts * cost.trained_edges, prompts * cost.trained_calls)
 
 
-def check_shared(t: Trainer, iteration: int, tree: Tree, edge_mask: list[Tensor], ranks: int) -> None:
+def check_shared(
+    t: Trainer, iteration: int, tree: Tree, edge_mask: list[Tensor], ranks: int
+) -> None:
     "Processes that share the trees, here threads, grow the same trees and train each edge once."
     s, plan = t.settings, plan_of(t.settings, iteration)
     if s.adaptive or looks_at_images(s.selection):
@@ -489,7 +676,9 @@ def check_shared(t: Trainer, iteration: int, tree: Tree, edge_mask: list[Tensor]
         def survivors(self, step_, x0_hat, k):
             names = [p for p in prompts for _ in range(x0_hat.shape[1])]
             rewards = bumpy(x0_hat.flatten(0, 1), names).reshape(x0_hat.shape[:2])
-            return choose(s.selection, rewards, k, [noise.generator(p, -2 - step_) for p in noise.prompts])
+            return choose(
+                s.selection, rewards, k, [noise.generator(p, -2 - step_) for p in noise.prompts]
+            )
 
         def preview(self, depth, number, ends):
             assert len(ends) == len(prompts)
@@ -505,7 +694,9 @@ def check_shared(t: Trainer, iteration: int, tree: Tree, edge_mask: list[Tensor]
         predict = SharedPredictor(t.policy, conditioning, 1, group=RankGroup(rank, ranks, gather))
         process = process_of(s, t.policy, iteration)  # a solver counts its steps
         try:
-            found[rank] = rollout(plan, predict, process, noise, sibling_s(s), DTYPES[s.mixed_precision], Bumpy())
+            found[rank] = rollout(
+                plan, predict, process, noise, sibling_s(s), DTYPES[s.mixed_precision], Bumpy()
+            )
         except BaseException as error:
             errors.append(error)
             barrier.abort()
@@ -519,7 +710,9 @@ def check_shared(t: Trainer, iteration: int, tree: Tree, edge_mask: list[Tensor]
         raise errors[0]
     for own in found:
         assert all(torch.equal(a, b) for a, b in zip(own.parents, tree.parents))
-        assert all(torch.equal(a, b) for a, b in zip(own.latents, found[0].latents)), "the same trees on all"
+        assert all(torch.equal(a, b) for a, b in zip(own.latents, found[0].latents)), (
+            "the same trees on all"
+        )
         for a, b in zip(own.log_probs, tree.log_probs):
             close(a, b, atol=1e-3)
     trained = [torch.zeros_like(mask, dtype=torch.long) for mask in edge_mask]
@@ -567,8 +760,15 @@ def check_plan(t: Trainer, iteration: int, ranks: int, seed: int) -> None:
     if s.adaptive:
         assert len(plan.splits) == len(s.splits) and max(plan.splits) <= max(s.splits)
         assert set(plan.splits.values()) == {s.branch_factor}
-    more = sum(padded(prompts * len(plan.preview_nodes(d)), s) * (n - 1) for d, ns in plan.previews.items() for n in ns)
-    assert watched.quiet + watched.trained == sum(padded(prompts * width, s) for width in plan.widths) + more
+    more = sum(
+        padded(prompts * len(plan.preview_nodes(d)), s) * (n - 1)
+        for d, ns in plan.previews.items()
+        for n in ns
+    )
+    assert (
+        watched.quiet + watched.trained
+        == sum(padded(prompts * width, s) for width in plan.widths) + more
+    )
     assert plan.denoiser_calls == sum(plan.widths) + plan.preview_calls == plan_cost(plan).calls
     for d, scores in x.completed.items():
         assert scores.shape == (prompts, plan.populations[d], len(plan.previews[d]))
@@ -580,10 +780,15 @@ def check_plan(t: Trainer, iteration: int, ranks: int, seed: int) -> None:
     check_shapes(tree, plan, s, prompts)
     check_densities(t, tree, x.process, x.conditioning["words"])
     again = t.collect(iteration).tree
-    assert all(torch.equal(a, b) for a, b in zip(again.latents, tree.latents)), "the same seed, the same tree"
+    assert all(torch.equal(a, b) for a, b in zip(again.latents, tree.latents)), (
+        "the same seed, the same tree"
+    )
     t.credit(x)
     mask = x.counted
-    assert mask.sum(1).tolist() == [plan.leaves if s.group_selection == "all" else s.group_keep] * prompts
+    assert (
+        mask.sum(1).tolist()
+        == [plan.leaves if s.group_selection == "all" else s.group_keep] * prompts
+    )
     seen = x.completed
     found = advantages(tree, x.rewards, s, mask, s.advantage_clip, seen)
     check_credit(s, tree, x.rewards, mask, found)
@@ -609,7 +814,9 @@ def check_step(t: Trainer, rolled, watched: Watched, iteration: int) -> None:
         parts = [part_mask(rolled.edge_mask, rolled.step_of, m) for m in range(s.steps_per_pass)]
     full = sum(any(m.any() for m in part) for part in parts)
     row = t.step()
-    if s.learning_rate > 1:  # the first step's weights may overflow in the second one, which is then skipped
+    if (
+        s.learning_rate > 1
+    ):  # the first step's weights may overflow in the second one, which is then skipped
         return
     assert watched.steps == row["optimiser_steps"] == s.passes * full
     assert row["edges"] == sum(int(m.sum()) for m in rolled.edge_mask)
@@ -617,7 +824,9 @@ def check_step(t: Trainer, rolled, watched: Watched, iteration: int) -> None:
     if not (s.pad_batches and (s.train_batch or s.max_batch)) and full == len(parts):
         assert watched.trained == row["trained_calls"]
     for name in ("loss", "grad_norm", "ratio", "reward", "reward_std"):
-        assert torch.tensor(row[name]).isfinite() or (name == "reward_std" and rolled.tree.plan.leaves == 1), name
+        assert torch.tensor(row[name]).isfinite() or (
+            name == "reward_std" and rolled.tree.plan.leaves == 1
+        ), name
 
 
 COUNTS = collections.Counter()
@@ -643,14 +852,21 @@ PLANS = given(
 
 # ------------------------------------------------------------------------------------------------------- properties
 
-SMALL_TREE = {"recipe": "branchgrpo", "steps": 4, "splits": (0, 1), "prompts_per_iteration": 2, "lora_rank": 0}
+SMALL_TREE = {
+    "recipe": "branchgrpo",
+    "steps": 4,
+    "splits": (0, 1),
+    "prompts_per_iteration": 2,
+    "lora_rank": 0,
+}
 STAR = SMALL_TREE | {"splits": (), "roots": 3}
 ADAPTIVE = SMALL_TREE | {"recipe": "branchgrpo-adaptive", "adaptive": True}
 # shrunk examples that failed in a run; those that are refused now are in bad_inputs.yaml
 FOUND = {
     "one leaf that counts, among all nodes of its tree": STAR
     | {"advantage": "joint", "group_selection": "random", "group_keep": 1, "noisy_last": True},
-    "a group of the leaves of adaptive splits": ADAPTIVE | {"group_selection": "ovf", "group_keep": 3},
+    "a group of the leaves of adaptive splits": ADAPTIVE
+    | {"group_selection": "ovf", "group_keep": 3},
 }
 
 

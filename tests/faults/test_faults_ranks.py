@@ -55,28 +55,47 @@ def launched(tmp_path, monkeypatch, fault, launch=TORCHRUN, **changes):
     variables = {"FAULT": fault, "FAULT_TIME": str(tmp_path / "time"), "ACCELERATE_USE_CPU": "true"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    run = replace(config(tmp_path / "run", reward=f"{tmp_path}/own.py:score", iterations=3), **changes)
+    run = replace(
+        config(tmp_path / "run", reward=f"{tmp_path}/own.py:score", iterations=3), **changes
+    )
     with pytest.raises(RuntimeError) as caught:
         train_in_subprocess(run, Launch(launch))
     return str(caught.value).splitlines()[0], time.time() - float((tmp_path / "time").read_text())
 
 
 @pytest.mark.parametrize("place", KILLED)
-def test_a_process_that_is_killed_ends_the_others_with_its_name(tmp_path, monkeypatch, noted, place):
+def test_a_process_that_is_killed_ends_the_others_with_its_name(
+    tmp_path, monkeypatch, noted, place
+):
     fault, rank, changes = KILLED[place]
-    line, seconds = launched(tmp_path, monkeypatch, f"{fault}:{rank}:SIGKILL", max_batch=2, **changes)
-    assert re.search(rf"rank {rank} \(pid \d+, host \S+\) was killed by SIGKILL; its last line: .*my last words", line)
+    line, seconds = launched(
+        tmp_path, monkeypatch, f"{fault}:{rank}:SIGKILL", max_batch=2, **changes
+    )
+    assert re.search(
+        rf"rank {rank} \(pid \d+, host \S+\) was killed by SIGKILL; its last line: .*my last words",
+        line,
+    )
     assert seconds < 60, "torchrun gives the others 30 seconds"
     log = (tmp_path / "run/log.txt").read_text()
-    assert re.search(rf"\[rank{1 - rank}\]: branchgrpo: process {1 - rank} lost another one, which has ended", log)
+    assert re.search(
+        rf"\[rank{1 - rank}\]: branchgrpo: process {1 - rank} lost another one, which has ended",
+        log,
+    )
     what = f"SIGKILL of rank {rank} of 2 {place}, torchrun"
-    noted(what, f"all gone after {seconds:.0f} s: {line.split(': ', 1)[1][:90]}…", "the last checkpoint", kind="kills")
+    noted(
+        what,
+        f"all gone after {seconds:.0f} s: {line.split(': ', 1)[1][:90]}…",
+        "the last checkpoint",
+        kind="kills",
+    )
 
 
 def test_a_process_that_hangs_ends_the_others_after_the_timeout(tmp_path, monkeypatch, noted):
     "SIGSTOP: the other waits for `timeout_minutes` and says so; torchrun then kills the one that is stopped."
     line, seconds = launched(tmp_path, monkeypatch, f"{ROLLOUT}:1:SIGSTOP", timeout_minutes=0.2)
-    assert "timeout_minutes: process 0 waited 0.2 minutes for another, which is stuck or slow" in line
+    assert (
+        "timeout_minutes: process 0 waited 0.2 minutes for another, which is stuck or slow" in line
+    )
     assert seconds < 12 + 60
     happened = f"after {seconds:.0f} s: {line.split(': ', 1)[1][:90]}…"
     noted("SIGSTOP of one of 2 processes, torchrun", happened, "the last checkpoint")

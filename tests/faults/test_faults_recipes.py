@@ -16,8 +16,19 @@ SECOND = PLACES["rollout"] | {"inside": part("collect", 2)}
 
 def run_of(name):
     "A run of a recipe as it is, with one prompt an iteration and a checkpoint after each."
-    run = {"recipe": name, "iterations": ITERATIONS, "prompts_per_iteration": 1, "checkpoint_every": 1}
-    run |= {"evaluate_every": 0, "tracker": "none", "ema_decay": 0.5, "learning_rate": 1e-4, "lora_rank": 2}
+    run = {
+        "recipe": name,
+        "iterations": ITERATIONS,
+        "prompts_per_iteration": 1,
+        "checkpoint_every": 1,
+    }
+    run |= {
+        "evaluate_every": 0,
+        "tracker": "none",
+        "ema_decay": 0.5,
+        "learning_rate": 1e-4,
+        "lora_rank": 2,
+    }
     return run | {"backbone": "tiny-sd" if name.endswith("-sd") else "tiny-flux"}
 
 

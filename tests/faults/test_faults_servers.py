@@ -91,7 +91,11 @@ class Server:
 
     def talk(self, connection):
         try:
-            connection = self.context.wrap_socket(connection, server_side=True) if self.context else connection
+            connection = (
+                self.context.wrap_socket(connection, server_side=True)
+                if self.context
+                else connection
+            )
             while request := read_request(connection):
                 self.heads.append(request[0])
                 if request[0].startswith(b"POST"):
@@ -168,14 +172,23 @@ def cuts(data):
 
 CHUNKS = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nhello\r\n"
 UNANSWERED = {
-    "takes the request and never answers": (lambda connection, n, body: time.sleep(60), "ReadTimeout"),
+    "takes the request and never answers": (
+        lambda connection, n, body: time.sleep(60),
+        "ReadTimeout",
+    ),
     "sends the body a byte at a time": (
-        lambda connection, n, body: (connection.sendall(answer()[:40]), trickle(answer()[40:])(connection, n, body)),
+        lambda connection, n, body: (
+            connection.sendall(answer()[:40]),
+            trickle(answer()[40:])(connection, n, body),
+        ),
         "no whole answer within 3 s",
     ),
     "closes in the middle of the body": (cuts(answer()[:-9]), "RemoteProtocolError"),
     "closes without a word": (cuts(b""), "RemoteProtocolError"),
-    "says a length that never comes": (sends(answer().replace(b"Length: ", b"Length: 9")), "ReadTimeout"),
+    "says a length that never comes": (
+        sends(answer().replace(b"Length: ", b"Length: 9")),
+        "ReadTimeout",
+    ),
     "sends chunks of garbage": (sends(CHUNKS), "RemoteProtocolError"),
     "does not speak HTTP": (cuts(b"220 mail.example.org ESMTP\r\n"), "RemoteProtocolError"),
     "sends HTML": (sends(answer(b"<html>Welcome to nginx</html>")), "no score in the answer"),
@@ -187,14 +200,19 @@ UNANSWERED = {
     "sends JSON in 500,000 brackets": (sends(answer(b"[" * 500_000)), "no score in the answer"),
     "sends bytes that are no text": (sends(answer(b"\xff\xfe\x00")), "no score in the answer"),
     "scores 7 of 5": (sends(answer(chat("Final Score: 7"))), "no score in the answer"),
-    "scores a number instead of a text": (sends(answer(b'{"choices": [{"message": {"content": 1e400}}]}')), "no score"),
+    "scores a number instead of a text": (
+        sends(answer(b'{"choices": [{"message": {"content": 1e400}}]}')),
+        "no score",
+    ),
     "fails with 502": (sends(answer(b"oops", "502 Oops")), "status 502"),
     "has too many requests (429)": (sends(answer(b"", "429 Slow down")), "status 429"),
 }
 FAST = ("sends the body a byte at a time", "sends HTML", "closes in the middle of the body")
 
 
-@pytest.mark.parametrize("what", [pytest.param(w, marks=[pytest.mark.fast] if w in FAST else []) for w in UNANSWERED])
+@pytest.mark.parametrize(
+    "what", [pytest.param(w, marks=[pytest.mark.fast] if w in FAST else []) for w in UNANSWERED]
+)
 def test_no_answer_costs_bounded_time_and_gives_no_score(what, serve, noted):
     behave, reason = UNANSWERED[what]
     server = serve(behave)
@@ -210,7 +228,11 @@ def test_no_answer_costs_bounded_time_and_gives_no_score(what, serve, noted):
 def test_a_redirect_is_not_followed(serve, noted):
     "Neither to another server, which would get the images, nor to itself, nor to a file."
     elsewhere = serve()
-    for target in (f"{elsewhere.where}/chat/completions", "/v1/chat/completions", "file:///etc/passwd"):
+    for target in (
+        f"{elsewhere.where}/chat/completions",
+        "/v1/chat/completions",
+        "file:///etc/passwd",
+    ):
         server = serve(sends(answer(b"", "307 Elsewhere", f"Location: {target}\r\n")))
         with pytest.raises(ValueError, match=r"redirects \(307\), which is not followed") as error:
             scored(server)
@@ -219,7 +241,13 @@ def test_a_redirect_is_not_followed(serve, noted):
     noted("a reward server redirects", str(error.value), "no byte went on")
 
 
-REFUSALS = {401: TOKEN, 403: TOKEN, 404: "no such model", 400: "no such model", 422: "no such model"}
+REFUSALS = {
+    401: TOKEN,
+    403: TOKEN,
+    404: "no such model",
+    400: "no such model",
+    422: "no such model",
+}
 
 
 @pytest.mark.parametrize("status", REFUSALS)
@@ -231,7 +259,11 @@ def test_a_refusal_stops_at_once(status, serve, noted):
         scored(server)
     assert REFUSALS[status] in str(error.value)
     assert len(server.posts) == 1
-    noted(f"a reward server refuses ({status})", str(error.value), "nothing is trained without a score")
+    noted(
+        f"a reward server refuses ({status})",
+        str(error.value),
+        "nothing is trained without a score",
+    )
 
 
 @pytest.mark.fast
@@ -242,7 +274,9 @@ def test_a_server_that_is_not_there_costs_one_line(tmp_path, monkeypatch, capsys
         where = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
     code = cli.main(["train", "--reward", f"unified-reward:{where}", "--output", "run"])
     err = capsys.readouterr().err.splitlines()[-1]
-    assert code == 2 and err.startswith(f"branchgrpo: reward: no server answers at {where} (ConnectError")
+    assert code == 2 and err.startswith(
+        f"branchgrpo: reward: no server answers at {where} (ConnectError"
+    )
     assert list(tmp_path.iterdir()) == []
     noted("no reward server is there when a run begins", f"code 2, {err}", "nothing is written")
 
@@ -251,7 +285,11 @@ def test_a_server_that_dies_and_comes_back(serve, monkeypatch, noted):
     "Meanwhile nobody listens, which fails in no time: the tries do not run out before the server is back."
     monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.5)
     monkeypatch.setattr(unified, "LONGEST_WAIT", 8.0)
-    first = serve(lambda connection, n, body: connection.sendall(answer()) if n < 3 else with_reset(connection))
+    first = serve(
+        lambda connection, n, body: (
+            connection.sendall(answer()) if n < 3 else with_reset(connection)
+        )
+    )
     client = UnifiedReward(first.where, timeout=5.0, in_flight=2)
     waiting = in_background(client, IMAGE.expand(12, -1, -1, -1), ["a"] * 12)
     while len(first.posts) < 5:
@@ -271,7 +309,11 @@ def test_a_server_that_has_gone_ends_the_call(serve, noted):
     assert scores.isnan().all()
     assert seconds < 3 + LOADED
     assert len(server.posts) < 20
-    noted("a reward server goes silent before 500 images", f"ended after {seconds:.0f} s", "no score is made up")
+    noted(
+        "a reward server goes silent before 500 images",
+        f"ended after {seconds:.0f} s",
+        "no score is made up",
+    )
 
 
 def test_a_pixel_that_is_not_finite_has_no_score(serve):
@@ -313,8 +355,14 @@ def test_images_are_made_while_a_server_scores_others(serve, tmp_path, name):
         assert made.wait(60)
         connection.sendall(answer())
 
-    table = SMALL | {"output": str(tmp_path), "decode_batch": 1 if name == "decode" else None, "evaluation_prompts": 32}
-    trainer = Trainer(TrainConfig.from_dict(table | {"reward": f"unified-reward:{serve(behave).where}"}))
+    table = SMALL | {
+        "output": str(tmp_path),
+        "decode_batch": 1 if name == "decode" else None,
+        "evaluation_prompts": 32,
+    }
+    trainer = Trainer(
+        TrainConfig.from_dict(table | {"reward": f"unified-reward:{serve(behave).where}"})
+    )
     first, run = OVERLAPS[name]
     watch(trainer.policy, name, first, asked, made)
     assert run(trainer) == 4
@@ -326,7 +374,12 @@ def test_images_are_made_while_a_server_scores_others(serve, tmp_path, name):
 def value_of(body):
     "Return the score of the image in a request: that of its first pixel, exact to 1/255."
     url = json.loads(body)["messages"][0]["content"][0]["image_url"]["url"]
-    return 1 + 4 * Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).getpixel((0, 0))[0] / 255
+    return (
+        1
+        + 4
+        * Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).getpixel((0, 0))[0]
+        / 255
+    )
 
 
 def images_of(values):
@@ -373,24 +426,46 @@ def test_every_score_belongs_to_its_image(serve, noted):
         attached += int(known.sum())
     assert attached >= 150  # an answer without a score is not asked for again
     happened = f"{attached} of 240 images scored by {len(server.posts)} requests"
-    noted("a reward server answers late, twice, cut, in half, out of order", happened, "each its own score")
+    noted(
+        "a reward server answers late, twice, cut, in half, out of order",
+        happened,
+        "each its own score",
+    )
 
 
 def test_a_run_on_a_misbehaving_server_ends_as_on_a_good_one(serve, tmp_path, noted):
     def trained(name, kinds):
         server = serve(chaotic(1, kinds))
-        table = SMALL | {"output": str(tmp_path / name), "iterations": 2, "reward": f"unified-reward:{server.where}"}
+        table = SMALL | {
+            "output": str(tmp_path / name),
+            "iterations": 2,
+            "reward": f"unified-reward:{server.where}",
+        }
         trainer = Trainer(TrainConfig.from_dict(table))
         trainer.scorer.retries, trainer.scorer.wait = 20, 0.0
-        rows = [{k: v for k, v in row.items() if not k.startswith("seconds")} for row in trainer.fit().metrics]
-        return rows, {k: p.detach().clone() for k, p in trainer.learner.parameters.items()}, len(server.posts)
+        rows = [
+            {k: v for k, v in row.items() if not k.startswith("seconds")}
+            for row in trainer.fit().metrics
+        ]
+        return (
+            rows,
+            {k: p.detach().clone() for k, p in trainer.learner.parameters.items()},
+            len(server.posts),
+        )
 
-    good, bad = trained("good", ("good",)), trained("bad", ("good", "busy", "twice", "cut", "half", "wrong"))
+    good, bad = (
+        trained("good", ("good",)),
+        trained("bad", ("good", "busy", "twice", "cut", "half", "wrong")),
+    )
     assert good[0] == bad[0]
     assert all(torch.equal(weight, bad[1][name]) for name, weight in good[1].items())
     assert bad[2] > good[2]
     happened = f"{bad[2]} requests instead of {good[2]}"
-    noted("a training on a reward server that misbehaves", happened, "metrics and weights are bit-equal")
+    noted(
+        "a training on a reward server that misbehaves",
+        happened,
+        "metrics and weights are bit-equal",
+    )
 
 
 # what a call may take
@@ -413,7 +488,9 @@ def test_requests_are_bounded(serve, noted):
     waiting = [in_background(client, IMAGE.expand(6, -1, -1, -1), ["a"] * 6) for _ in range(100)]
     assert all((future.result(timeout=300) == 4).all() for future in waiting)
     assert most <= 4
-    noted("600 images at once for a reward server", f"at most {most} requests at once", "all scores")
+    noted(
+        "600 images at once for a reward server", f"at most {most} requests at once", "all scores"
+    )
 
 
 STUCK = """
@@ -439,7 +516,11 @@ def test_a_stuck_request_does_not_delay_the_end_of_a_process(serve, tmp_path, no
         seconds = time.monotonic() - start
     assert (tmp_path / "log").read_text() == "ends\n"
     assert seconds < LOADED
-    noted("a process ends while a reward server holds 60 requests", f"ended after {seconds:.1f} s", "exit code 0")
+    noted(
+        "a process ends while a reward server holds 60 requests",
+        f"ended after {seconds:.1f} s",
+        "exit code 0",
+    )
 
 
 class Waiting:
@@ -469,7 +550,9 @@ def test_images_do_not_pile_up_before_a_server(monkeypatch):
         scorer.start_scoring(Scorer(reward), IMAGE, ["a"], watch=watch)
     reward.go.set()
     assert [future.result(timeout=60)[""].tolist() for future in first] == [[4.0]] * 2
-    assert scorer.start_scoring(Scorer(reward), IMAGE, ["a"], watch=watch).result(timeout=60)[""].tolist() == [4.0]
+    assert scorer.start_scoring(Scorer(reward), IMAGE, ["a"], watch=watch).result(timeout=60)[
+        ""
+    ].tolist() == [4.0]
 
 
 # the way there
@@ -494,9 +577,20 @@ def test_a_server_on_this_machine_is_called_without_a_proxy(serve, monkeypatch, 
 
 def train(folder, log, where, **changes):
     "Start a run of the command line, with its output in `log`."
-    table = SMALL | {"output": str(folder), "iterations": 2, "reward": f"unified-reward:{where}"} | changes
+    table = (
+        SMALL
+        | {"output": str(folder), "iterations": 2, "reward": f"unified-reward:{where}"}
+        | changes
+    )
     (folder.parent / "run.json").write_text(json.dumps(table))
-    words = [sys.executable, "-m", "branchgrpo.cli", "train", "--config", folder.parent / "run.json"]
+    words = [
+        sys.executable,
+        "-m",
+        "branchgrpo.cli",
+        "train",
+        "--config",
+        folder.parent / "run.json",
+    ]
     with open(log, "w") as file:
         return popen(words, stdout=file, stderr=file)
 
@@ -523,16 +617,30 @@ def test_a_run_is_told_to_stop_while_a_server_is_stuck(serve, tmp_path, noted):
     stuck.clear()
     again = train(tmp_path / "run", tmp_path / "log", server.where)
     assert again.wait(timeout=300) == 0, (tmp_path / "log").read_text()
-    noted("SIGTERM while a reward server is stuck", f"code 75, {said}", "started again, the run ends")
+    noted(
+        "SIGTERM while a reward server is stuck", f"code 75, {said}", "started again, the run ends"
+    )
 
 
 def test_a_server_that_goes_during_a_run_is_named(serve, tmp_path, noted):
     "In a run of the command line, with a client that is less patient."
-    server = serve(lambda connection, n, body: connection.sendall(answer()) if n < 8 else connection.close())
-    table = SMALL | {"output": str(tmp_path / "run"), "iterations": 4, "reward": f"unified-reward:{server.where}"}
+    server = serve(
+        lambda connection, n, body: connection.sendall(answer()) if n < 8 else connection.close()
+    )
+    table = SMALL | {
+        "output": str(tmp_path / "run"),
+        "iterations": 4,
+        "reward": f"unified-reward:{server.where}",
+    }
     trainer = Trainer(TrainConfig.from_dict(table | {"splits": (0, 2), "checkpoint_every": 1}))
     trainer.scorer.wait = 0.01
-    with pytest.raises(ValueError, match=f"could not be scored at iteration 1.*: {server.where}: Remote") as error:
+    with pytest.raises(
+        ValueError, match=f"could not be scored at iteration 1.*: {server.where}: Remote"
+    ) as error:
         trainer.fit()
     assert newest(tmp_path / "run") is not None
-    noted("a reward server goes in the middle of a run", str(error.value), "checkpoint 1, after its 8 scores")
+    noted(
+        "a reward server goes in the middle of a run",
+        str(error.value),
+        "checkpoint 1, after its 8 scores",
+    )

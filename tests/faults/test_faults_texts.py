@@ -41,7 +41,9 @@ def refused(function, *args) -> str | None:
 
 # ------------------------------------------------------------------------------------------------------- rewards
 
-PARTS = st.sampled_from(["clip", "tiny-clip", "norm(", ")", "+", "*", "2*", "1e", "math:pi", "x.py:f", "os:", ":", "-"])
+PARTS = st.sampled_from(
+    ["clip", "tiny-clip", "norm(", ")", "+", "*", "2*", "1e", "math:pi", "x.py:f", "os:", ":", "-"]
+)
 MUTATED = st.lists(st.one_of(PARTS, st.text(SIGNS, max_size=4)), max_size=6).map("".join)
 
 
@@ -62,7 +64,9 @@ def wrong_rewards(examples: int) -> None:
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("one", ["1", "1 ", "a ", " ", "a", "1e", "norm(", "a+", "2*a+", "a.b.", "_", "a:"])
+@pytest.mark.parametrize(
+    "one", ["1", "1 ", "a ", " ", "a", "1e", "norm(", "a+", "2*a+", "a.b.", "_", "a:"]
+)
 def test_a_long_expression_takes_no_exponential_time(one):
     start = time.process_time()
     for end in ("", "!", " b", ")", "*", "+"):
@@ -70,7 +74,12 @@ def test_a_long_expression_takes_no_exponential_time(one):
     assert time.process_time() - start < 20
 
 
-NESTS = ("[*a{n}, *a{n}]", "{{x: *a{n}, y: *a{n}}}", "{{<<: [*a{n}, *a{n}]}}", "{{? [*a{n}, *a{n}] : 1}}")
+NESTS = (
+    "[*a{n}, *a{n}]",
+    "{{x: *a{n}, y: *a{n}}}",
+    "{{<<: [*a{n}, *a{n}]}}",
+    "{{? [*a{n}, *a{n}] : 1}}",
+)
 
 
 @pytest.mark.parametrize("nest", NESTS)
@@ -79,7 +88,11 @@ def test_a_few_lines_of_aliases_take_no_time_and_no_memory(tmp_path, nest):
     (tmp_path / "bomb.yaml").write_text("\n".join(lines))
     start = time.process_time()
     line = refused(read_table, tmp_path / "bomb.yaml")
-    assert line is not None and "bomb.yaml" in line and "its aliases (*name) make more than 10000 values" in line
+    assert (
+        line is not None
+        and "bomb.yaml" in line
+        and "its aliases (*name) make more than 10000 values" in line
+    )
     assert time.process_time() - start < 5
 
 
@@ -97,19 +110,26 @@ def prompt_file(name: str, content: bytes) -> None:
             assert line.startswith("prompts: "), line
             return
         found = load_prompts(str(path))
-        assert found.train and all(isinstance(text, str) and bare(text) for text in found.train), found.train
+        assert found.train and all(isinstance(text, str) and bare(text) for text in found.train), (
+            found.train
+        )
         if name.endswith(".txt"):
             text = content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
             assert found.train == [bare(line) for line in text.split("\n") if bare(line)]
 
 
-SURROUNDED = st.tuples(st.sampled_from([b"", b"\xef\xbb\xbf", b"\xff\xfe"]), st.binary(max_size=60)).map(b"".join)
+SURROUNDED = st.tuples(
+    st.sampled_from([b"", b"\xef\xbb\xbf", b"\xff\xfe"]), st.binary(max_size=60)
+).map(b"".join)
 LINES = st.lists(st.text(st.characters(codec="utf-8"), max_size=20), max_size=8)
 ENDS = st.sampled_from(["\n", "\r\n", "\r", "\u2028"])
 WRITTEN = st.builds(lambda lines, end: end.join(lines).encode(), LINES, ENDS)
 JSONS = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8)),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["prompt", "text", "x"]), inner),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["prompt", "text", "x"]), inner)
+    ),
     max_leaves=6,
 )
 PROMPT_ROWS = st.builds(
@@ -117,7 +137,9 @@ PROMPT_ROWS = st.builds(
     st.text(st.characters(codec="utf-8"), max_size=12),
     st.dictionaries(st.sampled_from(["image", "tag", "prompt"]), JSONS, max_size=2),
 )
-ROWS = st.lists(PROMPT_ROWS | JSONS, max_size=4).map(lambda rows: "\n".join(map(json.dumps, rows)).encode())
+ROWS = st.lists(PROMPT_ROWS | JSONS, max_size=4).map(
+    lambda rows: "\n".join(map(json.dumps, rows)).encode()
+)
 
 
 def prompt_files(examples: int) -> None:
@@ -131,7 +153,8 @@ def prompt_files(examples: int) -> None:
     @example("a.txt", b"a\x00b\n\xf0\x9f\x98\x80\n")
     @example("a.txt", b"x" * 10_000 + b"\n" + b"x" * 10_000)
     @given(
-        st.sampled_from(["a.txt", "a.txt", "a.jsonl", "a.JSONL", "a.json", "a"]), st.one_of(SURROUNDED, WRITTEN, ROWS)
+        st.sampled_from(["a.txt", "a.txt", "a.jsonl", "a.JSONL", "a.json", "a"]),
+        st.one_of(SURROUNDED, WRITTEN, ROWS),
     )
     def each(name, content):
         prompt_file(name, content)
@@ -157,7 +180,11 @@ def empty_folder():
 def called(words: list[str]) -> tuple[int, str, str]:
     "Return the exit code and what was printed of a command line, in this process."
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         try:
             code = cli.main(words)
@@ -170,7 +197,9 @@ def one_line_or_done(words: list[str], folder: Path) -> str | None:
     "Check a command line that writes nothing; return what it printed, None if it was refused."
     files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     code, out, err = called(words)
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == files, "something was written"
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == files, (
+        "something was written"
+    )
     COUNTS["ran" if code == 0 else "refused"] += 1
     if code == 0:
         assert not err, err
@@ -190,9 +219,36 @@ def again_the_same(printed: str, folder: Path) -> None:
 
 FLAGS = [f"--{name.replace('_', '-')}" for name in sorted(FIELDS)]
 VALUES = st.one_of(
-    st.sampled_from(["0", "1", "-1", "4", "0.5", "1e-4", "inf", "nan", "0,3", "5:2,7:1", "window", "true", "none", ""]),
     st.sampled_from(
-        ["ovf", "branchgrpo", "mixgrpo", "tiny-flux", "tiny-sd", "tiny-clip", "1" * 5000, "[1, 2]", "{0: 1}"]
+        [
+            "0",
+            "1",
+            "-1",
+            "4",
+            "0.5",
+            "1e-4",
+            "inf",
+            "nan",
+            "0,3",
+            "5:2,7:1",
+            "window",
+            "true",
+            "none",
+            "",
+        ]
+    ),
+    st.sampled_from(
+        [
+            "ovf",
+            "branchgrpo",
+            "mixgrpo",
+            "tiny-flux",
+            "tiny-sd",
+            "tiny-clip",
+            "1" * 5000,
+            "[1, 2]",
+            "{0: 1}",
+        ]
     ),
     st.text(string.printable, max_size=8),
     TEXTS.filter(lambda text: "\x00" not in text),
@@ -222,7 +278,8 @@ def command_lines(examples: int) -> None:
 PLAIN_YAML = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(-3, 9), st.floats(), st.text(max_size=6)),
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.integers(-2, 9) | st.text(max_size=4), inner, max_size=3)
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.integers(-2, 9) | st.text(max_size=4), inner, max_size=3)
     ),
     max_leaves=4,
 )
@@ -250,10 +307,14 @@ def configs(examples: int) -> None:
     def each(content):
         with empty_folder() as folder:
             (folder / "given.yaml").write_bytes(content)
-            printed = one_line_or_done(["train", "--config", "given.yaml", "--print-config"], folder)
+            printed = one_line_or_done(
+                ["train", "--config", "given.yaml", "--print-config"], folder
+            )
             if printed is not None:
                 again_the_same(printed, folder)
-            (folder / "recipe.yaml").write_bytes(b"base: branchgrpo\nvalues:\n  " + content.replace(b"\n", b"\n  "))
+            (folder / "recipe.yaml").write_bytes(
+                b"base: branchgrpo\nvalues:\n  " + content.replace(b"\n", b"\n  ")
+            )
             one_line_or_done(["recipes", "recipe.yaml"], folder)
 
     each()
@@ -285,4 +346,12 @@ def test_many_random_texts(what, noted):
     function(many)
     ran, line = COUNTS["ran"], COUNTS["refused"]
     happened = f"{ran + line} tried: {ran} ran, {line} refused with one line"
-    noted(f"random {what}", happened, kept, kind="properties", examples=ran + line, ran=ran, refused=line)
+    noted(
+        f"random {what}",
+        happened,
+        kept,
+        kind="properties",
+        examples=ran + line,
+        ran=ran,
+        refused=line,
+    )

@@ -37,7 +37,9 @@ class Echo(Server):
     def echo(self, connection, n, body):
         said = self.heads[-1].decode()
         text = f"Final Score: {value_of(body):.4f}" if self.scores else said
-        connection.sendall(answer(chat(text) if self.status.startswith("200") else said.encode(), self.status))
+        connection.sendall(
+            answer(chat(text) if self.status.startswith("200") else said.encode(), self.status)
+        )
 
 
 @pytest.fixture
@@ -52,7 +54,13 @@ def forms(canary):
     "Return a text as it may stand in a file."
     raw = canary.encode()
     coded = {base64.b64encode(b"x" * k + raw + b"xx")[4:-4] for k in range(3)}
-    return {raw, quote(canary).encode(), raw[::-1], raw.hex().encode(), *(code for code in coded if len(code) > 6)}
+    return {
+        raw,
+        quote(canary).encode(),
+        raw[::-1],
+        raw.hex().encode(),
+        *(code for code in coded if len(code) > 6),
+    }
 
 
 def found_in(folder, *texts):
@@ -62,7 +70,9 @@ def found_in(folder, *texts):
         if path.is_file():
             data = path.read_bytes()
             places += [str(path) for form in forms(CANARY) if form in data]
-    return places + [text[max(0, text.find(CANARY) - 200) :][:400] for text in texts if CANARY in text]
+    return places + [
+        text[max(0, text.find(CANARY) - 200) :][:400] for text in texts if CANARY in text
+    ]
 
 
 COMMANDS = """
@@ -85,8 +95,27 @@ def test_a_run_its_evaluation_and_the_doctor_keep_the_keys_to_themselves(server,
     name = f"tiny-clip+0.1*unified-reward:{server.where}"
     said = commands(
         tmp_path,
-        ["train", "--reward", name, "--held-out", f"unified-reward:{server.where}", "--output", "run", *SMALL],
-        ["evaluate", "--output", "eval", "--rewards", f"unified-reward:{server.where}", "--limit", "2", "--steps", "2"],
+        [
+            "train",
+            "--reward",
+            name,
+            "--held-out",
+            f"unified-reward:{server.where}",
+            "--output",
+            "run",
+            *SMALL,
+        ],
+        [
+            "evaluate",
+            "--output",
+            "eval",
+            "--rewards",
+            f"unified-reward:{server.where}",
+            "--limit",
+            "2",
+            "--steps",
+            "2",
+        ],
         ["doctor", "--reward", name],
         ["train", "--reward", name, "--print-config"],
         ["sample", "--prompt", "a red 3", "--steps", "2"],
@@ -95,16 +124,24 @@ def test_a_run_its_evaluation_and_the_doctor_keep_the_keys_to_themselves(server,
     )
     codes = [line.split()[1] for line in said.splitlines() if line.startswith("code ")]
     assert codes == ["0", "0", "0", "0", "0", "0", "2"], said
-    assert f"authorization: Bearer {SECRETS[TOKEN]}".encode() in server.posts[0], "the server itself gets the key"
+    assert f"authorization: Bearer {SECRETS[TOKEN]}".encode() in server.posts[0], (
+        "the server itself gets the key"
+    )
     assert (tmp_path / "run/run.json").is_file() and list(tmp_path.rglob("events.out*"))
     assert found_in(tmp_path, said) == []
     files = sum(path.is_file() for path in tmp_path.rglob("*"))
     what = "keys of seven services are set: train, evaluate, doctor, sample, an error"
-    noted(what, f"none of them is in {files} files or in what was printed", "only the reward server got its key")
+    noted(
+        what,
+        f"none of them is in {files} files or in what was printed",
+        "only the reward server got its key",
+    )
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("status", ["400 No", "401 No", "403 No", "404 No", "307 Elsewhere", "500 Oops", "200 OK"])
+@pytest.mark.parametrize(
+    "status", ["400 No", "401 No", "403 No", "404 No", "307 Elsewhere", "500 Oops", "200 OK"]
+)
 def test_a_server_that_repeats_the_key(server, status, tmp_path, monkeypatch, noted):
     "Also where its answer is an error or has no score."
     monkeypatch.setenv(TOKEN, SECRETS[TOKEN])
@@ -122,7 +159,9 @@ def test_a_server_that_repeats_the_key(server, status, tmp_path, monkeypatch, no
         said = str(error)
     assert SECRETS[TOKEN].encode() in server.posts[0]
     assert CANARY not in said and status[:3] in said or "no score in the answer" in said
-    noted(f"a reward server repeats the key in an answer {status[:3]}", said, "the key is not printed")
+    noted(
+        f"a reward server repeats the key in an answer {status[:3]}", said, "the key is not printed"
+    )
 
 
 LEAKING = {
@@ -141,15 +180,28 @@ PLACES = {
     "evaluate --rewards": ["evaluate", "--rewards", "{}", "--output", "eval"],
     "doctor": ["doctor", "--reward", "{}"],
     "reproduce --set": ["reproduce", "quickstart", "--scale", "smoke", "--set", "reward={}"],
-    "reproduce --slurm": ["reproduce", "quickstart", "--scale", "smoke", "--set", "reward={}", "--slurm", "--dry-run"],
+    "reproduce --slurm": [
+        "reproduce",
+        "quickstart",
+        "--scale",
+        "smoke",
+        "--set",
+        "reward={}",
+        "--slurm",
+        "--dry-run",
+    ],
 }
 
 
 @pytest.mark.fast
 @pytest.mark.parametrize("place", PLACES)
-def test_a_secret_in_an_address_is_refused_and_not_repeated(place, tmp_path, monkeypatch, capsys, noted):
+def test_a_secret_in_an_address_is_refused_and_not_repeated(
+    place, tmp_path, monkeypatch, capsys, noted
+):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "reproduce").symlink_to(cli.__file__.removesuffix("branchgrpo/cli.py") + "reproduce")
+    (tmp_path / "reproduce").symlink_to(
+        cli.__file__.removesuffix("branchgrpo/cli.py") + "reproduce"
+    )
     for address in LEAKING.values():
         name = f"unified-reward:{address.format(CANARY)}"
         code = cli.main([word.format(name) for word in PLACES[place]])
@@ -158,7 +210,11 @@ def test_a_secret_in_an_address_is_refused_and_not_repeated(place, tmp_path, mon
         assert TOKEN in err and err.count("\n") == 1
         assert CANARY not in out + err
         assert [path.name for path in tmp_path.iterdir()] == ["reproduce"]
-    noted(f"a password in the address of a reward server: {place}", f"code 2, {err.strip()}", "nothing is written")
+    noted(
+        f"a password in the address of a reward server: {place}",
+        f"code 2, {err.strip()}",
+        "nothing is written",
+    )
 
 
 @pytest.mark.fast
@@ -176,7 +232,13 @@ def test_a_task_of_a_cluster_writes_no_key(server, tmp_path, monkeypatch, noted)
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     config = TrainConfig.from_dict(
-        {"iterations": 1, "steps": 4, "splits": (0,), "prompts_per_iteration": 2, "evaluate_every": 0}
+        {
+            "iterations": 1,
+            "steps": 4,
+            "splits": (0,),
+            "prompts_per_iteration": 2,
+            "evaluate_every": 0,
+        }
         | {"reward": f"unified-reward:{server.where}"}
     )
     job = submit(tmp_path, 1, sys.executable, config)
@@ -185,7 +247,11 @@ def test_a_task_of_a_cluster_writes_no_key(server, tmp_path, monkeypatch, noted)
     written = {path.suffix for path in (tmp_path / "slurm").rglob("*")}
     assert {".pkl", ".out", ".err"} <= written and list(tmp_path.glob("runs/*/log-0.yaml"))
     assert found_in(tmp_path) == []
-    noted("keys are set where a run is handed to a cluster", "the task has them, submitit's files do not", "the run")
+    noted(
+        "keys are set where a run is handed to a cluster",
+        "the task has them, submitit's files do not",
+        "the run",
+    )
 
 
 def test_an_executed_page_holds_no_key(tmp_path, noted):
@@ -198,4 +264,8 @@ def test_an_executed_page_holds_no_key(tmp_path, noted):
     assert len(pages) == 1
     assert found_in(tmp_path / "runs", said) == []
     files = sum(path.is_file() for path in (tmp_path / "runs").rglob("*"))
-    noted("keys are set where a page is executed", f"none of them is in {files} files", "the page and its figures")
+    noted(
+        "keys are set where a page is executed",
+        f"none of them is in {files} files",
+        "the page and its figures",
+    )

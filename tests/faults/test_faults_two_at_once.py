@@ -55,7 +55,9 @@ def test_a_second_training_of_a_run_is_refused(tmp_path, noted):
         first.kill()
     first.wait()
     assert code == 74
-    assert line.startswith(f"branchgrpo: output: '{folder}' is being trained by process {first.pid} on host "), line
+    assert line.startswith(
+        f"branchgrpo: output: '{folder}' is being trained by process {first.pid} on host "
+    ), line
     noted(
         "two processes train in one folder at once",
         "the second: code 74, one line with the process, host and start of the first",
@@ -98,7 +100,9 @@ def test_a_disk_without_locks_is_named(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     lock = RunLock(tmp_path / "run")
-    with pytest.warns(UserWarning, match="has no locks .No locks available.; do not train this run twice"):
+    with pytest.warns(
+        UserWarning, match="has no locks .No locks available.; do not train this run twice"
+    ):
         lock.take()
     lock.release()
 
@@ -124,7 +128,15 @@ def page(tmp_path):
     "A folder with one page, and the words that execute it."
     new_page(tmp_path / "reproduce/page.ipynb", f"n: int = 0\nwhere: str = {str(tmp_path)!r}", PAGE)
     (tmp_path / "reproduce/scales.yaml").write_text("page: {smoke: {n: 1}}\n")
-    words = ["page", "--scale", "smoke", "--folder", str(tmp_path / "reproduce"), "--output", str(tmp_path / "out")]
+    words = [
+        "page",
+        "--scale",
+        "smoke",
+        "--folder",
+        str(tmp_path / "reproduce"),
+        "--output",
+        str(tmp_path / "out"),
+    ]
     return [sys.executable, "-m", "branchgrpo.cli", "reproduce", *words]
 
 
@@ -146,7 +158,9 @@ def test_one_notebook_executed_twice_at_once(tmp_path, page, noted):
     for log in logs:
         with open(log, "w") as file:
             started.append(popen(page, stdout=file, stderr=file))
-    assert [process.wait(timeout=300) for process in started] == [0, 0], [log.read_text()[-1500:] for log in logs]
+    assert [process.wait(timeout=300) for process in started] == [0, 0], [
+        log.read_text()[-1500:] for log in logs
+    ]
     assert len((tmp_path / "begun-1").read_text().splitlines()) == 1, "it is executed once"
     said = [log.read_text() for log in logs]
     assert sum("found   page" in text for text in said) == 1, said

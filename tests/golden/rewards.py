@@ -59,7 +59,9 @@ def centre_crop(image, side):
 
 
 def pad(image, padding, fill=0):
-    return torch.nn.functional.pad(image, (padding[0], padding[2], padding[1], padding[3]), value=fill)
+    return torch.nn.functional.pad(
+        image, (padding[0], padding[2], padding[1], padding[3]), value=fill
+    )
 
 
 def normaliser(mean, std):
@@ -69,7 +71,8 @@ def normaliser(mean, std):
 def stand_in():
     "Make a module `torchvision` with what the three originals use of it."
     one = {
-        name: types.ModuleType(f"torchvision{name}") for name in ("", ".transforms", ".transforms.functional", ".io")
+        name: types.ModuleType(f"torchvision{name}")
+        for name in ("", ".transforms", ".transforms.functional", ".io")
     }
     sys.modules |= {module.__name__: module for module in one.values()}
     t, f = one[".transforms"], one[".transforms.functional"]
@@ -79,7 +82,9 @@ def stand_in():
     t.Compose = lambda steps: lambda x: [x := step(x) for step in steps][-1]
     t.Resize = lambda n, interpolation=None: lambda image: resize(image, n)
     t.CenterCrop = lambda n: lambda image: centre_crop(image, n)
-    t.ToTensor = lambda: lambda image: torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
+    t.ToTensor = lambda: (
+        lambda image: torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
+    )
     t.Normalize = normaliser
 
 
@@ -98,7 +103,11 @@ def clip_words(folder):
     import importlib.util
 
     source = folder / "hpsv2/src/open_clip"
-    merges = gzip.decompress((source / "bpe_simple_vocab_16e6.txt.gz").read_bytes()).decode().split("\n")[1:401]
+    merges = (
+        gzip.decompress((source / "bpe_simple_vocab_16e6.txt.gz").read_bytes())
+        .decode()
+        .split("\n")[1:401]
+    )
     short = Path(tempfile.mkdtemp()) / "merges.gz"
     short.write_bytes(gzip.compress("\n".join(["#", *merges]).encode()))
     spec = importlib.util.spec_from_file_location("tokenizer", source / "tokenizer.py")
@@ -115,7 +124,17 @@ def bert_words():
     from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
 
     letters = [chr(c) for c in range(33, 127) if not chr(c).isupper()] + list("北京的猫’“”—…ß")
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *("##" + x for x in letters), "word", "cafe"]
+    words = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        *letters,
+        *("##" + x for x in letters),
+        "word",
+        "cafe",
+    ]
     file = Path(tempfile.mkdtemp()) / "vocab.txt"
     file.write_text("\n".join(words))
     tokenizer = BertTokenizerLegacy(str(file))
@@ -135,9 +154,21 @@ def video_numbers(folder):
         math=math,
     )
     texts = [asked["build_prompt"](p, ["VQ", "MQ", "TA"], "detailed_special") for p in PROMPTS]
-    clips = [(total, fps) for total in (2, 3, 5, 9, 33, 81, 121, 2000) for fps in (8, 16, 23.976, 24)]
+    clips = [
+        (total, fps) for total in (2, 3, 5, 9, 33, 81, 121, 2000) for fps in (8, 16, 23.976, 24)
+    ]
     frames = [[t, fps, seen["smart_nframes"]({"fps": 2.0}, t, fps)] for t, fps in clips]
-    sizes = [(480, 832), (832, 480), (720, 720), (32, 32), (100, 1000), (1080, 1920), (37, 211), (336, 588), (10, 900)]
+    sizes = [
+        (480, 832),
+        (832, 480),
+        (720, 720),
+        (32, 32),
+        (100, 1000),
+        (1080, 1920),
+        (37, 211),
+        (336, 588),
+        (10, 900),
+    ]
     limits = dict(factor=28, min_pixels=seen["VIDEO_MIN_PIXELS"], max_pixels=200704)
     found = [[h, w, *seen["smart_resize"](h, w, **limits)] for h, w in sizes]
     digests = [hashlib.sha256(text.encode()).hexdigest() for text in texts]
@@ -152,19 +183,28 @@ def texts(hps, imagereward, videoalign):
 
 def pixels(hps, imagereward, videoalign):
     stand_in()
-    package = sys.modules["open_clip"] = types.ModuleType("open_clip")  # without its __init__, which imports all of it
+    package = sys.modules["open_clip"] = types.ModuleType(
+        "open_clip"
+    )  # without its __init__, which imports all of it
     package.__path__ = [str(Path(hps) / "hpsv2/src/open_clip")]
     from open_clip.transform import image_transform
 
-    rule = functions(Path(imagereward) / "ImageReward/ImageReward.py", {"_transform", "_convert_image_to_rgb"})
+    rule = functions(
+        Path(imagereward) / "ImageReward/ImageReward.py", {"_transform", "_convert_image_to_rgb"}
+    )
     rule |= vars(sys.modules["torchvision.transforms"]) | {"BICUBIC": Mode.BICUBIC}
     found = {}
     for h, w in SIZES:
         image = Image.fromarray(picture(h, w))
         found[f"imagereward.{h}x{w}"] = rule["_transform"](SIDE)(image)
         if max(h, w) != SIDE:  # hpsv2 does not pad what has the size
-            found[f"hps.{h}x{w}"] = image_transform(SIDE, is_train=False, resize_longest_max=True)(image)
-    save_file({key: value.contiguous() for key, value in found.items()}, HERE / "reward_pixels.safetensors")
+            found[f"hps.{h}x{w}"] = image_transform(SIDE, is_train=False, resize_longest_max=True)(
+                image
+            )
+    save_file(
+        {key: value.contiguous() for key, value in found.items()},
+        HERE / "reward_pixels.safetensors",
+    )
 
 
 if __name__ == "__main__":
