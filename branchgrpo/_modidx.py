@@ -1422,6 +1422,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                 'branchgrpo/registry.py'),
                                      'branchgrpo.registry.check_one_of': ('basics/registry.html#check_one_of', 'branchgrpo/registry.py'),
                                      'branchgrpo.registry.count_of': ('basics/registry.html#count_of', 'branchgrpo/registry.py'),
+                                     'branchgrpo.registry.docstring_summary': ( 'basics/registry.html#docstring_summary',
+                                                                                'branchgrpo/registry.py'),
                                      'branchgrpo.registry.first_of': ('basics/registry.html#first_of', 'branchgrpo/registry.py'),
                                      'branchgrpo.registry.import_target': ('basics/registry.html#import_target', 'branchgrpo/registry.py'),
                                      'branchgrpo.registry.installed_in': ('basics/registry.html#installed_in', 'branchgrpo/registry.py'),

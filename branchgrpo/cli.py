@@ -59,7 +59,8 @@ from .training.summary import change_line, end_lines
 
 # %% ../nbs/cli/02_main.ipynb #2540175c
 def error_code(error: BaseException) -> int:
-    "Return the exit code of an error: 2 for a wrong input, 74 for a refusal of the operating system, else 1."
+    """Return the exit code of an error: 2 for a wrong input, 74 for a refusal of the operating
+    system, else 1."""
     return 2 if isinstance(error, ValueError) else REFUSED if isinstance(error, Refused) else 1
 
 
@@ -90,7 +91,10 @@ def exit_after(accelerator: Any, error: BaseException, minutes: float) -> None:
 
 # %% ../nbs/cli/02_main.ipynb #bd6837dd
 def train(given: dict[str, Any]) -> int:
-    "Train a model, on one seed or on several. What you do not give comes from the recipe; unfinished runs continue."
+    """Train a model, on one seed or on several.
+
+    What you do not give comes from the recipe; unfinished runs continue.
+    """
     from branchgrpo.training.config import TrainConfig
     from branchgrpo.training.trainer import Trainer
 
@@ -110,7 +114,10 @@ def train(given: dict[str, Any]) -> int:
 
 
 def train_run(trainer: Any, last: bool = True) -> tuple[int, Run | None]:
-    "Train one run; return the exit code and the run (None: a signal has stopped it). The `last` ends the connection."
+    """Train one run; return the exit code and the run (None: a signal has stopped it).
+
+    The `last` ends the connection.
+    """
     try:
         run = trainer.fit(quiet=True)
         if not last:
@@ -210,10 +217,16 @@ FIRST += (
 FIRST += ("mixed_precision", "max_batch")
 MACHINE = ("gpus", "tflops", "gpu_memory", "verify", "json")
 TRAINING = (
-    "branchgrpo train --iterations 50 --output runs/demo    # BranchGRPO on a small model, which is in the package",
+    (
+        "branchgrpo train --iterations 50 --output runs/demo    # BranchGRPO on a small model,"
+        " which is in the package"
+    ),
     "branchgrpo train --recipe mixgrpo --output runs/mix    # another method: branchgrpo recipes",
     "branchgrpo train --reward my_scores.py:redness --output runs/red   # your own reward",
-    "branchgrpo train --config mine.yaml --seeds 0,1,2 --output runs/mine   # runs/mine-0, runs/mine-1, runs/mine-2",
+    (
+        "branchgrpo train --config mine.yaml --seeds 0,1,2 --output runs/mine   # runs/mine-0,"
+        " runs/mine-1, runs/mine-2"
+    ),
     "The same command again continues a run that was stopped.",
 )
 DRAWING = (
@@ -221,16 +234,25 @@ DRAWING = (
     'branchgrpo sample --backbone runs/demo --weights base --prompt "a red 3"   # before training',
 )
 SCORING = (
-    "branchgrpo evaluate --backbone runs/demo --prompts digit-pairs --limit 64 --output runs/demo-scores",
+    (
+        "branchgrpo evaluate --backbone runs/demo --prompts digit-pairs --limit 64 --output"
+        " runs/demo-scores"
+    ),
 )
 ASKING = (
-    "branchgrpo doctor --backbone black-forest-labs/FLUX.1-dev --reward hps-v2.1 --prompts hpdv2 --gpus 8",
+    (
+        "branchgrpo doctor --backbone black-forest-labs/FLUX.1-dev --reward hps-v2.1 --prompts"
+        " hpdv2 --gpus 8"
+    ),
 )
 TRAIN = "branchgrpo.training.config:TrainConfig"
 SEEDS = "branchgrpo.training.seeds:SeedOptions"
 COMPARING = (
     "branchgrpo compare 'mine=runs/mine-*' 'base=runs/dance-*'    # mine against base, the last",
-    "branchgrpo compare 'mine=runs/mine-*' 'base=runs/dance-*' --metric check_all --json compare.json",
+    (
+        "branchgrpo compare 'mine=runs/mine-*' 'base=runs/dance-*' --metric check_all --json"
+        " compare.json"
+    ),
     "branchgrpo compare runs/a runs/b runs/c runs/d    # grouped by their recipes",
 )
 EVALUATION = "branchgrpo.evaluation.evaluate:Evaluation"
@@ -287,10 +309,12 @@ def overview() -> str:
     ]
     lines += [f"  {name:12}{text}" for name, text in about.items()]
     end = [
-        "branchgrpo COMMAND --help shows the options of a command; branchgrpo --version prints the version."
+        "branchgrpo COMMAND --help shows the options of a command; branchgrpo --version prints the"
+        " version."
     ]
     end += [
-        "Exit codes: 0 done, 1 failed, 2 wrong input, 74 disk or permission error, 75 stopped by a signal."
+        "Exit codes: 0 done, 1 failed, 2 wrong input, 74 disk or permission error, 75 stopped by a"
+        " signal."
     ]
     end += ["After 74 or 75, run the same command again: it continues."]
     return "\n".join([*lines, "", *end])
@@ -298,7 +322,9 @@ def overview() -> str:
 # %% ../nbs/cli/02_main.ipynb #74867097
 NEXT = {
     "branchgrpo doctor": "what is here, what is missing, and what a run costs",
-    "branchgrpo train --output runs/demo": "train BranchGRPO on a small model, which is in the package",
+    "branchgrpo train --output runs/demo": (
+        "train BranchGRPO on a small model, which is in the package"
+    ),
     "branchgrpo recipes": "the methods: branchgrpo train --recipe NAME",
 }
 
@@ -359,7 +385,8 @@ def has_no_reader(stream: io.TextIOWrapper) -> bool:
 
 
 def drop_unread(streams: list[io.TextIOWrapper]) -> bool:
-    "Let streams without a reader end nowhere, so that no later flush complains; return whether there is one."
+    """Let streams without a reader end nowhere, so that no later flush complains; return whether
+    there is one."""
     unread = [stream for stream in streams if has_no_reader(stream)]
     for stream in unread:
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -371,8 +398,9 @@ def drop_unread(streams: list[io.TextIOWrapper]) -> bool:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
-    0 done, 1 failed, 2 wrong input, 74 disk or permission error, 75 stopped by a signal: 2, 74 and 75 print one line.
-    141, and nothing more is printed: the program that read what is printed has ended.
+    0 done, 1 failed, 2 wrong input, 74 disk or permission error, 75 stopped by a signal: 2, 74 and
+    75 print one line. 141, and nothing more is printed: the program that read what is printed has
+    ended.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     sys.path.append(

@@ -12,7 +12,6 @@ __all__ = ['Row', 'IN_PACKAGE', 'TABLE_1', 'json_value', 'print_json', 'recipe_r
            'show_prompts', 'check_hps', 'image_rows', 'BenchOptions', 'check_bench', 'bench']
 
 # %% ../nbs/cli/01_commands.ipynb #407dce73
-import inspect
 import json
 import logging
 import math
@@ -37,12 +36,13 @@ from branchgrpo.files import (
 )
 from .machine.gpus import MEASURED_SPEED, gpus_for
 from .own import is_ours
-from .registry import count_of, shown, with_setting
+from .registry import count_of, docstring_summary, shown, with_setting
 from .settings import as_in_training, bounded, options, variable
 
 # %% ../nbs/cli/01_commands.ipynb #8951e44d
 def json_value(value: Any) -> Any:
-    "Return a value as JSON has it: sequences as lists, keys as texts, a number that is not finite as text."
+    """Return a value as JSON has it: sequences as lists, keys as texts, a number that is not finite
+    as text."""
     if isinstance(value, dict):
         return {str(key): json_value(one) for key, one in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -63,7 +63,8 @@ def recipe_row(recipe: Any) -> dict[str, str]:
 
 
 def recipe_table(recipe: Any) -> dict[str, Any]:
-    "Return a recipe with every value, its source (off: not used), and the papers' words behind the values."
+    """Return a recipe with every value, its source (off: not used), and the papers' words behind
+    the values."""
     from branchgrpo.methods.papers import words_rows
 
     values = {
@@ -184,7 +185,10 @@ def show_runs(given: dict[str, Any]) -> int:
 
 # %% ../nbs/cli/01_commands.ipynb #e8a14fb6
 def with_model(given: dict[str, Any]) -> dict[str, Any]:
-    "Return options with a model that is named first as the `backbone`. Raise `ValueError` if both name another one."
+    """Return options with a model that is named first as the `backbone`.
+
+    Raise `ValueError` if both name another one.
+    """
     rest = {name: value for name, value in given.items() if name != "model"}
     model, backbone = given.get("model"), given.get("backbone")
     if model is not None and backbone is not None and model != backbone:
@@ -200,7 +204,8 @@ def tell_progress(line: str) -> None:
 
 
 def score(given: dict[str, Any]) -> int:
-    "Draw images for prompts with fixed noises and score them, of a run before and after; again: it continues."
+    """Draw images for prompts with fixed noises and score them, of a run before and after; again:
+    it continues."""
     import torch
     from branchgrpo.evaluation.evaluate import Evaluation, Evaluator, evaluate_run
     from branchgrpo.evaluation.sampling import is_run, state_text
@@ -248,7 +253,8 @@ def check_benchmark(where: EvaluateOptions) -> None:
         BENCHMARKS.get(where.benchmark)
     elif where.run is not None:
         raise ValueError(
-            f"run: {where.run!r} is the command of a benchmark, and none is named; add --benchmark NAME"
+            f"run: {where.run!r} is the command of a benchmark, and none is named; add --benchmark"
+            " NAME"
         )
 
 # %% ../nbs/cli/01_commands.ipynb #a851f8c2
@@ -260,7 +266,8 @@ def interval_text(value: dict[str, Any], form: str = ".4f") -> str:
 
 
 def print_summary(summary: dict[str, Any]) -> None:
-    "Print one line per reward and check: mean, interval, prompts, unscored images; of a run before, after, change."
+    """Print one line per reward and check: mean, interval, prompts, unscored images; of a run
+    before, after, change."""
     for kind in ("rewards", "check"):
         for name, after in summary.get(kind, {}).items():
             line = interval_text(after)
@@ -270,15 +277,18 @@ def print_summary(summary: dict[str, Any]) -> None:
                     f"{interval_text(before)} → {line}, a change of {interval_text(change, '+.4f')}"
                 )
             print(
-                f"{kind:8} {name:18} {line}  {count_of(after['prompts'], 'prompt')}, {after['unscored']} unscored"
+                f"{kind:8} {name:18} {line}  {count_of(after['prompts'], 'prompt')},"
+                f" {after['unscored']} unscored"
             )
     if "change" in summary:
         print(
-            "before and after on the same noises; 95 % intervals over prompts, of the change over pairs"
+            "before and after on the same noises; 95 % intervals over prompts, of the change over"
+            " pairs"
         )
     if lost := summary.get("not_finite"):
         print(
-            f"{lost} of {summary['images']} images are not finite (NaN), which is a fault of the model: no score"
+            f"{lost} of {summary['images']} images are not finite (NaN), which is a fault of the"
+            " model: no score"
         )
 
 # %% ../nbs/cli/01_commands.ipynb #fe2cbae6
@@ -291,7 +301,10 @@ class DrawnRow:
 
 
 def first_prompts(run: str, count: int = 4) -> tuple[str, ...]:
-    "Return the first prompts of a run's evaluations. Raise `ValueError` if they were an object in Python."
+    """Return the first prompts of a run's evaluations.
+
+    Raise `ValueError` if they were an object in Python.
+    """
     from branchgrpo.evaluation.evaluate import run_prompts
     from branchgrpo.prompts import load_prompts
     from branchgrpo.training.runs import prompts_of_run, recorded_run
@@ -328,7 +341,8 @@ def draw_row(o: SampleOptions, drawing: Drawing, device: str) -> DrawnRow:
 
 
 def save_rows(output: Path, rows: list[DrawnRow]) -> None:
-    "Save rows of images one below the other as a PNG file, whose text `branchgrpo` says what drew them."
+    """Save rows of images one below the other as a PNG file, whose text `branchgrpo` says what drew
+    them."""
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
 
@@ -343,7 +357,8 @@ def save_rows(output: Path, rows: list[DrawnRow]) -> None:
 
 # %% ../nbs/cli/01_commands.ipynb #8b8799fb
 def draw(given: dict[str, Any]) -> int:
-    "Draw one image per prompt, without added noise, into one image file; of a run before and after training."
+    """Draw one image per prompt, without added noise, into one image file; of a run before and
+    after training."""
     import torch
     from branchgrpo.backbones.loading import without_remarks
     from branchgrpo.evaluation.sampling import cannot_draw, is_run, state_text
@@ -387,7 +402,8 @@ def check_sample(o: SampleOptions) -> None:
 
 # %% ../nbs/cli/01_commands.ipynb #910a3b37
 def doctor(given: dict[str, Any]) -> int:
-    "Check machine, weights and prompts, and estimate a run's costs; loads no weights (code 1: something is missing)."
+    """Check machine, weights and prompts, and estimate a run's costs; loads no weights (code 1:
+    something is missing)."""
     from branchgrpo.machine.doctor import (
         all_findings,
         facts,
@@ -433,7 +449,8 @@ def check_recipe(name: str, backbone: str | None = None) -> None:
 
 
 def show_recipes(given: dict[str, Any]) -> int:
-    "List the recipes, or print one with the source of each value; one of your own is checked as train does."
+    """List the recipes, or print one with the source of each value; one of your own is checked as
+    train does."""
     from branchgrpo import recipes
 
     o = options(RecipeOptions, given)
@@ -517,7 +534,10 @@ def show_table(rows: list[Row], one: bool, as_json: bool) -> int:
 
 # %% ../nbs/cli/01_commands.ipynb #a7d26501
 def reward_row(name: str) -> Row:
-    "Return what is known of a reward, or of the term of a sum. Raise `ValueError` if there is none of this name."
+    """Return what is known of a reward, or of the term of a sum.
+
+    Raise `ValueError` if there is none of this name.
+    """
     from branchgrpo.rewards.names import about, split_name
 
     entry, where = split_name(name)
@@ -615,12 +635,14 @@ def prompts_row(name: str) -> Row:
 
 def first_sentence(entry: Any) -> str:
     "Return what a function says that it returns, without the words `Return` and `the`."
-    line = (inspect.getdoc(entry) or "").partition("\n")[0]
-    return line.removeprefix("Return ").removeprefix("the ").rstrip(".")
+    return docstring_summary(entry).removeprefix("Return ").removeprefix("the ").rstrip(".")
 
 
 def prompts_facts(name: str) -> Row:
-    "Return what is known of one prompt set, which is read. Raise `ValueError` if there is none of this name."
+    """Return what is known of one prompt set, which is read.
+
+    Raise `ValueError` if there is none of this name.
+    """
     from branchgrpo.prompts import PAPER_SETS, PROMPT_SETS, load_prompts
 
     found = load_prompts(name)
@@ -648,7 +670,8 @@ def show_prompts(given: dict[str, Any]) -> int:
 
 # %% ../nbs/cli/01_commands.ipynb #751dd6bf
 def check_hps(given: dict[str, Any]) -> int:
-    "Compare HPS scores with those of the hpsv2 package in another environment (code 1: they differ)."
+    """Compare HPS scores with those of the hpsv2 package in another environment (code 1: they
+    differ)."""
     from branchgrpo.rewards import hps
 
     o = options(HpsOptions, given, required=("images", "python"))
@@ -666,7 +689,10 @@ def check_hps(given: dict[str, Any]) -> int:
 
 # %% ../nbs/cli/01_commands.ipynb #869861dd
 def image_rows(path: str) -> list[dict[str, Any]]:
-    "Return the rows {image, prompt} of a jsonl file. Raise `ValueError` if it has none, or if an image is missing."
+    """Return the rows {image, prompt} of a jsonl file.
+
+    Raise `ValueError` if it has none, or if an image is missing.
+    """
     try:
         rows = read_jsonl(path)
     except (OSError, ValueError, RecursionError):
@@ -684,7 +710,8 @@ def image_rows(path: str) -> list[dict[str, Any]]:
         row["image"] = place
     if not rows:
         raise ValueError(
-            f"images: {path!r} has no lines of {{image, prompt}}, as an evaluation's images.jsonl has"
+            f"images: {path!r} has no lines of {{image, prompt}}, as an evaluation's"
+            " images.jsonl has"
         )
     return rows
 
@@ -741,7 +768,8 @@ def check_bench(o: BenchOptions) -> None:
 
 # %% ../nbs/cli/01_commands.ipynb #30ea0680
 def bench(given: dict[str, Any]) -> int:
-    "Measure the seconds of rollouts, updates and recipes on this machine, next to BranchGRPO's Table 1."
+    """Measure the seconds of rollouts, updates and recipes on this machine, next to BranchGRPO's
+    Table 1."""
     from branchgrpo.machine.bench import measure_speed, table_text
     from branchgrpo.training.config import TrainConfig
 

@@ -36,7 +36,8 @@ def check_takes(entry: Any, label: str, names: Sequence[str]) -> None:
 
 # %% ../nbs/basics/06_contracts.ipynb #f1e05ef1
 def where_it_failed(error: BaseException) -> str:
-    "Return the file and the line of an error: the last one in the file of the function that was called."
+    """Return the file and the line of an error: the last one in the file of the function that was
+    called."""
     frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is the call itself
     own = [frame for frame in frames if frame.filename == frames[0].filename]
     return f", {own[-1].filename.rpartition('/')[2]} line {own[-1].lineno}" if own else ""
@@ -94,7 +95,8 @@ def rule_of(
     check: Callable[..., Any],
     once: Callable | None = None,
 ) -> Any:
-    """Return a function as it is used: one of this package as it is, one of yours with its contract.
+    """Return a function as it is used: one of this package as it is, one of yours with its
+    contract.
 
     Raises `ValueError` if it cannot be called with the values `names`."""
     inner = entry.func if isinstance(entry, partial) else entry
@@ -105,7 +107,10 @@ def rule_of(
 
 # %% ../nbs/basics/06_contracts.ipynb #59e76757
 def as_numbers(found: Any, label: str, wanted: str = "numbers") -> Tensor:
-    "Return what a function returned as a tensor. Raise `ValueError` if it is none and cannot become one."
+    """Return what a function returned as a tensor.
+
+    Raise `ValueError` if it is none and cannot become one.
+    """
     try:
         return torch.as_tensor(found)
     except (TypeError, ValueError, RuntimeError):
@@ -132,7 +137,10 @@ def checked_tensor(
     like: Tensor | None = None,  # whose device the result goes to
     where: str = "",  # in a message: at depth 2
 ) -> Tensor:
-    "Return what a function returned, numbers as float32. Raise `ValueError` on another shape or kind of numbers."
+    """Return what a function returned, numbers as float32.
+
+    Raise `ValueError` on another shape or kind of numbers.
+    """
     values = as_numbers(found, label, kind)
     if not is_of_kind(values, kind):
         raise ValueError(
@@ -150,7 +158,8 @@ def checked_depths(
 ) -> list[Tensor]:
     """Return what a function returned for a tree: one tensor `(P, W_d)` per depth.
 
-    With `shared`, a row `(1, W_d)` counts for all prompts. Raises `ValueError` on another number of depths or shape."""
+    With `shared`, a row `(1, W_d)` counts for all prompts. Raises `ValueError` on another number of
+    depths or shape."""
     wanted = f"{len(tree.parents)} tensors, one for each of the depths 0…{len(tree.parents) - 1}"
     if not isinstance(found, (list, tuple)):
         raise ValueError(f"{label} returned {type(found).__name__}, not a list of {wanted}")
@@ -169,6 +178,7 @@ def checked_depths(
 
 # %% ../nbs/basics/06_contracts.ipynb #37c00259
 def check_finite(values: Tensor, label: str, where: str = "", unknown: bool = False) -> None:
-    "Raise `ValueError` if a number is infinite or, unless `unknown` ones are allowed, not a number (NaN)."
+    """Raise `ValueError` if a number is infinite or, unless `unknown` ones are allowed, not a
+    number (NaN)."""
     if values.isinf().any() or not unknown and values.isnan().any():
         raise ValueError(f"{label} returned numbers that are not finite{where}")

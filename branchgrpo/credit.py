@@ -57,7 +57,8 @@ def own_std(value: Tensor, reduce: Callable[[Tensor], Tensor] = own_process) -> 
 
 # %% ../nbs/09_credit.ipynb #817e2207
 def pooled_std(value: Tensor, reduce: Callable[[Tensor], Tensor] = own_process) -> Tensor:
-    "Return one standard deviation of the differences within all trees, 0-dim; `reduce` sums over processes."
+    """Return one standard deviation of the differences within all trees, 0-dim; `reduce` sums over
+    processes."""
     deviation, n = centre(value)
     squares = deviation.double().square().sum()
     freedom = (n - 1).clamp(min=0).double().sum()
@@ -66,7 +67,10 @@ def pooled_std(value: Tensor, reduce: Callable[[Tensor], Tensor] = own_process) 
 
 # %% ../nbs/09_credit.ipynb #220f96d5
 def global_std(value: Tensor, reduce: Callable[[Tensor], Tensor] = own_process) -> Tensor:
-    "Return the population standard deviation of all values, 0-dim; `reduce` sums over processes. Source: Flow-GRPO."
+    """Return the population standard deviation of all values, 0-dim; `reduce` sums over processes.
+
+    Source: Flow-GRPO.
+    """
     known = value.isfinite()
     values = (
         value.nan_to_num().double() * known
@@ -78,7 +82,10 @@ def global_std(value: Tensor, reduce: Callable[[Tensor], Tensor] = own_process) 
 
 
 def no_std(value: Tensor, reduce: Callable[[Tensor], Tensor] = own_process) -> Tensor:
-    "Return 1: differences from the mean stay as they are. Source: GARDO (arXiv 2512.24138), Sec. 4.3."
+    """Return 1: differences from the mean stay as they are.
+
+    Source: GARDO (arXiv 2512.24138), Sec. 4.3.
+    """
     return torch.ones((), device=value.device)
 
 
@@ -93,7 +100,8 @@ def depthwise_advantages(
     min_nodes: int = 0,  # trees with fewer nodes at a depth take the pooled one
     reduce: Callable[[Tensor], Tensor] = own_process,  # sums a tensor over processes
 ) -> list[Tensor]:  # A_d per depth, (P, W_d)
-    """Return each depth's values normalised within each tree; 0 where a value is NaN or alone at its depth.
+    """Return each depth's values normalised within each tree; 0 where a value is NaN or alone at
+    its depth.
 
     Raises `ValueError` if `std` has another name. Source: BranchGRPO Eq. 4, Table 2 (A_max = 5).
     """
@@ -113,7 +121,10 @@ def depthwise_advantages(
 def checked_advantages(
     found: Any, label: str, tree: Tree, leaf_rewards: Tensor, options: Any
 ) -> list[Tensor]:
-    "Return what an estimator of yours returned, `(P, W_d)` per depth. Raise `ValueError` if it is something else."
+    """Return what an estimator of yours returned, `(P, W_d)` per depth.
+
+    Raise `ValueError` if it is something else.
+    """
     advantages = checked_depths(found, label, tree)
     for depth, values in enumerate(advantages):
         check_finite(values, label, f" at depth {depth}", unknown=True)
@@ -121,7 +132,10 @@ def checked_advantages(
 
 
 def advantage_contract(entry: Any, label: str) -> Any:
-    "Return an estimator as it is used. Raise `ValueError` if it is no function of a tree, leaf rewards and options."
+    """Return an estimator as it is used.
+
+    Raise `ValueError` if it is no function of a tree, leaf rewards and options.
+    """
     return rule_of(entry, label, ("tree", "leaf_rewards", "options"), checked_advantages)
 
 # %% ../nbs/09_credit.ipynb #b61f49a5
@@ -154,7 +168,8 @@ def clips_itself(estimator: Callable) -> Callable:
 
 
 def needs_previews(estimator: Callable) -> Callable:
-    "Mark an estimator that compares scores of previews; settings without previews are then refused."
+    """Mark an estimator that compares scores of previews; settings without previews are then
+    refused."""
     estimator.needs_previews = True  # pyrefly: ignore[missing-attribute]: a mark of our own
     return estimator
 
@@ -166,9 +181,11 @@ def estimate_advantages(
     options: CreditOptions = CreditOptions(),
     clip: float | None = 5.0,  # A_max; None: no clipping
 ) -> list[Tensor]:  # per depth (P, W_d)
-    """Return the advantages of all nodes (an edge takes its child's); 0 where no counted leaf is below.
+    """Return the advantages of all nodes (an edge takes its child's); 0 where no counted leaf is
+    below.
 
-    Raises `ValueError` if `estimator` has another name, and as `fuse_rewards` does. Source: BranchGRPO Eq. 4.
+    Raises `ValueError` if `estimator` has another name, and as `fuse_rewards` does. Source:
+    BranchGRPO Eq. 4.
     """
     function = ADVANTAGES.get(estimator)
     values = tree, torch.as_tensor(leaf_rewards).float(), replace(options, clip=clip)
@@ -191,7 +208,8 @@ def depthwise(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> list[
 def over_depths(
     values: list[Tensor], depths: Sequence[int], options: CreditOptions
 ) -> list[Tensor]:
-    "Return `values`, per depth `(P, W_d)`, normalised over all nodes of some depths of a tree; 0 at the others."
+    """Return `values`, per depth `(P, W_d)`, normalised over all nodes of some depths of a tree; 0
+    at the others."""
     group = torch.cat([values[d] for d in depths], 1)
     together = depthwise_advantages([group], clip=None, std=options.std, reduce=options.reduce)[0]
     parts = dict(zip(depths, together.split([values[d].shape[1] for d in depths], 1)))
@@ -200,13 +218,15 @@ def over_depths(
 
 @ADVANTAGES.register("joint")
 def joint(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> list[Tensor]:
-    "Return the fused rewards normalised over all nodes of a tree but the root, a list over depths of `(P, W_d)`."
+    """Return the fused rewards normalised over all nodes of a tree but the root, a list over depths
+    of `(P, W_d)`."""
     values = fuse_rewards(tree, leaf_rewards, options.beta, options.weights, options.leaf_mask)
     return over_depths(values, range(1, len(values)), options)
 
 # %% ../nbs/09_credit.ipynb #9a3d99b1
 def among_siblings(value: Tensor, siblings: Siblings, options: CreditOptions) -> Tensor:
-    "Return the values `(P, W)` of a depth normalised among the children of each parent; 0 where no noise is drawn."
+    """Return the values `(P, W)` of a depth normalised among the children of each parent; 0 where
+    no noise is drawn."""
     table = siblings.table(value, empty=torch.nan)
     normalised = depthwise_advantages(
         [table], clip=None, std=options.std, min_nodes=options.min_nodes, reduce=options.reduce
@@ -216,7 +236,8 @@ def among_siblings(value: Tensor, siblings: Siblings, options: CreditOptions) ->
 # %% ../nbs/09_credit.ipynb #c2d839a1
 @ADVANTAGES.register("siblings")
 def siblings(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> list[Tensor]:
-    "Return fused rewards normalised among siblings, whose noise alone differs; an only child takes its parent's."
+    """Return fused rewards normalised among siblings, whose noise alone differs; an only child
+    takes its parent's."""
     values = fuse_rewards(tree, leaf_rewards, options.beta, options.weights, options.leaf_mask)
     advantages = depthwise_advantages(
         values[:1], clip=None, std=options.std, min_nodes=options.min_nodes, reduce=options.reduce
@@ -234,7 +255,8 @@ def others_mean(
     group: Tensor,  # (P, W): index of each entry's group
     width: int,  # number of groups
 ) -> tuple[Tensor, Tensor]:
-    "Return the mean of each entry's group without itself, and how many others it has, `(P, W)` each."
+    """Return the mean of each entry's group without itself, and how many others it has, `(P, W)`
+    each."""
 
     def group_sum(x):
         return (
@@ -251,9 +273,11 @@ def others_mean(
 # %% ../nbs/09_credit.ipynb #d526d804
 @ADVANTAGES.register("leave-one-out")
 def leave_one_out(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> list[Tensor]:
-    """Return fused rewards minus the other siblings' mean, without the effect of shared noise, in leaves' stds.
+    """Return fused rewards minus the other siblings' mean, without the effect of shared noise, in
+    leaves' stds.
 
-    A node without siblings is compared with the others of its depth. Source: BranchGRPO Eq. 10, Eq. 2.
+    A node without siblings is compared with the others of its depth. Source: BranchGRPO Eq. 10, Eq.
+    2.
     """
     r_bar = fuse_rewards(tree, leaf_rewards, options.beta, options.weights, options.leaf_mask)
     leaf = r_bar[-1]
@@ -277,7 +301,8 @@ def leave_one_out(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> l
 def normalised_leaves(
     leaf_rewards: Tensor, options: CreditOptions, clip: float | None = None
 ) -> Tensor:
-    "Return the leaves' rewards normalised within each tree, `(P, leaves)`; 0 where a leaf does not count."
+    """Return the leaves' rewards normalised within each tree, `(P, leaves)`; 0 where a leaf does
+    not count."""
     if options.leaf_mask is not None:
         leaf_rewards = leaf_rewards.masked_fill(
             ~options.leaf_mask.to(leaf_rewards.device), torch.nan
@@ -287,7 +312,10 @@ def normalised_leaves(
 
 @ADVANTAGES.register("leaf-backup")
 def leaf_backup(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> list[Tensor]:
-    "Return the normalised rewards of the leaves, fused upwards. Source: TreeGRPO (arXiv 2512.08153)."
+    """Return the normalised rewards of the leaves, fused upwards.
+
+    Source: TreeGRPO (arXiv 2512.08153).
+    """
     leaf = normalised_leaves(leaf_rewards, options)
     return [
         v.nan_to_num()
@@ -298,7 +326,8 @@ def leaf_backup(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> lis
 @ADVANTAGES.register("broadcast")
 @clips_itself
 def broadcast(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> list[Tensor]:
-    "Return for each node the sum of the normalised rewards, each clipped by itself, of the leaves below it."
+    """Return for each node the sum of the normalised rewards, each clipped by itself, of the leaves
+    below it."""
     advantages = [normalised_leaves(leaf_rewards, options, options.clip)]
     for d in range(tree.steps, 0, -1):
         below = advantages[0]
@@ -322,7 +351,8 @@ REWARD_SUMS = ("together", "decoupled", "decoupled+batch")
 def over_all(
     value: Tensor, reduce: Callable[[Tensor], Tensor] = own_process, eps: float = 1e-8
 ) -> Tensor:
-    "Return `value (P, W)` less the mean of all values, over their population standard deviation; 0 where it is NaN."
+    """Return `value (P, W)` less the mean of all values, over their population standard deviation;
+    0 where it is NaN."""
     known = value.isfinite()
     total, n = reduce(torch.stack([value.nan_to_num().double().sum(), known.double().sum()]))
     mean = (total / n.clamp(min=1)).float()
@@ -334,11 +364,15 @@ def decoupled_advantages(
     parts: dict[str, tuple[float, Tensor]],  # {reward: (its weight, its scores (P, leaves))}
     estimator: str = "depthwise",  # a name in ADVANTAGES
     options: CreditOptions = CreditOptions(),
-    clip: float
-    | None = 5.0,  # A_max, of the sum (of each reward if the estimator clips itself); None: no clipping
+    clip: (
+        float | None
+    ) = 5.0,  # A_max, of the sum (of each reward if the estimator clips itself); None: no clipping
     batch: bool = False,  # normalise the sums of a depth over all trees
 ) -> list[Tensor]:  # per depth (P, W_d)
-    "Return the weighted sums of the advantages that each reward has alone. Source: GDPO; Multi-GRPO, its figure."
+    """Return the weighted sums of the advantages that each reward has alone.
+
+    Source: GDPO; Multi-GRPO, its figure.
+    """
     alone = getattr(ADVANTAGES.get(estimator), "clips_itself", False)
     within = clip if alone else None
     each = [

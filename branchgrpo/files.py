@@ -34,7 +34,8 @@ from .registry import reason, shown
 # %% ../nbs/basics/01_files.ipynb #b1769fce
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    "Let a refusal name the file: the system's own error names it when a file is opened, not when it is written."
+    """Let a refusal name the file: the system's own error names it when a file is opened, not when
+    it is written."""
     try:
         yield
     except OSError as error:
@@ -53,7 +54,8 @@ def to_disk(path: Path) -> None:
 
 # %% ../nbs/basics/01_files.ipynb #acbd6431
 def write_atomic(path: str | Path, write: Callable[[Path], Any]) -> None:
-    "Call `write(temporary)` for a name beside `path` that no other process takes, then rename it to `path`."
+    """Call `write(temporary)` for a name beside `path` that no other process takes, then rename it
+    to `path`."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
@@ -82,7 +84,8 @@ def delete(path: Path) -> None:
 
 # %% ../nbs/basics/01_files.ipynb #038fdb98
 def remove_folder(folder: Path) -> None:
-    "Delete a folder under the name `.gone`, so that nobody takes what a kill leaves of it for whole."
+    """Delete a folder under the name `.gone`, so that nobody takes what a kill leaves of it for
+    whole."""
     gone = folder.with_name(f"{folder.name}.gone")
     delete(gone)
     folder.rename(gone)
@@ -90,7 +93,8 @@ def remove_folder(folder: Path) -> None:
 
 # %% ../nbs/basics/01_files.ipynb #abea818e
 def replace_folder(temporary: Path, folder: Path) -> None:
-    "Rename a folder whose files are on the disk to `folder`; one of that name steps aside until then."
+    """Rename a folder whose files are on the disk to `folder`; one of that name steps aside until
+    then."""
     before = folder.with_name(f"{folder.name}.old")
     if folder.exists():
         delete(before)
@@ -101,7 +105,8 @@ def replace_folder(temporary: Path, folder: Path) -> None:
 
 # %% ../nbs/basics/01_files.ipynb #1d60c6c9
 def recover(folder: Path) -> None:
-    "Give a folder that had stepped aside when a kill came its name back, and delete what else the kill has left."
+    """Give a folder that had stepped aside when a kill came its name back, and delete what else the
+    kill has left."""
     before = folder.with_name(f"{folder.name}.old")
     if before.exists() and not folder.exists():
         before.rename(folder)
@@ -147,7 +152,8 @@ def write_jsonl(path: str | Path, rows: list[dict]) -> None:
 
 # %% ../nbs/basics/01_files.ipynb #ad4f1510
 def end_line(path: Path) -> None:
-    "End the last line of a file, if a kill has cut it short: drop it unless only its end is missing."
+    """End the last line of a file, if a kill has cut it short: drop it unless only its end is
+    missing."""
     with open(path, "rb") as file:
         file.seek(max(0, path.stat().st_size - 1))
         if file.read() in (b"", b"\n"):
@@ -178,14 +184,16 @@ def is_there(path: str | Path) -> bool:
 
 # %% ../nbs/basics/01_files.ipynb #7e464abc
 def from_home(path: str | Path, setting: str = "output") -> str:
-    """Return a path whose `~` at its start is the home folder; a shell leaves it in a file and after an `=`.
+    """Return a path whose `~` at its start is the home folder; a shell leaves it in a file and
+    after an `=`.
 
     Raises `ValueError` naming `setting` if there is no such home folder."""
     text = str(path)
     found = os.path.expanduser(text)
     if text[:1] == "~" and found == text:
         raise ValueError(
-            f"{setting}: {shown(text)} names a home folder that this machine does not know; write it out"
+            f"{setting}: {shown(text)} names a home folder that this machine does not know; write"
+            " it out"
         )
     return found
 
@@ -217,7 +225,8 @@ def check_path(path: str | Path) -> None:
 
 # %% ../nbs/basics/01_files.ipynb #fbf0423c
 def check_output(path: str | Path, given: str | Path | None = None) -> None:
-    "Raise `ValueError` if a folder at `path` cannot be made; `given` is what the setting says, if it is another."
+    """Raise `ValueError` if a folder at `path` cannot be made; `given` is what the setting says, if
+    it is another."""
     check_path(path)
     given = path if given is None else given
     parent = next(p for p in (Path(path), *Path(path).absolute().parents) if p.exists())
@@ -255,14 +264,16 @@ def free_name(path: str | Path) -> Path:
 
 # %% ../nbs/basics/01_files.ipynb #2a27c440
 def name_part(text: str, most: int = 60) -> str:
-    "Return a text as a part of a file's name, of at most `most` bytes, that stays inside its folder."
+    """Return a text as a part of a file's name, of at most `most` bytes, that stays inside its
+    folder."""
     plain = re.sub(r"[^\w.-]", "_", text)
     plain = re.sub(r"^[.-]+", "_", plain)
     return plain.encode(errors="replace")[:most].decode(errors="ignore") or "_"
 
 # %% ../nbs/basics/01_files.ipynb #0f3438a8
 def plain_line(text: str) -> str:
-    "Return a text as one line in which nothing moves the cursor, changes a colour or turns the direction of writing."
+    """Return a text as one line in which nothing moves the cursor, changes a colour or turns the
+    direction of writing."""
     line = " ".join(text.split())
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
@@ -277,7 +288,8 @@ _JOINERS = "\u200c\u200d"  # so do these, after a character that is not ASCII
 
 
 def ends_unseen(text: str) -> bool:
-    "Return whether the last character of a text is a space or mark that changes nothing that one sees."
+    """Return whether the last character of a text is a space or mark that changes nothing that one
+    sees."""
     last, before = text[-1], text[-2:-1]
     if last in _JOINERS:
         return before.isascii() or re.match(_UNSEEN, before) is not None
@@ -285,7 +297,8 @@ def ends_unseen(text: str) -> bool:
 
 
 def bare(text: str) -> str:
-    "Return a text without the spaces and the unseen marks at its ends; nothing if there is nothing to see."
+    """Return a text without the spaces and the unseen marks at its ends; nothing if there is
+    nothing to see."""
     leading = re.match(f"{_UNSEEN}*", text)
     text = text[leading.end() :] if leading else text
     while text and ends_unseen(text):
@@ -320,7 +333,8 @@ MOST_VALUES = 10_000  # of a short file, each alias counted as what it stands fo
 
 
 def count_values(node: Node, counted: dict[int, int]) -> int:
-    """Return how many values a YAML node stands for; `counted` are those of nodes that were met before.
+    """Return how many values a YAML node stands for; `counted` are those of nodes that were met
+    before.
 
     Raises `ValueError` if a node holds itself."""
     if id(node) in counted:
@@ -336,7 +350,8 @@ def count_values(node: Node, counted: dict[int, int]) -> int:
 
 
 class Bounded(Composer):
-    "Refuses a text whose aliases, which stand for other aliases, make a few lines a value that no memory holds."
+    """Refuses a text whose aliases, which stand for other aliases, make a few lines a value that no
+    memory holds."""
 
     def get_single_node(self) -> Any:
         node = super().get_single_node()
@@ -391,7 +406,8 @@ def yaml_text(path: Path, setting: str) -> str:
 def read_table(path: str | Path, setting: str = "config") -> dict[str, Any]:
     """Return the table of a YAML file.
 
-    Raises `ValueError` naming `setting` and the file if the file is missing, or holds no table of settings.
+    Raises `ValueError` naming `setting` and the file if the file is missing, or holds no table of
+    settings.
     """
     if not str(path):
         raise ValueError(f"{setting}: '' names no file")
@@ -413,7 +429,8 @@ def read_table(path: str | Path, setting: str = "config") -> dict[str, Any]:
 
 # %% ../nbs/basics/01_files.ipynb #9c9f7835
 def yaml_of(table: dict[str, Any]) -> str:
-    "Return a table of plain values as YAML, in its order; `parse_table` reads the same values, with lists for tuples."
+    """Return a table of plain values as YAML, in its order; `parse_table` reads the same values,
+    with lists for tuples."""
     yaml = YAML(typ="safe", pure=True)
     yaml.sort_base_mapping_type_on_output = False  # pyrefly: ignore[bad-assignment]
     text = io.StringIO()
@@ -425,7 +442,8 @@ REFUSED = 74  # the exit code of what can go on once the machine allows it (EX_I
 
 
 class Refused(RuntimeError):
-    "The operating system refused something: the input is right, and the same call goes on when the cause is gone."
+    """The operating system refused something: the input is right, and the same call goes on when
+    the cause is gone."""
 
 # %% ../nbs/basics/01_files.ipynb #46184efd
 EVERYWHERE = {
@@ -434,7 +452,9 @@ EVERYWHERE = {
     errno.EFBIG: "{path} would be larger than a file may be here (ulimit -f)",
     errno.EROFS: "{path} cannot be written, since its disk is read-only",
     errno.EIO: "the disk of {path} fails (input/output error)",
-    errno.EMFILE: "this process may not open more than {limit} files (ulimit -n), and {path} is one more",
+    errno.EMFILE: (
+        "this process may not open more than {limit} files (ulimit -n), and {path} is one more"
+    ),
     errno.ENFILE: "the machine has no file handles left, and {path} needs one",
 }
 REASONS = EVERYWHERE | {
@@ -449,7 +469,8 @@ REASONS = EVERYWHERE | {
 
 # %% ../nbs/basics/01_files.ipynb #edbc97dd
 def behind(error: BaseException) -> Iterator[tuple[BaseException, bool]]:
-    "Yield an error and those that led to it, and for each whether it was raised by itself or named as the cause."
+    """Yield an error and those that led to it, and for each whether it was raised by itself or
+    named as the cause."""
     waiting, seen = [(error, True)], set()
     while waiting:
         this, direct = waiting.pop(0)
@@ -488,7 +509,8 @@ def refusal(error: BaseException) -> OSError | None:
 
 # %% ../nbs/basics/01_files.ipynb #af74c476
 def setting_of(path: str, settings: dict[str, Any]) -> str | None:
-    "Return the name of the setting whose value is `path` or a folder above it, the longest; None if there is none."
+    """Return the name of the setting whose value is `path` or a folder above it, the longest; None
+    if there is none."""
     found = {
         name: value
         for name, value in settings.items()
@@ -504,7 +526,8 @@ def setting_of(path: str, settings: dict[str, Any]) -> str | None:
 
 # %% ../nbs/basics/01_files.ipynb #56f3af31
 def in_words(error: OSError, settings: dict[str, Any], place: str | Path = "") -> str:
-    "Return what was refused as `setting: reason`; `place` stands for a file that the error does not name."
+    """Return what was refused as `setting: reason`; `place` stands for a file that the error does
+    not name."""
     import resource
 
     path = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else str(place)
@@ -515,7 +538,8 @@ def in_words(error: OSError, settings: dict[str, Any], place: str | Path = "") -
 
 # %% ../nbs/basics/01_files.ipynb #09df6712
 def without_handles(error: BaseException | None) -> OSError | None:
-    "Return the refused file handle behind an error, even where that one names a setting; None if there is none."
+    """Return the refused file handle behind an error, even where that one names a setting; None if
+    there is none."""
     seen: set[int] = set()
     while (
         error is not None and id(error) not in seen
@@ -542,7 +566,8 @@ def refusals_in_words(
     place: str | Path = "",  # stands for a file that an error does not name
     kept: str = "",  # what is kept
 ) -> Iterator[None]:
-    "Raise `Refused`, with one line, for what the operating system refuses; other errors pass as they are."
+    """Raise `Refused`, with one line, for what the operating system refuses; other errors pass as
+    they are."""
     try:
         yield
     except BaseException as error:  # torch's CheckpointException is no Exception

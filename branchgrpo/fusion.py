@@ -21,9 +21,11 @@ def softmax_over_siblings(
     parents: Tensor,  # (P, C): index of each child's parent
     width: int,  # number of parents
 ) -> tuple[Tensor, Tensor]:
-    """Return the softmax of `score` over each parent's children, `(P, C)`, and the log-sum-exp, `(P, width)`.
+    """Return the softmax of `score` over each parent's children, `(P, C)`, and the log-sum-exp,
+    `(P, width)`.
 
-    A parent without children, or with scores of −∞ only, has the log-sum-exp −∞; its children weigh 0.
+    A parent without children, or with scores of −∞ only, has the log-sum-exp −∞; its children weigh
+    0.
     """
     # Subtract the largest score of the siblings, so that exp cannot overflow.
     top = torch.full((len(score), width), -torch.inf, device=score.device).scatter_reduce(
@@ -64,7 +66,8 @@ def fuse_rewards(
     weights: str = "path",  # path (Eq. 3) or edge (the children's own edges)
     leaf_mask: Tensor | None = None,  # (P, leaves) bool: leaves that count; None: all
 ) -> list[Tensor]:  # r̄(n): per depth (P, W_d) float32
-    """Return the fused reward of every node; NaN if no counted leaf is below it. Source: BranchGRPO Eq. 3, Eq. 9.
+    """Return the fused reward of every node; NaN if no counted leaf is below it. Source: BranchGRPO
+    Eq. 3, Eq. 9.
 
     β multiplies log-densities that are means over elements (`density_scale` has other units).
     Raises `ValueError` if `weights` is another one, the shape is wrong or a reward is not finite.
@@ -77,7 +80,8 @@ def fuse_rewards(
         below = (
             log_z if weights == "path" else log_z.where(log_z.isinf(), 0.0)
         )  # an excluded child stays excluded
-        # Eq. 3: w_c ∝ p(c|n)^β Z(c), a softmax over siblings per level in place of one over leaves per node
+        # Eq. 3: w_c ∝ p(c|n)^β Z(c), a softmax over siblings per level in place of one over leaves
+        # per node
         w, log_z = softmax_over_siblings(beta * tree.log_probs[d].to(value) + below, parents, width)
         # Eq. 3: r̄(n) = Σ_c w_c r̄(c)
         value = torch.zeros_like(log_z).scatter_add(1, parents, w * value.nan_to_num())
@@ -112,7 +116,8 @@ def density_scale(
     tree: Tree,
     name: str,  # mean; sqrt: means times √D; sum: means times D
 ) -> float:
-    """Return the factor from a tree's log-densities, which are means over elements, to those that β multiplies.
+    """Return the factor from a tree's log-densities, which are means over elements, to those that β
+    multiplies.
 
     `fuse_rewards(tree, rewards, beta * density_scale(tree, name))` is Eq. 3 on that scale.
     Raises `ValueError` if `name` is another one.

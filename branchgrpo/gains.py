@@ -35,7 +35,8 @@ def node_values(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> lis
 
 
 def gains_of(tree: Tree, values: list[Tensor]) -> list[Tensor]:
-    "Return the gain of each node over its parent, per depth `(P, W_d)`; 0 at roots, and in a tree of rounding only."
+    """Return the gain of each node over its parent, per depth `(P, W_d)`; 0 at roots, and in a tree
+    of rounding only."""
     found = [torch.zeros_like(values[0])]
     for parents, above, value in zip(tree.parents[1:], values, values[1:]):
         # g(n) = V(n) − V(parent of n)
@@ -47,7 +48,8 @@ def gains_of(tree: Tree, values: list[Tensor]) -> list[Tensor]:
 
 # %% ../nbs/10_gains.ipynb #282f9123
 def within_depths(tree: Tree, found: list[Tensor], o: CreditOptions) -> list[Tensor]:
-    "Return values `found` of all edges, per depth `(P, W_d)`, normalised within each depth; 0 where no noise is drawn."
+    """Return values `found` of all edges, per depth `(P, W_d)`, normalised within each depth; 0
+    where no noise is drawn."""
     normed = depthwise_advantages(
         found, clip=None, std=o.std, min_nodes=o.min_nodes, reduce=o.reduce
     )
@@ -56,13 +58,19 @@ def within_depths(tree: Tree, found: list[Tensor], o: CreditOptions) -> list[Ten
 
 @needs_previews
 def gains(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> list[Tensor]:
-    "Return the gains normalised within each depth. Source: DenseGRPO (arXiv 2601.20218) Eq. 7 to 10."
+    """Return the gains normalised within each depth.
+
+    Source: DenseGRPO (arXiv 2601.20218) Eq. 7 to 10.
+    """
     return within_depths(tree, gains_of(tree, node_values(tree, leaf_rewards, options)), options)
 
 # %% ../nbs/10_gains.ipynb #c41f0ac6
 @needs_previews
 def joint_gains(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> list[Tensor]:
-    "Return the gains normalised over all edges of a tree that draw noise. Source: arXiv 2603.28718."
+    """Return the gains normalised over all edges of a tree that draw noise.
+
+    Source: arXiv 2603.28718.
+    """
     found = gains_of(tree, node_values(tree, leaf_rewards, options))
     return over_depths(found, [step + 1 for step in sorted(tree.plan.drawn)], options)
 
@@ -88,7 +96,8 @@ def turn_masks(
 
 # %% ../nbs/10_gains.ipynb #0376bacf
 def balanced(returns: Tensor, chosen: Tensor) -> Tensor:
-    "Return `chosen (P, N)` with as many positive as negative `returns` per tree, the largest; all if one is missing."
+    """Return `chosen (P, N)` with as many positive as negative `returns` per tree, the largest; all
+    if one is missing."""
     signs = [chosen & (returns > 0), chosen & (returns < 0)]
     fewest = torch.stack([sign.sum(1, keepdim=True) for sign in signs]).amin(0)
     kept = torch.zeros_like(chosen)
@@ -118,19 +127,26 @@ def turned_gains(
 
 @needs_previews
 def turning_points(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> list[Tensor]:
-    "Return gains, to the end where a path turns, normalised within each depth. Source: TP-GRPO, arXiv 2602.06422."
+    """Return gains, to the end where a path turns, normalised within each depth.
+
+    Source: TP-GRPO, arXiv 2602.06422.
+    """
     return within_depths(tree, turned_gains(tree, leaf_rewards, options, consistent=False), options)
 
 
 @needs_previews
 def consistent_turns(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> list[Tensor]:
-    "Return gains, to the end where a path turns and goes on so, normalised within each depth. Source: TP-GRPO."
+    """Return gains, to the end where a path turns and goes on so, normalised within each depth.
+
+    Source: TP-GRPO.
+    """
     return within_depths(tree, turned_gains(tree, leaf_rewards, options, consistent=True), options)
 
 # %% ../nbs/10_gains.ipynb #a133bf20
 @needs_previews
 def granularities(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> list[Tensor]:
-    "Return the sum, over a node's own leaves and its completions, of the advantages among siblings."
+    """Return the sum, over a node's own leaves and its completions, of the advantages among
+    siblings."""
     advantages = siblings(tree, leaf_rewards, options)
     values = fuse_rewards(tree, leaf_rewards, options.beta, options.weights, options.leaf_mask)
     for depth, scores in (options.previews or {}).items():

@@ -19,7 +19,8 @@ from .tree import Siblings
 
 # %% ../nbs/03_noise.ipynb #601e5f6a
 def sibling_factors(branch_factor: int, s: float) -> list[tuple[float, float]]:
-    "Return, per sibling, its factor ℓ of its own draw and the factor c of that draw in all later siblings."
+    """Return, per sibling, its factor ℓ of its own draw and the factor c of that draw in all later
+    siblings."""
     factors, left = [], 1.0  # left: the variance that earlier draws leave
     for _ in range(branch_factor):
         own = math.sqrt(left)
@@ -31,9 +32,11 @@ def sibling_factors(branch_factor: int, s: float) -> list[tuple[float, float]]:
 
 # %% ../nbs/03_noise.ipynb #6407c45e
 def correlate(draws: Tensor, s: float) -> Tensor:
-    """Return sibling noise from independent standard normal `draws (N, K, …)`; the first sibling's is its draw.
+    """Return sibling noise from independent standard normal `draws (N, K, …)`; the first sibling's
+    is its draw.
 
-    Raises `ValueError` if `s` is negative or NaN. Source: BranchGRPO Eq. 2 and Eq. 7, as Cholesky factors.
+    Raises `ValueError` if `s` is negative or NaN. Source: BranchGRPO Eq. 2 and Eq. 7, as Cholesky
+    factors.
     """
     if not s >= 0:
         raise ValueError(f"s: {s} is not 0 or above")
@@ -55,7 +58,8 @@ def sibling_noise(
 ) -> Tensor:  # (N, K, …) float32, on the CPU
     """Draw the noise ξ of the K children of each parent; siblings have covariance 1/(1 + s²).
 
-    Raises `ValueError` if K is below 1 or `s` is negative or NaN. Source: BranchGRPO Eq. 2 and Eq. 7.
+    Raises `ValueError` if K is below 1 or `s` is negative or NaN. Source: BranchGRPO Eq. 2 and Eq.
+    7.
     """
     if branch_factor < 1:
         raise ValueError(f"branch_factor: {branch_factor} is below 1")
@@ -85,16 +89,19 @@ def draw_rows(count: int, shape: Sequence[int], generator: Generator) -> Tensor:
 
 # %% ../nbs/03_noise.ipynb #e14202bb
 def child_lines(lines: Tensor, parents: Tensor, siblings: Siblings) -> Tensor:
-    "Return the lines `(P, C)` of the children, from `parents (P, C)`, of nodes on `lines (P, W)`; all on the CPU."
+    """Return the lines `(P, C)` of the children, from `parents (P, C)`, of nodes on `lines (P, W)`;
+    all on the CPU."""
     inherited = lines.gather(1, parents)
     if siblings.columns == 1:
         return inherited
     count = max(int(lines.max()) + 1, parents.shape[1])
-    # a line is free if no edge that draws noise inherits it; the last column takes what does not count
+    # a line is free if no edge that draws noise inherits it; the last column takes what does not
+    # count
     used = inherited.masked_fill(~siblings.drawn, count)
     taken = torch.zeros(len(lines), count + 1, dtype=torch.int8).scatter_(1, used, 1)
     free = taken[:, :count].argsort(dim=1, stable=True)
-    # all second children take their turn in the order of their parents' lines, then all third ones, …
+    # all second children take their turn in the order of their parents' lines, then all third ones,
+    # …
     is_first = siblings.column == 0
     order = (siblings.column * count + inherited).masked_fill(is_first, -1)
     turn = order.argsort(dim=1, stable=True).argsort(1) - is_first.sum(1, keepdim=True)

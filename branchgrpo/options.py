@@ -36,7 +36,8 @@ def sections_of(cls: type) -> list[type]:
 # %% ../nbs/cli/00_options.ipynb #689655be
 @functools.cache
 def comments_in(module: str) -> dict[str, dict[str, str]]:
-    "Return, for each class of a module, the comment beside each of its fields; none if there is no source file."
+    """Return, for each class of a module, the comment beside each of its fields; none if there is
+    no source file."""
     try:
         source = inspect.getsource(sys.modules[module])
     except (OSError, TypeError):
@@ -51,7 +52,8 @@ def comments_in(module: str) -> dict[str, dict[str, str]]:
 
 # %% ../nbs/cli/00_options.ipynb #f53539b3
 class LastCounts(argparse.Action):
-    "An option with one value: given again, as a script does to change it, the last value counts, and a line says so."
+    """An option with one value: given again, as a script does to change it, the last value counts,
+    and a line says so."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, *_: Any) -> None:
         before = getattr(namespace, self.dest)
@@ -181,7 +183,10 @@ def parser_of(prog: str, about: str, classes: tuple[type, ...], config: bool = F
 
 # %% ../nbs/cli/00_options.ipynb #13986090
 def parse(parser: Parser, words: list[str]) -> dict[str, Any]:
-    "Return the options that were given, as words or as a file holds them. Raise `ValueError` if one is unknown."
+    """Return the options that were given, as words or as a file holds them.
+
+    Raise `ValueError` if one is unknown.
+    """
     found = vars(parser.parse_args(words))
     given: dict[str, Any] = {}
     for path in found.pop("config", None) or ():
@@ -290,7 +295,10 @@ class CompletionOptions:
 
 # %% ../nbs/cli/00_options.ipynb #6447eee6
 def with_names(parser: Parser) -> None:
-    "Let the options of a parser complete to names and files. The parser is then for completion alone."
+    """Let the options of a parser complete to names and files.
+
+    The parser is then for completion alone.
+    """
     import shtab
 
     for action in parser._actions:
@@ -304,7 +312,8 @@ def with_names(parser: Parser) -> None:
 
 # %% ../nbs/cli/00_options.ipynb #a6937b3b
 def whole_parser(commands: Mapping[str, Any]) -> Parser:
-    "Return one parser of all `commands` (`branchgrpo.cli.COMMANDS`), with the names that their options take."
+    """Return one parser of all `commands` (`branchgrpo.cli.COMMANDS`), with the names that their
+    options take."""
     parser = Parser(prog="branchgrpo", allow_abbrev=False)
     parser.add_argument("--version", action="store_true", help="print the version")
     below = parser.add_subparsers()

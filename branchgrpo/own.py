@@ -40,7 +40,8 @@ def did_you_mean(wanted: Any, names: Iterable[str]) -> str:
 def import_own(name: str, setting: str = "reward") -> Any:
     """Return the object behind `module:function` or `file.py:function`.
 
-    Raises `ValueError` if the module or the object does not exist, or if the module cannot be imported.
+    Raises `ValueError` if the module or the object does not exist, or if the module cannot be
+    imported.
     """
     from branchgrpo.own_calls import as_before  # not above: it imports torch
 
@@ -103,7 +104,8 @@ def short_digest(*parts: str) -> str:
 
 # %% ../nbs/rewards/01_own.ipynb #621b3977
 def whole_name(name: str, folder: str | Path = ".") -> str:
-    "Return `file.py:name` with the whole path of its file, which counts from `folder`; another name as it is."
+    """Return `file.py:name` with the whole path of its file, which counts from `folder`; another
+    name as it is."""
     place, _, attribute = name.partition(":")
     if not is_own_name(name) or not place.endswith(".py"):
         return name
@@ -132,7 +134,8 @@ def is_ours(value: Any) -> bool:
 
 # %% ../nbs/rewards/01_own.ipynb #bc67b242
 def value_text(value: Any) -> str:
-    "Return the text of a number, a text or nested lists and tuples of them; of any other value, only its type."
+    """Return the text of a number, a text or nested lists and tuples of them; of any other value,
+    only its type."""
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(value_text(v) for v in value)}]"
     return repr(value) if isinstance(value, PLAIN) else type(value).__qualname__
@@ -174,7 +177,8 @@ SOURCE = "source-"  # begins a digest of source
 
 
 def object_digest(reward: Any) -> str:
-    "Return a digest of the source of a function, class or object, and of the plain values that it holds."
+    """Return a digest of the source of a function, class or object, and of the plain values that it
+    holds."""
     if isinstance(reward, functools.partial):
         arguments = [*reward.args, *sorted(reward.keywords.items())]
         return SOURCE + short_digest(object_digest(reward.func), value_text(arguments))
@@ -195,7 +199,8 @@ _TODAY = re.compile(rf"(lambda-)?{SOURCE}[0-9a-f]{{16}}")
 
 
 def is_moved(old: str, new: str) -> bool:
-    "Return whether two names are of one object in files of one name; their digests say whether the code is the same."
+    """Return whether two names are of one object in files of one name; their digests say whether
+    the code is the same."""
     both = [
         (Path(place).name, attribute)
         for place, _, attribute in (old.partition(":"), new.partition(":"))

@@ -35,7 +35,8 @@ from .own import is_ours
 
 # %% ../nbs/basics/06_own_calls.ipynb #c0a11005
 def copied(value: Any) -> Any:
-    "Return a copy of tensors, arrays and prompts, and of lists, tables and dataclasses of them; all else as it is."
+    """Return a copy of tensors, arrays and prompts, and of lists, tables and dataclasses of them;
+    all else as it is."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, np.ndarray):
@@ -109,7 +110,8 @@ def go_to(folder: str | None) -> None:
 
 
 def put_search_path_back(before: list[str]) -> None:
-    "Give the folders of Python's search path their order; what was added is searched after all others."
+    """Give the folders of Python's search path their order; what was added is searched after all
+    others."""
     sys.path[:] = [*before, *(folder for folder in sys.path if folder not in before)]
 
 # %% ../nbs/basics/06_own_calls.ipynb #c0a1100e
@@ -127,7 +129,8 @@ WATCHED = (
 
 
 def signal_handlers() -> dict[int, Any] | None:
-    "Return who handles the signals; None outside of the main thread, where Python lets nobody change it."
+    """Return who handles the signals; None outside of the main thread, where Python lets nobody
+    change it."""
     if threading.current_thread() is not threading.main_thread():
         return None
     return {
@@ -304,8 +307,8 @@ def put_back(name: str, parts: dict[str, Part], before: dict[str, Any]) -> None:
 def as_before(name: str, parts: dict[str, Part] = PARTS) -> Iterator[None]:
     """Put back what the code inside changes of the process; `name` says whose code it is.
 
-    Its random states and variables of the environment are its own, and the next code inside finds them.
-    Raises `ValueError` if it leaves inference mode on."""
+    Its random states and variables of the environment are its own, and the next code inside finds
+    them. Raises `ValueError` if it leaves inference mode on."""
     before = {what: part.read() for what, part in parts.items()}
     states, variables, inference = (
         random_states(),
@@ -335,7 +338,8 @@ def call_own(function: Callable, name: str, *values: Any) -> Any:
 
 # %% ../nbs/basics/06_own_calls.ipynb #c0a1101b
 def call_beside(function: Callable, *values: Any) -> Any:
-    "Call a function of yours in a thread beside others: with copies, and with its variables of the environment."
+    """Call a function of yours in a thread beside others: with copies, and with its variables of
+    the environment."""
     for name, value in LEFT["variables"].items():
         if value is not None:
             os.environ.setdefault(name, value)

@@ -23,7 +23,8 @@ class StepEdges(NamedTuple):
 
     @property
     def noisy_parents(self) -> int:
-        "Return the number of nodes from which an edge draws noise: the denoiser calls of training the step."
+        """Return the number of nodes from which an edge draws noise: the denoiser calls of training
+        the step."""
         return len({parent for parent, drawn in zip(self.parents, self.drawn) if drawn})
 
 # %% ../nbs/04_plan.ipynb #d9556503
@@ -31,7 +32,8 @@ class StepEdges(NamedTuple):
 class RolloutPlan:
     """How one prompt's tree is rolled out, and which of its edges get a gradient.
 
-    Raises `ValueError` naming the field and the value. Source: BranchGRPO Sec. 3.2; Pro-GRPO Sec. 3.3.
+    Raises `ValueError` naming the field and the value. Source: BranchGRPO Sec. 3.2; Pro-GRPO Sec.
+    3.3.
     """
 
     steps: int  # T
@@ -73,14 +75,18 @@ class RolloutPlan:
     def tree(
         cls, steps: int, splits: Iterable[int], branch_factor: int = 2, **options
     ) -> "RolloutPlan":
-        "Return a tree from one noise with `branch_factor` children at each of `splits`. Source: BranchGRPO Sec. 4.2."
+        """Return a tree from one noise with `branch_factor` children at each of `splits`.
+
+        Source: BranchGRPO Sec. 4.2.
+        """
         return cls(steps, splits=dict.fromkeys(splits, branch_factor), **options)
 
     @classmethod
     def chains(
         cls, steps: int, group_size: int, same_noise: bool = True, **options
     ) -> "RolloutPlan":
-        "Return chains from one noise (a star, split at step 0; DanceGRPO) or each from its own (Flow-GRPO)."
+        """Return chains from one noise (a star, split at step 0; DanceGRPO) or each from its own
+        (Flow-GRPO)."""
         if same_noise:
             return cls(steps, splits={0: group_size}, **options)
         return cls(steps, roots=group_size, **options)
@@ -89,10 +95,14 @@ class RolloutPlan:
     def funnel(
         cls, steps: int, group_sizes: Sequence[int], prune_at: Sequence[int], **options
     ) -> "RolloutPlan":
-        "Return chains of which `group_sizes[k + 1]` survive step `prune_at[k]`. Source: Pro-GRPO Sec. 3.3."
+        """Return chains of which `group_sizes[k + 1]` survive step `prune_at[k]`.
+
+        Source: Pro-GRPO Sec. 3.3.
+        """
         if len(group_sizes) != len(prune_at) + 1:
             raise ValueError(
-                f"group_sizes: {len(group_sizes)} sizes for {len(prune_at)} pruning steps, not one more"
+                f"group_sizes: {len(group_sizes)} sizes for {len(prune_at)} pruning steps, not one"
+                " more"
             )
         _check_rising("prune_at", prune_at)
         return cls(
@@ -108,7 +118,8 @@ class RolloutPlan:
 
     @cached_property
     def populations(self) -> list[int]:
-        "Return W_d, the number of nodes at each depth 0…T, without listing them: a plan may be too large to list."
+        """Return W_d, the number of nodes at each depth 0…T, without listing them: a plan may be
+        too large to list."""
         widths = [self.roots]
         for step in range(self.steps):
             widths.append(step_width(self, step, widths[-1]))
@@ -154,13 +165,15 @@ class RolloutPlan:
 
     @property
     def trained_calls(self) -> int:
-        "Return the denoiser calls, forward and backward, of the update: one per parent of a trained edge."
+        """Return the denoiser calls, forward and backward, of the update: one per parent of a
+        trained edge."""
         return sum(min(self.shape[i].noisy_parents, self.lineage[i]) for i in self.trained)
 
     # Previews, and all calls.
 
     def preview_nodes(self, depth: int) -> list[int]:
-        "Return the nodes of a depth that are completed: all, or, behind a side step, the branches that it has made."
+        """Return the nodes of a depth that are completed: all, or, behind a side step, the branches
+        that it has made."""
         if depth not in self.previews:
             return []
         drawn = self.shape[depth - 1].drawn if depth else ()
@@ -187,7 +200,8 @@ class RolloutPlan:
 
     @property
     def shared_calls(self) -> int:
-        "Return the rollout's edges that share their parent's denoiser call; the papers count every edge as a call."
+        """Return the rollout's edges that share their parent's denoiser call; the papers count
+        every edge as a call."""
         return sum(sum(edges.drawn) - edges.noisy_parents for edges in self.shape)
 
 # %% ../nbs/04_plan.ipynb #c0f555f4
@@ -213,7 +227,8 @@ def step_width(plan: RolloutPlan, step: int, width: int) -> int:
 
 
 def _side_edges(plan: RolloutPlan, step: int, width: int) -> StepEdges:
-    "Return the edges of a side step: nodes that go on without noise, then the branches of the trunk."
+    """Return the edges of a side step: nodes that go on without noise, then the branches of the
+    trunk."""
     trunk_ends = step == max(plan.side)
     going_on = list(range(plan.roots if trunk_ends else 0, width))
     branches = []
@@ -233,7 +248,8 @@ def _step_set(name: str, given: Iterable[int], steps: int) -> frozenset[int]:
 
 
 def _step_table(name: str, given: Mapping[int, int], steps: int, what: str) -> dict[int, int]:
-    "Return `given` sorted by step, each step checked to be in range and each count to be at least 1."
+    """Return `given` sorted by step, each step checked to be in range and each count to be at least
+    1."""
     table = {int(k): int(v) for k, v in sorted(dict(given).items())}
     _step_set(name, table, steps)
     for step, count in table.items():
@@ -248,7 +264,8 @@ PREVIEW_LEVELS = ("grid", "even")
 def _preview_table(
     given: Mapping[int, Iterable[int]], steps: int, levels: str
 ) -> dict[int, tuple[int, ...]]:
-    "Return `given` sorted by depth, each completion checked to be possible; a depth without one is left out."
+    """Return `given` sorted by depth, each completion checked to be possible; a depth without one
+    is left out."""
     check_one_of("preview_levels", levels, PREVIEW_LEVELS)
     table = {
         int(depth): tuple(int(n) for n in numbers) for depth, numbers in sorted(dict(given).items())
@@ -262,7 +279,8 @@ def _preview_table(
                 raise ValueError(f"previews: {n} steps at depth {depth} are below 1")
             if levels == "grid" and n > left:
                 raise ValueError(
-                    f"previews: {n} steps at depth {depth} are more than the {left} that are left there"
+                    f"previews: {n} steps at depth {depth} are more than the {left} that are left"
+                    " there"
                 )
     return {depth: numbers for depth, numbers in table.items() if numbers}
 
@@ -310,11 +328,13 @@ def _check_side(plan: RolloutPlan) -> None:
     for name in ("splits", "prune_at", "noisy_last"):
         if getattr(plan, name):
             raise ValueError(
-                f"{name}: {getattr(plan, name)} is not possible with side branches, at steps {steps}"
+                f"{name}: {getattr(plan, name)} is not possible with side branches, at steps"
+                f" {steps}"
             )
     if plan.stochastic != set(steps):
         raise ValueError(
-            f"stochastic: steps {sorted(plan.stochastic)} are not those of the side branches, {steps}"
+            f"stochastic: steps {sorted(plan.stochastic)} are not those of the side branches,"
+            f" {steps}"
         )
 
 
@@ -332,12 +352,14 @@ def _check_fields(plan: RolloutPlan) -> None:
             raise ValueError(f"splits: step {i} is not stochastic, so siblings would be equal")
         if factor > 1 and i == last:
             raise ValueError(
-                f"splits: step {i} is the last, whose siblings are one image; 0…{last - 1} are allowed"
+                f"splits: step {i} is the last, whose siblings are one image; 0…{last - 1} are"
+                " allowed"
             )
     for i, k in plan.prune_at.items():
         if k > plan.populations[i]:
             raise ValueError(
-                f"prune_at: {k} survivors at step {i} are more than the {plan.populations[i]} nodes there"
+                f"prune_at: {k} survivors at step {i} are more than the {plan.populations[i]} nodes"
+                " there"
             )
 
 
@@ -364,13 +386,15 @@ def _check_rising(name: str, steps: Iterable[int]) -> None:
 
 # %% ../nbs/04_plan.ipynb #5ea4f526
 def picked(depth: int, steps: int, n: int) -> list[int]:
-    "Return the places, among a grid's T + 1 = `steps + 1` levels, that `n` steps from `depth` visit."
+    """Return the places, among a grid's T + 1 = `steps + 1` levels, that `n` steps from `depth`
+    visit."""
     # d_j = d + ⌊j·(T − d) / n⌋
     return [depth + j * (steps - depth) // n for j in range(n + 1)]
 
 # %% ../nbs/04_plan.ipynb #789d0aad
 def papers_cost(calls: float, trained_calls: float, reference: bool = False) -> float:
-    """Return rollout and update in denoiser calls: `calls + 3 · trained_calls`, or 4 with a reference model.
+    """Return rollout and update in denoiser calls: `calls + 3 · trained_calls`, or 4 with a
+    reference model.
 
     Source: Pro-GRPO Eq. 21, where a trained step is a forward, a backward of two, and a reference.
     """
@@ -400,7 +424,10 @@ def plan_cost(
     latent_bytes: int = 2,  # of one element
     reference: bool = False,  # the update calls a reference model, too
 ) -> Cost:
-    "Return the cost of one prompt's rollout and update. Pruning rules that drop edges later lower `trained_*` further."
+    """Return the cost of one prompt's rollout and update.
+
+    Pruning rules that drop edges later lower `trained_*` further.
+    """
     previews = sum(plan.populations[step] for step in plan.prune_at) + plan.preview_images
     calls = papers_cost(plan.denoiser_calls, plan.trained_calls, reference)
     return Cost(
@@ -422,8 +449,8 @@ def paper_nfe(
 ) -> tuple[float, float]:
     """Return BranchGRPO's two NFE columns, rollout and training, as its tables count them.
 
-    Trees: nodes per leaf, and `kept_edges` per leaf if given. Chains (no split after step 0): steps, stochastic steps.
-    Source: BranchGRPO Tables 1 and 3.
+    Trees: nodes per leaf, and `kept_edges` per leaf if given. Chains (no split after step 0):
+    steps, stochastic steps. Source: BranchGRPO Tables 1 and 3.
     """
     chains = not [step for step in plan.splits if step > 0]
     rollout = plan.edges / plan.leaves if chains else plan.nodes / plan.leaves
@@ -453,7 +480,8 @@ def pro_grpo_flops(
 ) -> float:
     """Return the FLOPs of one epoch of Pro-GRPO.
 
-    Raises `ValueError` if sizes and steps do not fit. Source: Pro-GRPO Eq. 22, as Tables 4, 10 and 11 count it.
+    Raises `ValueError` if sizes and steps do not fit. Source: Pro-GRPO Eq. 22, as Tables 4, 10 and
+    11 count it.
     """
     plan = RolloutPlan.funnel(steps, tuple(group_sizes), tuple(prune_at))
     # C (Σ N_k Δt_k + (N_0 − K) + 4TK) + x (N_0 + N_1 + … + K)
@@ -462,7 +490,10 @@ def pro_grpo_flops(
 
 # %% ../nbs/04_plan.ipynb #418a4301
 def cost_ratio(group_sizes: Sequence[int], prune_at: Sequence[int], steps: int) -> float:
-    "Return the denoiser steps of a funnel over those of its first group kept to the end. Source: Pro-GRPO Table 9."
+    """Return the denoiser steps of a funnel over those of its first group kept to the end.
+
+    Source: Pro-GRPO Table 9.
+    """
     _check_rising("prune_at", prune_at)
     bounds = [0, *prune_at, steps]
     # Σ_k N_k Δt_k / (N_0 T)

@@ -35,7 +35,10 @@ from .windows import Window, window_places
 
 # %% ../nbs/basics/03_planning.ipynb #86eba52a
 def taken_steps(s: MethodSettings) -> int:
-    "Return the steps of a rollout, before a solver shortens its tail. Raise `ValueError` if steps cannot be merged."
+    """Return the steps of a rollout, before a solver shortens its tail.
+
+    Raise `ValueError` if steps cannot be merged.
+    """
     return len(merged_levels(s.steps, s.merged)) - 1
 
 # %% ../nbs/basics/03_planning.ipynb #ac0d498a
@@ -54,7 +57,8 @@ def make_window(s: MethodSettings) -> Window:
         )
     if s.window_stop is None and s.window_stride > 0 and start > stop:
         raise ValueError(
-            f"window_start: {start} is above {stop}; {size} steps must end before the last of {steps}"
+            f"window_start: {start} is above {stop}; {size} steps must end before the last of"
+            f" {steps}"
         )
     return Window(size, stop, start, s.window_every, s.window_stride, s.window)
 
@@ -65,7 +69,8 @@ def window_steps(s: MethodSettings, iteration: int = 0) -> tuple[int, ...]:
 
 # %% ../nbs/basics/03_planning.ipynb #fec29587
 def at_places(s: MethodSettings) -> Iterator[MethodSettings]:
-    "Yield the settings with the window standing still at each of its places; without a window, the settings."
+    """Yield the settings with the window standing still at each of its places; without a window,
+    the settings."""
     if s.window == "none":
         yield s
         return
@@ -111,7 +116,8 @@ def rollout_steps(s: MethodSettings, iteration: int = 0) -> int:
 def flow_levels(s: MethodSettings, policy: Any = None) -> tuple[Tensor, Tensor]:
     """Return the times `(T,)` that a flow model is told and its noise levels σ `(T + 1,)`.
 
-    With `shift` scheduler they are those of the policy's files; a model without files takes those of SD3.5's."""
+    With `shift` scheduler they are those of the policy's files; a model without files takes those
+    of SD3.5's."""
     if not isinstance(s.shift, str):
         sigmas = flow_sigmas(s.steps, s.shift)
         return sigmas[:-1], sigmas
@@ -125,7 +131,8 @@ def flow_levels(s: MethodSettings, policy: Any = None) -> tuple[Tensor, Tensor]:
 
 
 def noise_grid(s: MethodSettings, iteration: int = 0, policy: Any = None) -> tuple[Tensor, Tensor]:
-    "Return the times `(T,)` and the levels `(T + 1,)` of an iteration, steps merged and a solver's tail thinned."
+    """Return the times `(T,)` and the levels `(T + 1,)` of an iteration, steps merged and a
+    solver's tail thinned."""
     times, sigmas = flow_levels(s, policy)
     left = merged_levels(s.steps, s.merged)
     grids = [
@@ -149,7 +156,10 @@ _COMPLETION = r"x0|ode|ode/[1-9][0-9]{0,2}|[1-9][0-9]{0,2}"
 
 
 def completions_of(previews: str) -> list[str]:
-    "Return the words of the setting `previews`; none for `none`. Raise `ValueError` if one is no completion."
+    """Return the words of the setting `previews`; none for `none`.
+
+    Raise `ValueError` if one is no completion.
+    """
     words = [] if previews == "none" else previews.split("+")
     for word in words:
         if not re.fullmatch(_COMPLETION, word):
@@ -192,11 +202,15 @@ def preview_depths(at: tuple[int, ...] | str, plan: RolloutPlan) -> list[int]:
 
 # %% ../nbs/basics/03_planning.ipynb #74e9c7fd
 def with_previews(s: MethodSettings, plan: RolloutPlan) -> RolloutPlan:
-    "Return `plan` with the previews of the settings. Raise `ValueError` naming the setting that is wrong."
+    """Return `plan` with the previews of the settings.
+
+    Raise `ValueError` naming the setting that is wrong.
+    """
     words, depths = completions_of(s.previews), preview_depths(s.preview_at, plan)
     if words and s.tail_ratio:
         raise ValueError(
-            f"previews: {s.previews!r} needs tail_ratio 0, not {s.tail_ratio}; a solver is not completed"
+            f"previews: {s.previews!r} needs tail_ratio 0, not {s.tail_ratio}; a solver is not"
+            " completed"
         )
     levels = s.preview_levels
     table = {d: tuple(steps_of(word, plan.steps - d, levels) for word in words) for d in depths}
@@ -241,7 +255,8 @@ def sibling_s(s: MethodSettings) -> float:
 
 # %% ../nbs/basics/03_planning.ipynb #73a5c1f7
 def noise_factors(s: MethodSettings, iteration: int = 0) -> dict[int, float]:
-    "Return the factor of each step's noise, {step: factor}; a window's steps are counted from its first."
+    """Return the factor of each step's noise, {step: factor}; a window's steps are counted from its
+    first."""
     inside = window_steps(s, iteration)
     steps = list(inside or range(taken_steps(s)))
     for step, factor in s.noise_factors.items():
@@ -250,7 +265,8 @@ def noise_factors(s: MethodSettings, iteration: int = 0) -> dict[int, float]:
             raise ValueError(f"noise_factors: step {step} is outside {within}0…{len(steps) - 1}")
         if not 0 <= factor <= sys.float_info.max:
             raise ValueError(
-                f"noise_factors: {shown(factor)} at step {step} is not a finite number of at least 0"
+                f"noise_factors: {shown(factor)} at step {step} is not a finite number of at"
+                " least 0"
             )
     return {steps[step]: factor for step, factor in s.noise_factors.items()}
 
@@ -266,7 +282,8 @@ def flow_process(s: MethodSettings, policy=None, iteration: int = 0) -> Transiti
 
 # %% ../nbs/basics/03_planning.ipynb #7b0b4c8c
 def ddim_levels(policy: Any, steps: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    "Return a diffusion policy's timesteps `(T,)`, its ᾱ `(T + 1,)`, and what ᾱ is after each step where that differs."
+    """Return a diffusion policy's timesteps `(T,)`, its ᾱ `(T + 1,)`, and what ᾱ is after each step
+    where that differs."""
     if hasattr(policy, "own_levels"):
         return policy.own_levels(steps)
     timesteps = ddim_timesteps(steps, len(policy.alphas_cumprod))
@@ -294,7 +311,8 @@ def process_of(s: MethodSettings, policy, iteration: int = 0) -> Transition:
 def sampling_process(policy, steps: int, shift: float | str | None = None) -> Transition:
     """Return the process without noise that draws images, in `steps` steps.
 
-    `shift` None: by the scheduler in the model's files, as its pipeline draws; a model without files takes 3."""
+    `shift` None: by the scheduler in the model's files, as its pipeline draws; a model without
+    files takes 3."""
     if shift is None and hasattr(policy, "own_process"):
         return policy.own_process(steps)
     kinds = {"flow": "dance", "diffusion": "ddim"}

@@ -31,7 +31,8 @@ class Policy(Protocol):
         "Return the conditioning of P prompts: tensors with P rows."
 
     def predict(self, latents: Tensor, time: Tensor, conditioning: dict[str, Tensor]) -> Tensor:
-        "Return the denoiser's output for `latents (B, *latent_shape)` at `time` (0-dim); `conditioning` has B rows."
+        """Return the denoiser's output for `latents (B, *latent_shape)` at `time` (0-dim);
+        `conditioning` has B rows."""
 
     def decode(self, latents: Tensor) -> Tensor:
         "Return the images `(B, 3, H, W)` in [0, 1] of noise-free latents."
@@ -54,7 +55,8 @@ class GaussianVelocity(nn.Module):
 
 # %% ../nbs/14_policy.ipynb #97bb6a6a
 class GaussianFlow:
-    "The flow model of Gaussian data as a `Policy`: prompts change nothing, and an image is its latent."
+    """The flow model of Gaussian data as a `Policy`: prompts change nothing, and an image is its
+    latent."""
 
     kind = "flow"
     first_frames = None

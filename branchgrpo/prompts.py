@@ -29,7 +29,8 @@ from .registry import Registry, reason, shown, unknown_name_error
 
 # %% ../nbs/basics/05_prompts.ipynb #6156c0e7
 class Prompt(str):
-    """A text that knows its `row`, the fields of its line in a file (an image, GenEval's `include`, …).
+    """A text that knows its `row`, the fields of its line in a file (an image, GenEval's `include`,
+    …).
 
     Two prompts with one text and other rows differ; a plain text equals both."""
 
@@ -80,7 +81,8 @@ class PromptSet:
         return len(plain_prompts(self.train) & plain_prompts(self.test))
 
     def few(self, count: int | None = None) -> list[str]:
-        """Return `count` test prompts: of a shuffled set the first, else a random sample, the same at every call.
+        """Return `count` test prompts: of a shuffled set the first, else a random sample, the same
+        at every call.
 
         A larger sample begins with a smaller one. All of them stay in their order."""
         if count is None or count >= len(self.test) or self.shuffled:
@@ -100,7 +102,8 @@ class PromptSet:
 
 # %% ../nbs/basics/05_prompts.ipynb #3fdccd5d
 def read_lines(path: Path) -> list[str]:
-    """Return the bare lines of a text file; a line ends in `\\n`, `\\r\\n` or `\\r`, as in every editor.
+    """Return the bare lines of a text file; a line ends in `\\n`, `\\r\\n` or `\\r`, as in every
+    editor.
 
     Raises `ValueError` on a missing, empty or non-UTF-8 file."""
     try:
@@ -119,7 +122,8 @@ PROMPT_FIELDS = ("prompt", "caption", "text")
 
 
 def prompt_key(rows: list) -> str | None:
-    "Return the field that holds the prompts of a file: the first of `PROMPT_FIELDS` that has a value in any row."
+    """Return the field that holds the prompts of a file: the first of `PROMPT_FIELDS` that has a
+    value in any row."""
     for key in PROMPT_FIELDS:
         if any(isinstance(row, dict) and row.get(key) is not None for row in rows):
             return key
@@ -127,7 +131,8 @@ def prompt_key(rows: list) -> str | None:
 
 
 def prompt_of(row: Any, key: str, where: str) -> str:
-    """Return the prompt of a row of a .jsonl file, without unseen marks at its ends; spaces stay as they are.
+    """Return the prompt of a row of a .jsonl file, without unseen marks at its ends; spaces stay as
+    they are.
 
     Raises `ValueError` beginning with `where` if the row has no text there, or an empty one."""
     found = row.get(key) if isinstance(row, dict) else None
@@ -160,7 +165,10 @@ def table_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_row(line: str, n: int, path: Path) -> Any:
-    "Return what a line of a .jsonl file holds. Raise `ValueError` naming the line if it is no JSON."
+    """Return what a line of a .jsonl file holds.
+
+    Raise `ValueError` naming the line if it is no JSON.
+    """
     try:
         row = json.loads(line, object_pairs_hook=table_once)
         json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair is no text
@@ -171,10 +179,11 @@ def read_row(line: str, n: int, path: Path) -> Any:
 
 # %% ../nbs/basics/05_prompts.ipynb #a8a56ca7
 def read_rows(path: str | Path) -> list[dict]:
-    """Return the rows of a .txt file (one prompt per line) or of a .jsonl file, as dicts with a `prompt`.
+    """Return the rows of a .txt file (one prompt per line) or of a .jsonl file, as dicts with a
+    `prompt`.
 
-    Raises `ValueError` on a file that is missing, empty, not UTF-8, not jsonl, or without prompts, and on a line
-    that has none where others have theirs.
+    Raises `ValueError` on a file that is missing, empty, not UTF-8, not jsonl, or without prompts,
+    and on a line that has none where others have theirs.
     """
     path = Path(path)
     name = shown(str(path))
@@ -186,7 +195,10 @@ def read_rows(path: str | Path) -> list[dict]:
     if path.suffix.lower() != ".jsonl":
         for n, line in lines.items():
             if "\ufeff" in line:
-                what = "a byte-order mark (U+FEFF) inside; where two files were joined, end the line there"
+                what = (
+                    "a byte-order mark (U+FEFF) inside; where two files were joined, end the line"
+                    " there"
+                )
                 raise ValueError(f"prompts: line {n} of {name} has {what}")
         return [{"prompt": line} for line in lines.values()]
     rows = {n: read_row(line, n, path) for n, line in lines.items()}
@@ -202,10 +214,12 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # not EPS, which starts a progr
 
 
 def read_frame(path: Path, setting: str = "prompts") -> Tensor:
-    """Return the image `(3, H, W)` in [0, 1] of a file in one of FORMATS, turned as its EXIF orientation says.
+    """Return the image `(3, H, W)` in [0, 1] of a file in one of FORMATS, turned as its EXIF
+    orientation says.
 
-    Grey of 16 bits keeps its value. Raises `ValueError` on another file, and on transparent pixels, whose colour nobody
-    sees. Source: diffusers' `load_image`, which would cut 16 bits off at 255 and show that colour.
+    Grey of 16 bits keeps its value. Raises `ValueError` on another file, and on transparent pixels,
+    whose colour nobody sees. Source: diffusers' `load_image`, which would cut 16 bits off at 255
+    and show that colour.
     """
     import numpy as np
     from PIL import Image, ImageOps
@@ -273,7 +287,8 @@ METADATA = "_metadata"  # Flow-GRPO's name of GenEval's files ends so
 
 
 def part_file(folder: Path, part: str) -> Path | None:
-    """Return the file of `part` (train or test) in a folder: train.jsonl, color_train.txt, …; None if there is none.
+    """Return the file of `part` (train or test) in a folder: train.jsonl, color_train.txt, …; None
+    if there is none.
 
     Raises `ValueError` if several have such a name."""
     texts = [
@@ -286,7 +301,8 @@ def part_file(folder: Path, part: str) -> Path | None:
         ]
         if len(found) > 1:
             raise ValueError(
-                f"prompts: the folder {str(folder)!r} has {found[0].name!r} and {found[1].name!r}; name one"
+                f"prompts: the folder {str(folder)!r} has {found[0].name!r} and {found[1].name!r};"
+                " name one"
             )
         if found:
             return found[0]
@@ -294,7 +310,10 @@ def part_file(folder: Path, part: str) -> Path | None:
 
 # %% ../nbs/basics/05_prompts.ipynb #435046f6
 def from_path(path: str | Path) -> PromptSet:
-    "Return the set of a file or of a folder with `train` and `test` files. Raises `ValueError` as `read_rows` does."
+    """Return the set of a file or of a folder with `train` and `test` files.
+
+    Raises `ValueError` as `read_rows` does.
+    """
     path = Path(path)
     if path.is_file():
         rows = read_rows(path)
@@ -305,7 +324,8 @@ def from_path(path: str | Path) -> PromptSet:
         raise ValueError(f"prompts: {str(path)!r} is neither a file nor a folder")
     if not found:
         raise ValueError(
-            f"prompts: the folder {str(path)!r} has neither train.txt, test.txt, nor the same as .jsonl"
+            f"prompts: the folder {str(path)!r} has neither train.txt, test.txt, nor the same as"
+            " .jsonl"
         )
     return from_rows(
         read_rows(found[0]), read_rows(found[-1]), path
@@ -316,9 +336,11 @@ COLUMNS = ("prompt", "Prompt", "Prompts", "caption", "text")
 
 
 def check_csv(place: str, config: Any) -> None:
-    """Raise `ValueError` if a row of a CSV file has other fields than its header, or two columns have one name.
+    """Raise `ValueError` if a row of a CSV file has other fields than its header, or two columns
+    have one name.
 
-    `config` is that of `datasets`' reader. pandas, which reads the file then, would shift such rows or fill them."""
+    `config` is that of `datasets`' reader. pandas, which reads the file then, would shift such rows
+    or fill them."""
     import fsspec
 
     encoding = getattr(config, "encoding", None) or "utf-8-sig"
@@ -339,13 +361,17 @@ def check_csv(place: str, config: Any) -> None:
         after = rows.line_num
         for row in rows:
             if row and len(row) != len(header):
-                what = f"{len(row)} fields, and its header {len(header)}; a text with a comma stands in quotes"
+                what = (
+                    f"{len(row)} fields, and its header {len(header)}; a text with a comma stands"
+                    " in quotes"
+                )
                 raise ValueError(f"prompts: line {after + 1} of {name} has {what}")
             after = rows.line_num  # a row may have several lines
 
 
 def csv_files(builder: Any) -> list[str]:
-    "Return the CSV files that a builder of `datasets` reads; none if it reads what it has prepared before."
+    """Return the CSV files that a builder of `datasets` reads; none if it reads what it has
+    prepared before."""
     files = getattr(builder.config, "data_files", None) or {}
     places = [str(place) for part in files.values() for place in part]
     return [place for place in places if place.lower().endswith((".csv", ".tsv"))]
@@ -356,7 +382,8 @@ CONVERTED = "refs/convert/parquet"  # where the hub keeps what it has made of a 
 
 
 def why_unreadable(error: BaseException) -> str:
-    "Return what `datasets` could not read: of an error that says only that there is one, its cause."
+    """Return what `datasets` could not read: of an error that says only that there is one, its
+    cause."""
     said = " ".join(
         str(error).removeprefix("An error occurred while generating the dataset").split()
     )
@@ -365,7 +392,10 @@ def why_unreadable(error: BaseException) -> str:
 
 
 def prepared(where: str, **options: Any) -> dict:
-    "Return the parts of a data set by `datasets`; its CSV files are checked. Raises as `check_csv` and `datasets` do."
+    """Return the parts of a data set by `datasets`; its CSV files are checked.
+
+    Raises as `check_csv` and `datasets` do.
+    """
     import datasets
 
     builder = datasets.load_dataset_builder(where, **options)
@@ -377,8 +407,8 @@ def prepared(where: str, **options: Any) -> dict:
 def read_dataset(where: str) -> dict:
     """Return the parts of a data set of the hub or of a local folder.
 
-    Of one that needs a script, which `datasets` runs no more, what the hub has made of it. Raises `ValueError` if
-    `datasets` cannot read it."""
+    Of one that needs a script, which `datasets` runs no more, what the hub has made of it. Raises
+    `ValueError` if `datasets` cannot read it."""
     try:
         import datasets  # noqa: F401
     except ImportError:
@@ -429,7 +459,8 @@ def prompt_column(parts: dict) -> str | None:
 
 
 def from_hub(name: str) -> PromptSet:
-    """Return the set of `owner/name` on the hub or of a local data set folder; of `owner/name:column`, the texts alone.
+    """Return the set of `owner/name` on the hub or of a local data set folder; of
+    `owner/name:column`, the texts alone.
 
     Raises `ValueError` if it cannot be read or has no column of prompts.
     """
@@ -527,7 +558,8 @@ PROMPT_SETS = Registry(
 
 # %% ../nbs/basics/05_prompts.ipynb #50f5da94
 def is_dataset_folder(path: Path) -> bool:
-    "Return whether a folder holds more than texts, but no `train` and `test` file: then `datasets` reads it."
+    """Return whether a folder holds more than texts, but no `train` and `test` file: then
+    `datasets` reads it."""
     if not path.is_dir() or part_file(path, "train") or part_file(path, "test"):
         return False
     return any(inner.suffix.lower() not in (".txt", ".jsonl", ".md") for inner in path.iterdir())
@@ -546,7 +578,10 @@ def set_of(entry: Any) -> PromptSet:
 
 
 def load_named(name: str) -> PromptSet:
-    "Return the prompt set of a name, a path or a hub name. Raises `ValueError` if it is missing, empty or unreadable."
+    """Return the prompt set of a name, a path or a hub name.
+
+    Raises `ValueError` if it is missing, empty or unreadable.
+    """
     name = from_home(name, "prompts")
     if name in PROMPT_SETS.names():
         return set_of(PROMPT_SETS.get(name))
@@ -568,7 +603,10 @@ def load_named(name: str) -> PromptSet:
 
 # %% ../nbs/basics/05_prompts.ipynb #7ec058ce
 def load_prompts(prompts: str | Path | PromptSet | Sequence[str]) -> PromptSet:
-    "Return the prompt set of a name, a path, a hub name, a `PromptSet` or a list of texts. Raises `ValueError`."
+    """Return the prompt set of a name, a path, a hub name, a `PromptSet` or a list of texts.
+
+    Raises `ValueError`.
+    """
     if isinstance(prompts, PromptSet):
         return prompts
     if isinstance(prompts, (str, Path)):
@@ -577,7 +615,8 @@ def load_prompts(prompts: str | Path | PromptSet | Sequence[str]) -> PromptSet:
 
 # %% ../nbs/basics/05_prompts.ipynb #a2f661a0
 def remarks(prompts: PromptSet, count: int | None = None) -> list[str]:
-    "Return lines about what one may not expect of a set: repeated prompts, and a sample of `count` test prompts."
+    """Return lines about what one may not expect of a set: repeated prompts, and a sample of
+    `count` test prompts."""
     once = prompts.without_repeats()
     lines = []
     parts = {

@@ -22,7 +22,8 @@ from .windows import depth_window
 
 # %% ../nbs/12_pruning.ipynb #7d64f61c
 def descendants(tree: Tree, depth: int, kept: Tensor) -> list[Tensor]:
-    "Return a depth mask: all nodes down to `depth`, then only descendants of the `kept (P, W)` nodes there."
+    """Return a depth mask: all nodes down to `depth`, then only descendants of the `kept (P, W)`
+    nodes there."""
     keep = [torch.ones_like(parents, dtype=torch.bool) for parents in tree.parents[: depth + 1]]
     for parents in tree.parents[depth + 1 :]:
         kept = kept.gather(1, parents)
@@ -82,9 +83,11 @@ def _none(tree, values, leaf_rewards, options):
 def parent_top1(
     tree: Tree, values: list[Tensor], leaf_rewards: Tensor, options: PruningOptions
 ) -> list[Tensor]:
-    """Return a depth mask that keeps, after the last split, only the chain of each parent's best child.
+    """Return a depth mask that keeps, after the last split, only the chain of each parent's best
+    child.
 
-    `values`: fused rewards or advantages, `(P, W_d)` per depth. Source: BranchGRPO Sec. 4.4, WidPru.
+    `values`: fused rewards or advantages, `(P, W_d)` per depth. Source: BranchGRPO Sec. 4.4,
+    WidPru.
     """
     families = [Siblings.of(tree, depth) for depth in range(1, tree.steps + 1)]
     split = [depth for depth, family in enumerate(families, 1) if family.columns > 1]
@@ -102,7 +105,8 @@ def parent_top1(
 def extreme(
     tree: Tree, values: list[Tensor], leaf_rewards: Tensor, options: PruningOptions
 ) -> list[Tensor]:
-    """Return a depth mask that keeps the chains of each tree's b best and b worst leaves; b is `prune_keep`.
+    """Return a depth mask that keeps the chains of each tree's b best and b worst leaves; b is
+    `prune_keep`.
 
     Raises `ValueError` if b is below 1. Source: BranchGRPO Sec. 4.4 (which does not give b).
     """
@@ -122,7 +126,8 @@ def _depth_window(tree, values, leaf_rewards, o):
 def random_steps(
     tree: Tree, fraction: float, generators: Sequence[torch.Generator]
 ) -> list[Tensor]:
-    """Return a depth mask that keeps ⌊fraction · trained steps⌋ (at least one) of the trained steps, drawn per leaf.
+    """Return a depth mask that keeps ⌊fraction · trained steps⌋ (at least one) of the trained
+    steps, drawn per leaf.
 
     Raises `ValueError` if the fraction is not above 0 and at most 1.
     Source: DanceGRPO (train_grpo_flux.py, l. 536), BranchGRPO Table 1.

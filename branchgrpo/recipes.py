@@ -46,7 +46,10 @@ def texts_in(table: dict[str, Any], name: str, base: Recipe) -> dict[str, str]:
 
 # %% ../nbs/basics/04_recipes.ipynb #f89c7b9c
 def read_recipe_table(path: Path) -> dict[str, Any]:
-    "Return the table of a YAML file. Raise `ValueError` if it is missing, not YAML, or has unknown keys."
+    """Return the table of a YAML file.
+
+    Raise `ValueError` if it is missing, not YAML, or has unknown keys.
+    """
     table = files.read_table(path, "recipe")
     for key in table.keys() - {*TEXTS, "values"}:
         raise ValueError(
@@ -67,7 +70,8 @@ def read_recipe_table(path: Path) -> dict[str, Any]:
 
 # %% ../nbs/basics/04_recipes.ipynb #77637ec4
 def sourced(key: str, value: Any, path: Path) -> tuple[Any, str]:
-    "Return `(value, source)` of one line of a recipe's file; `{value: null}` is one where a setting may have none."
+    """Return `(value, source)` of one line of a recipe's file; `{value: null}` is one where a
+    setting may have none."""
     source, may_be_none = path.name, False
     if isinstance(value, dict) and "value" in value:
         for other in value.keys() - {"value", "source"}:
@@ -84,7 +88,10 @@ def sourced(key: str, value: Any, path: Path) -> tuple[Any, str]:
 
 # %% ../nbs/basics/04_recipes.ipynb #5cfc0dde
 def file_name(name: str, path: Path) -> str:
-    "Return the name of a recipe, which becomes part of a run's folder. Raise `ValueError` if it cannot be one."
+    """Return the name of a recipe, which becomes part of a run's folder.
+
+    Raise `ValueError` if it cannot be one.
+    """
     if not re.fullmatch(r"\w[\w.+ -]{0,79}", name):
         allowed = "letters, digits, '.', '-', '+', '_' and spaces, 80 at most"
         raise ValueError(
@@ -94,7 +101,8 @@ def file_name(name: str, path: Path) -> str:
 
 # %% ../nbs/basics/04_recipes.ipynb #b0408fd9
 def from_yaml(path: Path, within: tuple[Path, ...] = ()) -> Recipe:
-    """Return the recipe of a YAML file with `base`, `values`, and, if you like, the other texts of `TEXTS`.
+    """Return the recipe of a YAML file with `base`, `values`, and, if you like, the other texts of
+    `TEXTS`.
 
     Raises `ValueError` if the file cannot be read or states a wrong value.
     """
@@ -147,9 +155,11 @@ def names() -> list[str]:
 
 # %% ../nbs/basics/04_recipes.ipynb #62e61994
 def get(name: str, within: tuple[Path, ...] = ()) -> Recipe:
-    """Return the recipe `name`, as a model's fit has it (`testbed/branchgrpo`), or that of a YAML file.
+    """Return the recipe `name`, as a model's fit has it (`testbed/branchgrpo`), or that of a YAML
+    file.
 
-    `within` are the files whose base it is. Raises `ValueError` if there is no such recipe, or if the file is wrong.
+    `within` are the files whose base it is. Raises `ValueError` if there is no such recipe, or if
+    the file is wrong.
     """
     if str(name).endswith((".yaml", ".yml")):
         return from_yaml(Path(files.from_home(name, "recipe")), within)
@@ -160,7 +170,8 @@ def get(name: str, within: tuple[Path, ...] = ()) -> Recipe:
 
 # %% ../nbs/basics/04_recipes.ipynb #ea8f00a9
 def written(name: str) -> str:
-    "Return the lines of a recipe of the package, or of a base, as its file has them; empty if no file has it."
+    """Return the lines of a recipe of the package, or of a base, as its file has them; empty if no
+    file has it."""
     texts = [
         (resources.files("branchgrpo") / "methods" / file).read_text(encoding="utf-8")
         for file in FILES
@@ -181,12 +192,14 @@ def for_diffusion() -> list[str]:
 
 # %% ../nbs/basics/04_recipes.ipynb #9aceee97
 def at_kind(recipe: Recipe, kind: str) -> Recipe:
-    "Return the recipe with the transition that a model of `kind` (flow or diffusion) has; warn if that changes it."
+    """Return the recipe with the transition that a model of `kind` (flow or diffusion) has; warn if
+    that changes it."""
     if kind == "flow" or recipe.values.transition == "ddim":
         return recipe
     warnings.warn(
-        f"recipe: {recipe.name!r} is written for a flow model; on a diffusion model only its transition changes, "
-        f"and it is no published baseline of one; written for a diffusion model: {', '.join(for_diffusion())}",
+        f"recipe: {recipe.name!r} is written for a flow model; on a diffusion model only its"
+        " transition changes, and it is no published baseline of one; written for a diffusion"
+        f" model: {', '.join(for_diffusion())}",
         stacklevel=2,
     )
     return recipe.with_values(ON_DIFFUSION)
@@ -218,6 +231,7 @@ def different_settings(recipe: Recipe, other: Recipe) -> list[tuple[str, Any, An
 
 # %% ../nbs/basics/04_recipes.ipynb #f946cc2c
 def nearest(recipe: Recipe) -> Recipe:
-    "Return the method that differs from `recipe` in the fewest settings; among equals, the one listed first."
+    """Return the method that differs from `recipe` in the fewest settings; among equals, the one
+    listed first."""
     others = [get(name) for name in names() if name != recipe.name]
     return min(others, key=lambda other: len(different_settings(recipe, other)))

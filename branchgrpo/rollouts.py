@@ -30,7 +30,8 @@ def chunks(n: int, size: int | None) -> list[tuple[int, int]]:
 
 
 def filled(values: Tensor, size: int | None) -> Tensor:
-    "Return `values (n, …)`, with its first row repeated at the end up to `size` rows; `None`: as it is."
+    """Return `values (n, …)`, with its first row repeated at the end up to `size` rows; `None`: as
+    it is."""
     missing = (size or 0) - len(values)
     return (
         values
@@ -50,7 +51,8 @@ class Predict(Protocol):
     def device(self) -> torch.device: ...
 
     def __call__(self, latents: Tensor, time: Tensor) -> Tensor:
-        "Return the denoiser's output `(P, W, …)` for `latents (P, W, …)` at `time` (0-dim: σ or timestep)."
+        """Return the denoiser's output `(P, W, …)` for `latents (P, W, …)` at `time` (0-dim: σ or
+        timestep)."""
 
 # %% ../nbs/07_rollouts.ipynb #5b117001
 @dataclass
@@ -92,7 +94,8 @@ class Judge:
     may_split: bool = False  # the tree asks at each step without a split whether it splits there
 
     def survivors(self, step: int, x0_hat: Tensor, k: int) -> Tensor:
-        "Return the nodes `(P, k)` int64 that survive a pruning step, from the x̂₀ `(P, W, …)` of all."
+        """Return the nodes `(P, k)` int64 that survive a pruning step, from the x̂₀ `(P, W, …)` of
+        all."""
         raise ValueError(
             "judge: the plan has pruning steps, and the judge has no method `survivors`"
         )
@@ -102,7 +105,8 @@ class Judge:
         return 0
 
     def preview(self, depth: int, number: int, ends: Tensor) -> None:
-        "See the ends `(P, V, …)` of the completions of a depth's nodes by the `number`-th of the plan's previews."
+        """See the ends `(P, V, …)` of the completions of a depth's nodes by the `number`-th of the
+        plan's previews."""
         raise ValueError("judge: the plan has previews, and the judge has no method `preview`")
 
     def looks_at(self, plan: RolloutPlan, step: int) -> bool:
@@ -153,7 +157,8 @@ class Growth:
 
 
 def take_step(g: Growth, i: int) -> None:
-    "Take step `i` of all trees: predict the nodes of depth `i`, and fill in those of depth `i + 1`."
+    """Take step `i` of all trees: predict the nodes of depth `i`, and fill in those of depth `i +
+    1`."""
     x = g.tree.latents[i]
     output = g.predict(x, g.process.times[i])
     show_previews(g, i, x, output)
@@ -165,7 +170,10 @@ def take_step(g: Growth, i: int) -> None:
 
 # %% ../nbs/07_rollouts.ipynb #6d08d723
 def prune_or_split(g: Growth, i: int, x: Tensor, output: Tensor) -> Tensor | None:
-    "Return the nodes `(P, k)` that take step `i`; None: all of them. May add a split to the tree's plan."
+    """Return the nodes `(P, k)` that take step `i`; None: all of them.
+
+    May add a split to the tree's plan.
+    """
     plan, judge = g.tree.plan, g.judge
     prunes, looks = i in plan.prune_at, judge.looks_at(plan, i)
     asks = judge.may_split and i not in plan.splits and i < plan.steps - 1
@@ -211,7 +219,8 @@ def show_previews(g: Growth, i: int, x: Tensor, output: Tensor) -> None:
 
 # %% ../nbs/07_rollouts.ipynb #5b117002
 def join_edges(g: Growth, i: int, survivors: Tensor | None) -> Siblings:
-    "Join the nodes of depth `i + 1` to those that take step `i`, and give them lines of noise; on the CPU."
+    """Join the nodes of depth `i + 1` to those that take step `i`, and give them lines of noise; on
+    the CPU."""
     tree = g.tree
     assert tree.lines is not None, "a tree that grows has lines of noise"
     parents, drawn = plan_edges(tree.plan, tree.prompts, i + 1)
@@ -257,7 +266,8 @@ def check_rollout(plan: RolloutPlan, process: Transition, judge: Judge | None) -
         raise ValueError(f"steps: the plan has {plan.steps}, the transition {process.steps}")
     if judge is None and (plan.prune_at or plan.previews):
         raise ValueError(
-            f"judge: the plan has {'pruning steps' if plan.prune_at else 'previews'}, so it needs a judge"
+            f"judge: the plan has {'pruning steps' if plan.prune_at else 'previews'}, so it needs a"
+            " judge"
         )
     if (
         plan.previews
@@ -265,7 +275,8 @@ def check_rollout(plan: RolloutPlan, process: Transition, judge: Judge | None) -
         and not torch.equal(process.times, process.levels[:-1])
     ):
         raise ValueError(
-            "preview_levels: 'even' needs a flow model; a diffusion model's levels are those of the grid"
+            "preview_levels: 'even' needs a flow model; a diffusion model's levels are those of the"
+            " grid"
         )
     last, one = plan.steps - 1, torch.ones(1, 1)
     if last in plan.drawn and (
@@ -286,9 +297,11 @@ def rollout(
     dtype: torch.dtype = torch.float32,  # how latents are stored
     judge: Judge | None = None,  # needed by pruning steps and previews
 ) -> Tree:
-    """Roll out `plan` for P prompts, and return their tree; its plan includes the splits that the judge added.
+    """Roll out `plan` for P prompts, and return their tree; its plan includes the splits that the
+    judge added.
 
-    Raises `ValueError` if steps disagree, if a judge is missing, or if a noisy last step has std 0 (Sec. 3.2)."""
+    Raises `ValueError` if steps disagree, if a judge is missing, or if a noisy last step has std 0
+    (Sec. 3.2)."""
     check_rollout(plan, process, judge)
     tree = Tree.from_plan(plan, len(noise.prompts), predict.device)
     roots = noise.roots(plan.roots, predict.shape, plan.same_root)
@@ -300,7 +313,8 @@ def rollout(
 
 
 def ends_without_noise(predict: Predict, process: Transition, noise: Noise) -> Tensor:
-    "Return the finished latents `(P, …)` of one image for each of P prompts, drawn without noise on the way."
+    """Return the finished latents `(P, …)` of one image for each of P prompts, drawn without noise
+    on the way."""
     plan = RolloutPlan.chains(process.steps, 1, stochastic=())
     return rollout(plan, predict, process, noise).latents[-1][:, 0]
 
@@ -337,7 +351,8 @@ class Edges:
 
 
 def edges_in(tree: Tree, chosen: Tensor, step: int) -> Edges:
-    "Return the edges of `step` into the `chosen (P, W)` nodes, and their parents, prompt by prompt."
+    """Return the edges of `step` into the `chosen (P, W)` nodes, and their parents, prompt by
+    prompt."""
     prompt, child = chosen.to(tree.device).nonzero(as_tuple=True)
     width = tree.parents[step].shape[1]
     of_edges = prompt * width + tree.parents[step + 1][prompt, child]
@@ -372,7 +387,8 @@ def replay(
     process: Transition,
     step: int,
 ) -> Tensor:  # (E,)
-    "Return the log-densities of all edges of `step` that drew noise, under the policy as it is now, with gradient."
+    """Return the log-densities of all edges of `step` that drew noise, under the policy as it is
+    now, with gradient."""
     edges = edges_in(tree, tree.drawn[step + 1], step)
     dist = revisit(tree, policy, conditioning, process, edges).at(edges.parent)
     return dist.log_prob(edges.of(tree.latents))

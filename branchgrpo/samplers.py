@@ -45,7 +45,8 @@ class Gaussian:
         return self.mean + self.std * noise
 
     def log_prob(self, value: Tensor) -> Tensor:
-        "Return the log-density `(B,)` of `value (B, …)`, float32, averaged over a latent's elements."
+        """Return the log-density `(B,)` of `value (B, …)`, float32, averaged over a latent's
+        elements."""
         return log_density(value, self.mean, self.std)
 
     def at(self, rows: Tensor) -> "Gaussian":
@@ -72,7 +73,8 @@ def flow_sigmas(
 
 # %% ../nbs/01_samplers.ipynb #118054f0
 def merged_levels(steps: int, merged: Mapping[int, int]) -> list[int]:
-    """Return which of the levels 0…steps are left if steps are taken as one; `merged` is {first step: how many}.
+    """Return which of the levels 0…steps are left if steps are taken as one; `merged` is {first
+    step: how many}.
 
     Raises `ValueError` if a step is merged twice, or is none of the grid's.
     """
@@ -86,7 +88,8 @@ def merged_levels(steps: int, merged: Mapping[int, int]) -> list[int]:
             )
         if first < end:
             raise ValueError(
-                f"merged: step {first} is among the steps that an earlier one takes, up to {end - 1}"
+                f"merged: step {first} is among the steps that an earlier one takes, up to"
+                f" {end - 1}"
             )
         end = first + count
         left = [i for i in left if not first < i < end]
@@ -94,7 +97,10 @@ def merged_levels(steps: int, merged: Mapping[int, int]) -> list[int]:
 
 # %% ../nbs/01_samplers.ipynb #83d0f35b
 def dance_noise(sigmas: Tensor, eta: float) -> Tensor:
-    "Return the constant noise η for each step between `sigmas (T + 1,)`: `(T,)`. Source: BranchGRPO Table 2 (η = 0.3)."
+    """Return the constant noise η for each step between `sigmas (T + 1,)`: `(T,)`.
+
+    Source: BranchGRPO Table 2 (η = 0.3).
+    """
     return torch.full((len(sigmas) - 1,), float(eta))
 
 # %% ../nbs/01_samplers.ipynb #e6814064
@@ -109,7 +115,8 @@ def flow_grpo_noise(sigmas: Tensor, a: float) -> Tensor:
 
 # %% ../nbs/01_samplers.ipynb #e3b0019e
 def linear_noise(sigmas: Tensor, a: float) -> Tensor:
-    """Return a noise level g that falls linearly to 0, for each step between `sigmas (T + 1,)`: `(T,)`.
+    """Return a noise level g that falls linearly to 0, for each step between `sigmas (T + 1,)`:
+    `(T,)`.
 
     Source: Flow-GRPO and Flash-GRPO on Wan (a = 1).
     """
@@ -118,7 +125,10 @@ def linear_noise(sigmas: Tensor, a: float) -> Tensor:
 
 # %% ../nbs/01_samplers.ipynb #588ee9fa
 def flow_step(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, g: float) -> Gaussian:
-    "Return one Euler step of the flow SDE with noise level `g` (0: the ODE step). Source: BranchGRPO Eq. 1."
+    """Return one Euler step of the flow SDE with noise level `g` (0: the ODE step).
+
+    Source: BranchGRPO Eq. 1.
+    """
     x, v = x.float(), velocity.float()
     h = sigma - sigma_next
     # x̂₀ = x − σ·v
@@ -133,7 +143,8 @@ def flow_step(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, g:
 def _with_fresh_noise(
     x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, std: Tensor
 ) -> Gaussian:
-    "Return the step to level σ' in which noise of `std` is fresh, and the rest is the predicted one."
+    """Return the step to level σ' in which noise of `std` is fresh, and the rest is the predicted
+    one."""
     x, v = x.float(), velocity.float()
     # x̂₀ = x − σ·v, x̂₁ = x + (1 − σ)·v
     x0_hat, x1_hat = x - sigma * v, x + (1 - sigma) * v
@@ -145,7 +156,10 @@ def _with_fresh_noise(
 def cps_step(
     x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, eta: float
 ) -> Gaussian:
-    "Return one coefficients-preserving step; `eta` in 0…1: how much noise is fresh. Source: arXiv 2509.05952."
+    """Return one coefficients-preserving step; `eta` in 0…1: how much noise is fresh.
+
+    Source: arXiv 2509.05952.
+    """
     # std = σ'·sin(η·π/2)
     std = torch.as_tensor(sigma_next * math.sin(eta * math.pi / 2), dtype=torch.float32)
     return _with_fresh_noise(x, velocity, sigma, sigma_next, std)
@@ -154,7 +168,10 @@ def cps_step(
 def flow_ddim_step(
     x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, eta: float
 ) -> Gaussian:
-    "Return one DDIM step of a flow model; `eta` 0 is the ODE step, 1 ancestral. Source: DDIM Eq. 12 and 16."
+    """Return one DDIM step of a flow model; `eta` 0 is the ODE step, 1 ancestral.
+
+    Source: DDIM Eq. 12 and 16.
+    """
     sigma, sigma_next = torch.as_tensor(sigma).float(), torch.as_tensor(sigma_next).float()
     # (α/α')·σ' with α = 1 − σ
     carried = (1 - sigma) / (1 - sigma_next).clamp(min=1e-8) * sigma_next
@@ -166,7 +183,8 @@ def flow_ddim_step(
 def ddim_timesteps(steps: int, train_steps: int = 1000, offset: int = 1) -> Tensor:
     """Return evenly spaced, falling timesteps `(steps,)`, int64, moved up by `offset`.
 
-    `offset` is 1 in Stable Diffusion's scheduler. Raises `ValueError` unless 1 ≤ steps ≤ train_steps − offset.
+    `offset` is 1 in Stable Diffusion's scheduler. Raises `ValueError` unless 1 ≤ steps ≤
+    train_steps − offset.
     """
     if not 1 <= steps <= train_steps - offset:
         raise ValueError(f"steps: {steps} is outside 1…{train_steps - offset}")
@@ -209,7 +227,8 @@ def ddim_step(
 ) -> Gaussian:
     """Return one DDIM step, computed in float32.
 
-    Raises `ValueError` on an unknown `prediction_type`. Source: DDIM Eq. 12 and 16; Pro-GRPO (η = 1).
+    Raises `ValueError` on an unknown `prediction_type`. Source: DDIM Eq. 12 and 16; Pro-GRPO (η =
+    1).
     """
     x, output = x.float(), model_output.float()
     ab, ab_next = torch.as_tensor(alpha_bar).float(), torch.as_tensor(alpha_bar_next).float()

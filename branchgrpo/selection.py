@@ -26,7 +26,8 @@ from .registry import Registry
 
 # %% ../nbs/11_selection.ipynb #bed7cb47
 def count_from_below(rewards: Tensor, k: int) -> Tensor:
-    "Return how many of the lowest rewards the best subset of each row takes, `(P,)`; rows of `rewards (P, G)` ascend."
+    """Return how many of the lowest rewards the best subset of each row takes, `(P,)`; rows of
+    `rewards (P, G)` ascend."""
     # prefix sums of x and x², around the mean of the row
     x = pad((rewards - rewards.mean(-1, keepdim=True)).double(), (1, 0))
     total, square = x.cumsum(-1), x.square().cumsum(-1)
@@ -43,7 +44,8 @@ def count_from_below(rewards: Tensor, k: int) -> Tensor:
 
 # %% ../nbs/11_selection.ipynb #23170cc3
 def ends_of_rows(rows: Tensor, k: int) -> Tensor:
-    "Return the indices `(P, k)` of the best subset of each row of `rows (P, G)`: from below, then from above."
+    """Return the indices `(P, k)` of the best subset of each row of `rows (P, G)`: from below, then
+    from above."""
     ascending = rows.sort(dim=-1, stable=True).indices
     # A second stable sort: at this end, too, the earlier of equal rewards comes first.
     descending = rows.sort(dim=-1, descending=True, stable=True).indices
@@ -70,7 +72,8 @@ def select_max_variance(
     """Return the indices of the `k` rewards of largest variance, exactly, in O(G log G).
 
     Among equal subsets it takes more of the high rewards, and of equal rewards the earlier.
-    Raises `ValueError` if `k` is outside 1…G or a reward is not finite. Source: Pro-GRPO Eq. 10; PODS Algorithm 2.
+    Raises `ValueError` if `k` is outside 1…G or a reward is not finite. Source: Pro-GRPO Eq. 10;
+    PODS Algorithm 2.
     """
     rewards = torch.as_tensor(rewards)
     check_selection(rewards, k)
@@ -80,7 +83,10 @@ def select_max_variance(
 
 # %% ../nbs/11_selection.ipynb #52318adb
 def checked_selection(found: Any, label: str, rewards: Tensor, k: int, *others: Any) -> Tensor:
-    "Return the indices `(P, k)` that a rule of yours returned, ascending. Raise `ValueError` if they are none."
+    """Return the indices `(P, k)` that a rule of yours returned, ascending.
+
+    Raise `ValueError` if they are none.
+    """
     kept = (
         checked_tensor(found, label, (len(rewards), k), "whole numbers", like=rewards)
         .sort(-1)
@@ -103,7 +109,10 @@ def checked_survivors(found: Any, label: str, *given: Any) -> Tensor:
 
 
 def selection_contract(entry: Any, label: str) -> Any:
-    "Return a rule as it is used. Raise `ValueError` if it does not take rewards, a number and generators."
+    """Return a rule as it is used.
+
+    Raise `ValueError` if it does not take rewards, a number and generators.
+    """
     names = ("rewards", "k", "generators")
     names += ("seen",) if getattr(entry, "sees_images", False) else ()
     check = checked_selection if getattr(entry, "may_repeat", False) else checked_survivors
@@ -150,7 +159,8 @@ def re_root(rewards: Tensor, k: int, generators) -> Tensor:
 @SELECTIONS.register("resample")
 @may_repeat
 def resample(rewards: Tensor, k: int, generators) -> Tensor:
-    "Return `k` indices of each row, drawn with odds that rise with the rewards: `(P, k)`, ascending."
+    """Return `k` indices of each row, drawn with odds that rise with the rewards: `(P, k)`,
+    ascending."""
     deviation = rewards - rewards.mean(-1, keepdim=True)
     std = rewards.std(-1, keepdim=True).clamp(min=1e-8)
     odds = torch.softmax(deviation / std, -1)
@@ -201,7 +211,8 @@ def pilot(
     prune_at: Sequence[int],  # pruning steps
     group_sizes: Sequence[int],  # N_0, N_1, …, K: one more than pruning steps
 ) -> dict[str, list[float] | float]:
-    """Return `spearman` at each pruning step, the `variance` of the survivors' final rewards, and the `cost_ratio`.
+    """Return `spearman` at each pruning step, the `variance` of the survivors' final rewards, and
+    the `cost_ratio`.
 
     Source: Pro-GRPO Appendix C, Table 9.
     """
@@ -222,7 +233,10 @@ def pilot(
 
 # %% ../nbs/11_selection.ipynb #5c47a207
 def checked_features(found: Any, label: str, images: Tensor) -> Tensor:
-    "Return the numbers `(B, F)` that a function of yours found in images. Raise `ValueError` if they are none."
+    """Return the numbers `(B, F)` that a function of yours found in images.
+
+    Raise `ValueError` if they are none.
+    """
     features = checked_tensor(as_numbers(found, label), label, (len(images), -1))
     check_finite(features, label)
     return features
@@ -238,7 +252,8 @@ FEATURES = Registry("features", "features", contract=features_contract)
 
 @FEATURES.register("pixels")
 def pixels(images: Tensor) -> Tensor:
-    "Return the means of an 8 × 8 grid of images `(B, …, H, W)`, `(B, F)`; what has fewer dimensions stays as it is."
+    """Return the means of an 8 × 8 grid of images `(B, …, H, W)`, `(B, F)`; what has fewer
+    dimensions stays as it is."""
     if images.ndim < 4:
         return images.float().flatten(1)
     planes = images.float().flatten(1, -3)
@@ -254,14 +269,16 @@ def pair_table(rewards: Tensor, features: Tensor, diversity: float) -> Tensor:
     "Return M `(P, G, G)`: how much two images differ in reward and in looks."
     rewards, features = rewards.double(), features.double().nan_to_num().clamp(-1e100, 1e100)
     gaps = (rewards[:, :, None] - rewards[:, None]).square()
-    # by differences: a product of matrices leaves rounding between equal images, and over its mean that is much
+    # by differences: a product of matrices leaves rounding between equal images, and over its mean
+    # that is much
     apart = torch.cdist(features, features, compute_mode="donot_use_mm_for_euclid_dist")
     # M = (1 − w) (r − r′)² / mean + w d / mean
     return (1 - diversity) * over_mean(gaps) + diversity * over_mean(apart)
 
 # %% ../nbs/11_selection.ipynb #c9254160
 def after_swaps(table: Tensor, kept: Tensor) -> Tensor:
-    "Return which of G images are kept, `(G,)` bool, after all swaps that raise the sum of `table (G, G)` over pairs."
+    """Return which of G images are kept, `(G,)` bool, after all swaps that raise the sum of `table
+    (G, G)` over pairs."""
     while True:
         near = table[:, kept].sum(1)  # of each image to the kept ones
         inside, outside = kept.nonzero()[:, 0], (~kept).nonzero()[:, 0]
@@ -279,7 +296,11 @@ def after_swaps(table: Tensor, kept: Tensor) -> Tensor:
 @SELECTIONS.register("diverse")
 @sees_images
 def diverse(rewards: Tensor, k: int, generators, seen: Seen) -> Tensor:
-    "Return the indices `(P, k)` of images that differ in reward and in looks, by `seen.diversity`. Ours."
+    """Return the indices `(P, k)` of images that differ in reward and in looks, by
+    `seen.diversity`.
+
+    Ours.
+    """
     check_selection(rewards, k)
     kept = torch.zeros_like(rewards, dtype=torch.bool).scatter(
         1, ends_of_rows(rewards.float(), k), True
@@ -290,7 +311,8 @@ def diverse(rewards: Tensor, k: int, generators, seen: Seen) -> Tensor:
 
 # %% ../nbs/11_selection.ipynb #c384c509
 def mean_known(values: Tensor, reduce: Callable[[Tensor], Tensor]) -> float:
-    "Return the mean, over all processes, of those of `values (P,)` that are not NaN; 0 without any."
+    """Return the mean, over all processes, of those of `values (P,)` that are not NaN; 0 without
+    any."""
     known = values.isfinite()
     total, count = reduce(
         torch.stack([values.masked_fill(~known, 0.0).sum(), known.sum().to(values)])

@@ -28,7 +28,8 @@ from .registry import check_one_of, shown
 
 # %% ../nbs/basics/02_settings.ipynb #2a940069
 class Bounds(NamedTuple):
-    "The numbers that a field takes; where `most` is infinite, infinity and what a float32 holds (up to 3e38)."
+    """The numbers that a field takes; where `most` is infinite, infinity and what a float32 holds
+    (up to 3e38)."""
 
     least: float | None = None
     most: float = 10**9
@@ -57,7 +58,8 @@ def bounded(default: Any, *least: float, **bounds: float) -> Any:
 
 
 def from_recipe(*least: float, off: Any = dataclasses.MISSING, **bounds: float) -> Any:
-    "Return a field whose default is the recipe's: no value; with `off`, its part of a method does nothing."
+    """Return a field whose default is the recipe's: no value; with `off`, its part of a method does
+    nothing."""
     stated = {} if off is dataclasses.MISSING else {"off": off}
     return field(default=None, metadata=stated | bounded(None, *least, **bounds).metadata)
 
@@ -102,7 +104,8 @@ def distinct(found: list, value: Any) -> list:
 
 
 def steps(value: Any) -> tuple[int, ...] | str:
-    "Return steps written as 0,3,6 or as a list, each once; a word stays a word, an empty text is no step."
+    """Return steps written as 0,3,6 or as a list, each once; a word stays a word, an empty text is
+    no step."""
     if isinstance(value, str) and value[:1].isalpha():
         return value
     items = (
@@ -119,7 +122,8 @@ STEPS = "a list of steps such as 0,3,6, nor a name"
 
 
 def pairs(value: Any, read: Callable[[Any], Any], example: str) -> dict[int, Any]:
-    "Return pairs of a step and what `read` reads, written as `example` or as a table; an empty text is no pair."
+    """Return pairs of a step and what `read` reads, written as `example` or as a table; an empty
+    text is no pair."""
     if value == "":
         return {}
     items = (
@@ -208,7 +212,10 @@ def without_none(hint: Any) -> Any:
 
 
 def read_value(name: str, value: Any, hint: Any, bounds: Bounds | None = None) -> Any:
-    "Return the value of the field `name`. Raise `ValueError` naming the field, the value and what is allowed."
+    """Return the value of the field `name`.
+
+    Raise `ValueError` naming the field, the value and what is allowed.
+    """
     hint = without_none(hint)
     if typing.get_origin(hint) is Literal:
         check_one_of(name, value, typing.get_args(hint))
@@ -473,7 +480,8 @@ def field_types(cls: type) -> dict[str, Any]:
 
 
 def read_settings(cls: type, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of fields of `cls`, each read by its type and within its bounds; `None` stays no value.
+    """Return the values of fields of `cls`, each read by its type and within its bounds; `None`
+    stays no value.
 
     Raises `ValueError` naming the field, the value and what is allowed."""
     types, fields = field_types(cls), cls.__dataclass_fields__  # pyrefly: ignore[missing-attribute]
@@ -486,7 +494,10 @@ def read_settings(cls: type, values: dict[str, Any]) -> dict[str, Any]:
 
 # %% ../nbs/basics/02_settings.ipynb #c19aa3a9
 def options(cls: type, given: dict[str, Any], required: tuple[str, ...] = ()) -> Any:
-    "Return the options of one class. Raise `ValueError` if a required one is missing, or if a value is wrong."
+    """Return the options of one class.
+
+    Raise `ValueError` if a required one is missing, or if a value is wrong.
+    """
     for name in required:
         if not given.get(name):
             raise ValueError(f"{name}: is required; write --{name} TEXT")
@@ -498,12 +509,16 @@ def options(cls: type, given: dict[str, Any], required: tuple[str, ...] = ()) ->
 
 # %% ../nbs/basics/02_settings.ipynb #ba8a86b4
 def as_in_training(name: str, default: Any = None) -> Any:
-    "Return a field of another class, with the bounds that `name` has among the settings of a method."
+    """Return a field of another class, with the bounds that `name` has among the settings of a
+    method."""
     return field(default=default, metadata=MethodSettings.__dataclass_fields__[name].metadata)
 
 # %% ../nbs/basics/02_settings.ipynb #87c8a119
 def variable(name: str, default: int, least: int = 0, most: int = 10**9) -> int:
-    "Return the whole number in a variable of the environment. Raise `ValueError` naming it if it holds another value."
+    """Return the whole number in a variable of the environment.
+
+    Raise `ValueError` naming it if it holds another value.
+    """
     try:
         return read_value(name, os.environ.get(name) or default, int, Bounds(least, most))
     except ValueError as error:
@@ -520,7 +535,8 @@ RETIRED: dict[
 
 
 def without_retired(table: dict[str, Any]) -> dict[str, Any]:
-    "Return a table of settings without those that are retired; warn in one line of the first that was set."
+    """Return a table of settings without those that are retired; warn in one line of the first that
+    was set."""
     for name in sorted(table.keys() & RETIRED.keys()):
         default, why = RETIRED[name]
         if str(table[name]).lower() != str(default).lower():

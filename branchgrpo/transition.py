@@ -74,7 +74,8 @@ class Transition:
 # %% ../nbs/02_transition.ipynb #8199ffa6
 @dataclass(frozen=True)
 class Sampler:
-    "One way to step through a flow: the step, its noise per step, and whether that noise is a level g."
+    """One way to step through a flow: the step, its noise per step, and whether that noise is a
+    level g."""
 
     step: Callable[..., Gaussian]  # (x, velocity, σ, σ', noise) -> Gaussian
     noise: Callable[[Tensor, float], Tensor]  # (sigmas (T + 1,), noise_level) -> (T,)
@@ -82,7 +83,10 @@ class Sampler:
 
 
 def checked_gaussian(found: Any, label: str, x: Tensor, *others: Any) -> Gaussian:
-    "Return the Gaussian that a step of yours returned. Raise `ValueError` if it is none, or of another shape."
+    """Return the Gaussian that a step of yours returned.
+
+    Raise `ValueError` if it is none, or of another shape.
+    """
     if not isinstance(found, Gaussian):
         raise ValueError(
             f"{label} returned {type(found).__name__}, not a branchgrpo.samplers.Gaussian"
@@ -93,14 +97,20 @@ def checked_gaussian(found: Any, label: str, x: Tensor, *others: Any) -> Gaussia
 
 
 def checked_levels(found: Any, label: str, sigmas: Tensor, noise_level: float) -> Tensor:
-    "Return the noise of each step that a function of yours returned. Raise `ValueError` if it is none."
+    """Return the noise of each step that a function of yours returned.
+
+    Raise `ValueError` if it is none.
+    """
     noise = checked_tensor(found, label, (len(sigmas) - 1,), like=sigmas)
     check_finite(noise, label)
     return noise
 
 
 def transition_contract(entry: Any, label: str) -> Sampler:
-    "Return a sampler as it is used. Raise `ValueError` if it is no `Sampler`, or if its functions take other values."
+    """Return a sampler as it is used.
+
+    Raise `ValueError` if it is no `Sampler`, or if its functions take other values.
+    """
     if not isinstance(entry, Sampler):
         raise ValueError(
             f"{label} is of type {type(entry).__name__}, not a branchgrpo.transition.Sampler"
@@ -128,10 +138,11 @@ TRANSITIONS = Registry(
 def flow_transition(
     kind: str, sigmas: Tensor, noise_level: float, times: Tensor | None = None, **more
 ) -> Transition:
-    """Return a flow model's reverse process on `sigmas (T + 1,)`; `more` are the other fields of a `Transition`.
+    """Return a flow model's reverse process on `sigmas (T + 1,)`; `more` are the other fields of a
+    `Transition`.
 
-    `kind` names an entry of `TRANSITIONS`; `noise_level` is η for `dance`, `cps`, `ddim`, and a for `flow`, `linear`.
-    `times (T,)` are what the model is told; None: the sigmas.
+    `kind` names an entry of `TRANSITIONS`; `noise_level` is η for `dance`, `cps`, `ddim`, and a for
+    `flow`, `linear`. `times (T,)` are what the model is told; None: the sigmas.
     Raises `ValueError` on an unknown kind, and on a noise level that is negative or NaN.
     """
     sampler = TRANSITIONS.get(kind)
@@ -163,7 +174,8 @@ def ddim_transition(
 
 # %% ../nbs/02_transition.ipynb #1669863f
 def with_factors(process: Transition, factors: Mapping[int, float]) -> Transition:
-    "Return a process whose noise is multiplied by a factor at some steps, {step: factor}; the mean goes with the std."
+    """Return a process whose noise is multiplied by a factor at some steps, {step: factor}; the
+    mean goes with the std."""
     noise = process.noise.clone()
     for step, factor in factors.items():
         noise[step] = noise[step] * factor
@@ -176,7 +188,8 @@ def scaled_noise(process: Transition, i: int, noise: Tensor) -> Tensor:
 
 # %% ../nbs/02_transition.ipynb #ae5e9a02
 def compress_tail(sigmas: Tensor, start: int, ratio: float) -> Tensor:
-    """Return the grid `sigmas (T + 1,)` with the steps from `start` on thinned to `ratio` of their number.
+    """Return the grid `sigmas (T + 1,)` with the steps from `start` on thinned to `ratio` of their
+    number.
 
     At least one step remains. Raises `ValueError` unless 0 < ratio ≤ 1. Source: MixGRPO-Flash.
     """
@@ -191,14 +204,18 @@ def compress_tail(sigmas: Tensor, start: int, ratio: float) -> Tensor:
 
 # %% ../nbs/02_transition.ipynb #b509aa59
 class SolverTail:
-    "Deterministic steps of a diffusers scheduler, set to its steps, from step `start` on; to be taken in order."
+    """Deterministic steps of a diffusers scheduler, set to its steps, from step `start` on; to be
+    taken in order."""
 
     def __init__(self, scheduler, start: int = 0):
         self.scheduler = scheduler
         self.start = start
 
     def step(self, i: int, x: Tensor, output: Tensor) -> Gaussian:
-        "Return step `i` as a Gaussian of std 0, whose x̂₀ is not computed. The scheduler starts anew at step `start`."
+        """Return step `i` as a Gaussian of std 0, whose x̂₀ is not computed.
+
+        The scheduler starts anew at step `start`.
+        """
         if i == self.start:
             self.solver = copy.deepcopy(self.scheduler)
         mean = self.solver.step(

@@ -20,7 +20,8 @@ def plan_edges(
     depth: int,  # 0…T
     device: torch.device | str = "cpu",
 ) -> tuple[Tensor, Tensor]:  # (P, W) int64 and (P, W) bool
-    "Return the parents of the nodes at `depth`, −1 for roots, and whether the edges into them draw noise."
+    """Return the parents of the nodes at `depth`, −1 for roots, and whether the edges into them
+    draw noise."""
     if depth:
         parents, drawn = plan.shape[depth - 1]
     else:
@@ -35,7 +36,8 @@ def plan_edges(
 class Tree:
     """Trees of P prompts: lists over depths 0…T.
 
-    A rollout fills in the latents, the log-densities and the lines of noise; credit needs only shapes and densities."""
+    A rollout fills in the latents, the log-densities and the lines of noise; credit needs only
+    shapes and densities."""
 
     plan: RolloutPlan
     parents: list[Tensor]  # (P, W) int64: index into the depth above
@@ -51,7 +53,8 @@ class Tree:
     def from_plan(
         cls, plan: RolloutPlan, prompts: int = 1, device: torch.device | str = "cpu"
     ) -> "Tree":
-        "Return an empty tree of the plan's shape: parents filled in, log-densities zero, no latents."
+        """Return an empty tree of the plan's shape: parents filled in, log-densities zero, no
+        latents."""
         latents: list = [None] * (plan.steps + 1)  # a rollout fills them in, depth by depth
         tree = cls(plan, parents=[], drawn=[], log_probs=[], latents=latents)
         for depth in range(plan.steps + 1):
@@ -76,12 +79,14 @@ class Tree:
 
     @property
     def finished(self) -> Tensor:
-        "Return the latents `(P, leaves, …)` of the images: the leaves, or the last x̂₀ if that step drew noise."
+        """Return the latents `(P, leaves, …)` of the images: the leaves, or the last x̂₀ if that
+        step drew noise."""
         return self.latents[-1] if self.x0_hat is None else self.x0_hat
 
 # %% ../nbs/06_tree.ipynb #5432ed64
 def of_nodes(values: Tensor, nodes: Tensor) -> Tensor:
-    "Return `(P, C, …)` of `values (P, W, …)` at `nodes (P, C)`: what children take from their parents."
+    """Return `(P, C, …)` of `values (P, W, …)` at `nodes (P, C)`: what children take from their
+    parents."""
     prompts = torch.arange(len(nodes), device=nodes.device)
     return values[prompts[:, None], nodes]
 
@@ -97,7 +102,8 @@ class Siblings:
 
     @classmethod
     def among(cls, parents: Tensor, drawn: Tensor) -> "Siblings":
-        "Return the siblings among edges from `parents (P, C)`, of which the `drawn (P, C)` ones count."
+        """Return the siblings among edges from `parents (P, C)`, of which the `drawn (P, C)` ones
+        count."""
         parent = parents.masked_fill(~drawn, -1)
         order = parent.argsort(
             dim=1, stable=True
@@ -121,7 +127,8 @@ class Siblings:
         return self.nodes(counts.expand(-1, self.columns)) > 1
 
     def table(self, values: Tensor, empty: float) -> Tensor:
-        "Return values `(P, C, …)` of edges as rows `(P·R, columns, …)`, R up to the last parent with an edge."
+        """Return values `(P, C, …)` of edges as rows `(P·R, columns, …)`, R up to the last parent
+        with an edge."""
         rows = int(self.cell.max()) // self.columns + 1
         table = values.new_full((len(values), rows * self.columns, *values.shape[2:]), empty)
         prompt, edge = self.drawn.nonzero(as_tuple=True)
@@ -129,7 +136,8 @@ class Siblings:
         return table.unflatten(1, (rows, self.columns)).flatten(0, 1)
 
     def nodes(self, table: Tensor) -> Tensor:
-        "Return the values `(P, C, …)` of edges from a table `(P·R, columns, …)`; 0 of edges that draw no noise."
+        """Return the values `(P, C, …)` of edges from a table `(P·R, columns, …)`; 0 of edges that
+        draw no noise."""
         by_prompt = table.unflatten(0, (len(self.cell), -1)).flatten(1, 2)
         values = of_nodes(by_prompt, self.cell.masked_fill(~self.drawn, 0))
         drawn = self.drawn.reshape(*self.drawn.shape, *[1] * (values.ndim - 2))
@@ -153,7 +161,8 @@ def path_log_probs(tree: Tree) -> list[Tensor]:
 
 # %% ../nbs/06_tree.ipynb #ce3040ce
 def first_leaves(tree: Tree) -> list[Tensor]:
-    "Return, per depth, the index of the first leaf below each node, `(P, W)` int64; the number of leaves if none is."
+    """Return, per depth, the index of the first leaf below each node, `(P, W)` int64; the number of
+    leaves if none is."""
     leaves = tree.parents[-1].shape[1]
     first = [torch.arange(leaves, device=tree.device).expand(tree.prompts, -1)]
     for d in range(tree.steps, 0, -1):

@@ -21,7 +21,10 @@ from .registry import Registry, first_of, shown
 
 # %% ../nbs/05_windows.ipynb #3f8029f4
 def checked_place(found: Any, label: str, window: "Window", iteration: int, seed: int) -> int:
-    "Return the first step that a rule of yours returned. Raise `ValueError` if it is no place of the window."
+    """Return the first step that a rule of yours returned.
+
+    Raise `ValueError` if it is no place of the window.
+    """
     places = window_places(window)
     place = (
         None
@@ -35,7 +38,10 @@ def checked_place(found: Any, label: str, window: "Window", iteration: int, seed
 
 
 def window_contract(entry: Any, label: str) -> Any:
-    "Return a rule as it is used. Raise `ValueError` if it is no function of a window, an iteration and a seed."
+    """Return a rule as it is used.
+
+    Raise `ValueError` if it is no function of a window, an iteration and a seed.
+    """
     return rule_of(entry, label, ("window", "iteration", "seed"), checked_place)
 
 
@@ -46,7 +52,8 @@ WINDOWS = Registry("window", "windows", contract=window_contract)
 class Window:
     """`size` neighbouring steps whose place depends on the iteration.
 
-    Raises `ValueError` naming the field. Source: MixGRPO (arXiv 2507.21802); TreeGRPO (arXiv 2512.08153).
+    Raises `ValueError` naming the field. Source: MixGRPO (arXiv 2507.21802); TreeGRPO (arXiv
+    2512.08153).
     """
 
     size: int  # steps in the window
@@ -132,7 +139,8 @@ def depth_window(
     for name, most in {"size": plan.steps, "start": plan.steps - 1, "stop": plan.steps - 1}.items():
         if getattr(window, name) > most:
             raise ValueError(
-                f"window_{name}: {getattr(window, name)} is above {most}; the plan has {plan.steps} steps"
+                f"window_{name}: {getattr(window, name)} is above {most}; the plan has {plan.steps}"
+                " steps"
             )
     dropped = window.at(iteration)
     return [

@@ -1,4 +1,5 @@
-"""Sphinx's settings: it reads the repository as it is, and writes nothing of it but `docs/reference/`."""
+"""Sphinx's settings: it reads the repository as it is, and writes nothing of it but
+`docs/reference/`."""
 
 import json
 import re
@@ -84,7 +85,8 @@ def page_source(app, docname, source):
 
 
 def skip_field(app, what, name, item, skip, options):
-    "Return True for a field of a class, which has its comment beside the class's arguments; None: autodoc decides."
+    """Return True for a field of a class, which has its comment beside the class's arguments; None:
+    autodoc decides."""
     return (
         True
         if what == "class" and not (callable(item) or isinstance(item, property | cached_property))
@@ -93,7 +95,8 @@ def skip_field(app, what, name, item, skip, options):
 
 
 def own_branch(app, page, template, context, doctree):
-    "Let the navigation of a page show its own branch: hundreds of entries on every page are slow and large."
+    """Let the navigation of a page show its own branch: hundreds of entries on every page are slow
+    and large."""
     whole = context["toctree"]
     context["toctree"] = lambda **options: whole(**options | {"collapse": True})
 

@@ -1,20 +1,23 @@
 """BranchGRPO (arXiv 2509.06040) in one file, for a FLUX pipeline: copy it, and change it.
 
 It needs torch, diffusers and what the pipeline needs; nothing of the package `branchgrpo`.
-`tests/test_single_file.py` holds it equal to the package, given its draws, in trees, log-densities, advantages, loss,
-gradients and trained weights. Alone, it draws from one generator: a seed gives other images than in the package. For
-another flow model, write a class like `Flux`. Left out: adapters, several GPUs, checkpoints, evaluation, pruning.
-`main` trains a tiny model and saves nothing.
+`tests/test_single_file.py` holds it equal to the package, given its draws, in trees, log-densities,
+advantages, loss, gradients and trained weights. Alone, it draws from one generator: a seed gives
+other images than in the package. For another flow model, write a class like `Flux`. Left out:
+adapters, several GPUs, checkpoints, evaluation, pruning. `main` trains a tiny model and saves
+nothing.
 
-For FLUX.1-dev: `Flux(pipeline, 720, 720, 3.5)`, `Options(max_batch=4, decode_batch=4)`, weights in float32 (bfloat16
-loses steps of 1e-5), `velocity` under bfloat16 autocast, `denoiser.enable_gradient_checkpointing()`, and 20 bytes per
-parameter, 238 GB, split over GPUs. Save `model.denoiser`; `train` also yields the averaged weights.
+For FLUX.1-dev: `Flux(pipeline, 720, 720, 3.5)`, `Options(max_batch=4, decode_batch=4)`, weights in
+float32 (bfloat16 loses steps of 1e-5), `velocity` under bfloat16 autocast,
+`denoiser.enable_gradient_checkpointing()`, and 20 bytes per parameter, 238 GB, split over GPUs.
+Save `model.denoiser`; `train` also yields the averaged weights.
 
-    python examples/branchgrpo_single_file.py --model branchgrpo/testbed/weights/tiny-flux --iterations 5
+    python examples/branchgrpo_single_file.py --model branchgrpo/testbed/weights/tiny-flux
+    --iterations 5
 
 Notation: σ is the noise level, from 1 (noise) to 0 (image); v is the model's velocity; h = σ − σ'.
-A tree has P prompts and depths 0 (roots) … T (leaves). The nodes of a depth lie in one tensor (P, W, …), the K children
-of node n at n·K … n·K + K − 1, so that a view (P, W, K, …) shows families.
+A tree has P prompts and depths 0 (roots) … T (leaves). The nodes of a depth lie in one tensor (P,
+W, …), the K children of node n at n·K … n·K + K − 1, so that a view (P, W, K, …) shows families.
 """
 
 import argparse
@@ -72,7 +75,10 @@ class Flux:
         return {"embeds": embeds, "pooled": pooled}
 
     def velocity(self, latents: Tensor, sigma: Tensor, text: dict[str, Tensor]) -> Tensor:
-        "Return v (B, …) of `latents (B, …)`; `text` has B rows. FLUX.1-dev takes its guidance as an input."
+        """Return v (B, …) of `latents (B, …)`; `text` has B rows.
+
+        FLUX.1-dev takes its guidance as an input.
+        """
         dtype, device = self.denoiser.dtype, latents.device
         ids = torch.zeros(
             *self.grid, 3, device=device, dtype=dtype
@@ -105,11 +111,13 @@ class Flux:
         return images.float().div(2).add(0.5).clamp(0, 1)
 
 
-# ---------------------------------------------------------------------------------------------- the reverse process
+# ---------------------------------------------------------------------------------------------- the
+# reverse process
 
 
 def flow_sigmas(steps: int, shift: float) -> Tensor:
-    "Return the T + 1 noise levels: uniform in time, then shifted: σ = shift·t / (1 + (shift − 1)·t)."
+    """Return the T + 1 noise levels: uniform in time, then shifted: σ = shift·t / (1 + (shift −
+    1)·t)."""
     t = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
     return (shift * t / (1 + (shift - 1) * t)).float()
 
@@ -117,10 +125,12 @@ def flow_sigmas(steps: int, shift: float) -> Tensor:
 def flow_step(
     x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, g: float
 ) -> tuple[Tensor, Tensor]:
-    """Return mean (B, …) and std of the next latents: one Euler step of Eq. 1, in float32. Without noise, g = 0.
+    """Return mean (B, …) and std of the next latents: one Euler step of Eq. 1, in float32. Without
+    noise, g = 0.
 
     Eq. 1: dz = (f z − (1 + ε²)/2 · g² ∇log p) dt + ε g dw. For a flow model a step is Gaussian:
-    mean = x − h·v + ½ g² · score · h and std = g·√h, with score = −(x − (1 − σ)·x̂₀) / σ² and x̂₀ = x − σ·v.
+    mean = x − h·v + ½ g² · score · h and std = g·√h, with score = −(x − (1 − σ)·x̂₀) / σ² and x̂₀ =
+    x − σ·v.
     """
     x, v, h = x.float(), v.float(), sigma - sigma_next
     x0_hat = x - sigma * v
@@ -129,21 +139,26 @@ def flow_step(
 
 
 def log_density(children: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Return log N(child; mean, std²) of `children (N, K, …)` under their N parents, (N, K), float32.
+    """Return log N(child; mean, std²) of `children (N, K, …)` under their N parents, (N, K),
+    float32.
 
-    It is the mean over a latent's elements, not their sum, as in all published code; β and ε are meant for it.
+    It is the mean over a latent's elements, not their sum, as in all published code; β and ε are
+    meant for it.
     """
     z = (children.float() - mean[:, None]) / std
     return -0.5 * z.square().flatten(2).mean(2) - torch.log(std) - 0.5 * math.log(2 * math.pi)
 
 
-# ---------------------------------------------------------------------------------------------------------- the tree
+# ----------------------------------------------------------------------------------------------------------
+# the tree
 
 
 def correlate(shared: Tensor, private: Tensor, s: float) -> Tensor:
-    """Return the noise ξ (N, K, …) of siblings, from a shared draw (N, 1, …) and private ones (N, K, …).
+    """Return the noise ξ (N, K, …) of siblings, from a shared draw (N, 1, …) and private ones (N,
+    K, …).
 
-    Eq. 2: ξ_b = (ξ_0 + s·η_b) / √(1 + s²). Each ξ_b is standard normal; two siblings have the covariance 1/(1 + s²).
+    Eq. 2: ξ_b = (ξ_0 + s·η_b) / √(1 + s²). Each ξ_b is standard normal; two siblings have the
+    covariance 1/(1 + s²).
     """
     return (shared + s * private) / math.sqrt(1 + s * s)
 
@@ -180,7 +195,8 @@ class Tree:
 
 
 def rows_of(text: dict[str, Tensor], rows: Tensor, width: int) -> dict[str, Tensor]:
-    "Return the embeddings of the prompts that nodes belong to, from those (P, …) of all; `width` nodes per prompt."
+    """Return the embeddings of the prompts that nodes belong to, from those (P, …) of all; `width`
+    nodes per prompt."""
     return {name: values[rows // width] for name, values in text.items()}
 
 
@@ -199,8 +215,9 @@ def rollout(model: Flux, text: dict[str, Tensor], o: Options, noise: Noise) -> T
         )
         if i < o.steps - 1:
             mean, std = flow_step(x, v, sigmas[i], sigmas[i + 1], o.eta)
-            # x'_b = mean + std·ξ_b. Who stores latents in bfloat16 rounds them here: the log-density is of what is
-            # stored, else the ratio of Eq. 5 is not 1 before the first update.
+            # x'_b = mean + std·ξ_b. Who stores latents in bfloat16 rounds them here: the
+            # log-density is of what is stored, else the ratio of Eq. 5 is not 1 before the first
+            # update.
             children = mean[:, None] + std * noise.children(i, len(x), branches, shape).to(device)
             log_probs = log_density(children, mean, std)
         else:  # the image is decoded from this step's mean: noise would only blur it, so there is nothing to train
@@ -211,14 +228,17 @@ def rollout(model: Flux, text: dict[str, Tensor], o: Options, noise: Noise) -> T
     return tree
 
 
-# ------------------------------------------------------------------------------------------------------------ credit
+# ------------------------------------------------------------------------------------------------------------
+# credit
 
 
 def fuse_rewards(tree: Tree, rewards: Tensor, beta: float) -> list[Tensor]:
-    """Return the fused reward r̄(n) of every node, (P, W) per depth, from the leaves' rewards (P, leaves).
+    """Return the fused reward r̄(n) of every node, (P, W) per depth, from the leaves' rewards (P,
+    leaves).
 
-    Eq. 3: r̄(n) = Σ_ℓ w_ℓ r_ℓ over the leaves ℓ below n, w = softmax of β·log p(ℓ|n). Since log p(ℓ|n) adds up along
-    the path, one softmax over siblings per level gives the same: of β·log p(c|n) + log Z(c), from the leaves upwards.
+    Eq. 3: r̄(n) = Σ_ℓ w_ℓ r_ℓ over the leaves ℓ below n, w = softmax of β·log p(ℓ|n). Since log
+    p(ℓ|n) adds up along the path, one softmax over siblings per level gives the same: of β·log
+    p(c|n) + log Z(c), from the leaves upwards.
     """
     values, log_z = [rewards.float()], torch.zeros_like(rewards, dtype=torch.float32)
     for d in range(len(tree.latents) - 1, 0, -1):
@@ -235,8 +255,9 @@ def fuse_rewards(tree: Tree, rewards: Tensor, beta: float) -> list[Tensor]:
 def depthwise_advantages(values: list[Tensor], clip: float, eps: float = 1e-8) -> list[Tensor]:
     """Return A (P, W) per depth; an edge takes its child's.
 
-    Eq. 4: A_d(n) = (r̄(n) − mean_d) / (std_d + ϵ) over all nodes of depth d of one tree, clipped to ±A_max. Two nodes
-    get ±0.71 whatever their rewards are; a depth whose values differ only by rounding gets 0.
+    Eq. 4: A_d(n) = (r̄(n) − mean_d) / (std_d + ϵ) over all nodes of depth d of one tree, clipped to
+    ±A_max. Two nodes get ±0.71 whatever their rewards are; a depth whose values differ only by
+    rounding gets 0.
     """
     advantages = []
     for value in values:
@@ -251,13 +272,17 @@ def depthwise_advantages(values: list[Tensor], clip: float, eps: float = 1e-8) -
     return advantages
 
 
-# -------------------------------------------------------------------------------------------------------- the update
+# --------------------------------------------------------------------------------------------------------
+# the update
 
 
 def edge_loss(
     log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, clip_range: float
 ) -> Tensor:
-    "Return −min(ρA, clip(ρ, 1 − ε, 1 + ε)·A) of every edge, ρ = p_θ / p_old. Eq. 5 is its mean over edges; no KL."
+    """Return −min(ρA, clip(ρ, 1 − ε, 1 + ε)·A) of every edge, ρ = p_θ / p_old.
+
+    Eq. 5 is its mean over edges; no KL.
+    """
     ratio = torch.exp(log_prob - old_log_prob)
     return -torch.minimum(
         ratio * advantage, ratio.clamp(1 - clip_range, 1 + clip_range) * advantage
@@ -274,8 +299,9 @@ def accumulate(
 ) -> float:
     """Add the gradient of the mean loss over all edges that drew noise, and return that loss.
 
-    In the first step after a rollout the policy is the one that drew it, so ρ is exactly 1: the old log-density is the
-    new one without its gradient. The rollout's own may differ in the last bits, where its batches had another size.
+    In the first step after a rollout the policy is the one that drew it, so ρ is exactly 1: the old
+    log-density is the new one without its gradient. The rollout's own may differ in the last bits,
+    where its batches had another size.
     """
     sigmas, total = flow_sigmas(o.steps, o.shift), 0.0
     edges = sum(tree.log_probs[d].numel() for d in range(1, o.steps))
@@ -299,7 +325,8 @@ def accumulate(
     return total
 
 
-# ---------------------------------------------------------------------------------------------------------- training
+# ----------------------------------------------------------------------------------------------------------
+# training
 
 Reward = Callable[
     [Tensor, list[str]], Tensor
@@ -313,7 +340,8 @@ def train(
     o: Options,
     noise_of: Callable[[int], Noise],
 ):
-    "Train on the prompts of every iteration in `draws`; yield (iteration, mean reward, loss, averaged weights)."
+    """Train on the prompts of every iteration in `draws`; yield (iteration, mean reward, loss,
+    averaged weights)."""
     parameters = list(model.denoiser.requires_grad_(True).parameters())
     optimizer = torch.optim.AdamW(parameters, lr=o.learning_rate, weight_decay=o.weight_decay)
     average = [p.detach().clone() for p in parameters]

@@ -2,7 +2,8 @@
 
 1. The explorer's page: a hundred plans changed by hand, its numbers against `branchgrpo.plan`.
 2. The site: its search finds a lesson.
-3. Screenshots of its first pages and of a run's page, narrow and wide, light and dark: to be looked at.
+3. Screenshots of its first pages and of a run's page, narrow and wide, light and dark: to be looked
+   at.
 4. JupyterLab: the explorer's notebook is run in it, and a plan is changed by hand there.
 """
 
@@ -53,7 +54,8 @@ def choose(page, draw, selector):
 
 
 def random_change(page, draw):
-    "Do what a hand does: press a cell of the grid, move a slider, type a number, choose from a list, tick a box."
+    """Do what a hand does: press a cell of the grid, move a slider, type a number, choose from a
+    list, tick a box."""
     kind = draw.choice(("cell", "cell", "cell", "range", "number", "select", "checkbox"))
     selector = {"cell": GRID, "select": "#controls select"}.get(
         kind, f"#controls input[type={kind}]"
@@ -76,7 +78,10 @@ def random_change(page, draw):
 
 def shown_counts(page):
     "Return the numbers of the tiles by name."
-    texts = "all => all.map(e => [e.querySelector('span').textContent, e.querySelector('b').textContent])"
+    texts = (
+        "all => all.map(e => [e.querySelector('span').textContent,"
+        " e.querySelector('b').textContent])"
+    )
     found = {
         name: float(value.replace(",", ""))
         for name, value in page.locator("#tiles .tile").evaluate_all(texts)
@@ -99,7 +104,8 @@ def shown_plan(page):
 
 
 def compare(page):
-    "Compare what is shown with what the library counts; return whether the gradient is pruned, too."
+    """Compare what is shown with what the library counts; return whether the gradient is pruned,
+    too."""
     found, plan = shown_counts(page), shown_plan(page)
     option = page.evaluate("() => ({...state})")
     reference = bool(option["reference"])
@@ -147,7 +153,8 @@ def check_explorer(browser, folder, plans=100):
             seen.add(state)
     assert errors == [], errors
     print(
-        f"explorer: {len(seen)} plans, of {pruned} the gradient is pruned; {refused} changes refused; all counts agree"
+        f"explorer: {len(seen)} plans, of {pruned} the gradient is pruned; {refused} changes"
+        " refused; all counts agree"
     )
 
 
@@ -160,7 +167,8 @@ def check_search(browser, address):
 
 
 def photograph(browser, address, pages, out):
-    "Take a screenshot of each page, narrow and wide, light and dark; complain about what is wider than the window."
+    """Take a screenshot of each page, narrow and wide, light and dark; complain about what is wider
+    than the window."""
     for size, (width, height) in SIZES.items():
         for theme in ("light", "dark"):
             page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=theme)
@@ -188,7 +196,8 @@ def served(folder):
 
 @contextmanager
 def jupyter_lab():
-    "Run JupyterLab on a copy of the explorer's notebook, with settings of its own; yield its address."
+    """Run JupyterLab on a copy of the explorer's notebook, with settings of its own; yield its
+    address."""
     with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

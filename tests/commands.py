@@ -1,4 +1,5 @@
-"""Python commands as processes that start with the libraries already imported: the standard library's fork server."""
+"""Python commands as processes that start with the libraries already imported: the standard
+library's fork server."""
 
 import atexit
 import contextlib
@@ -141,7 +142,8 @@ class Command:
 
 
 def popen(words, env=None, cwd=None, stdout=None, stderr=None):
-    "Start `python …` in a session of its own; variables that are read at a start are set by a fresh interpreter."
+    """Start `python …` in a session of its own; variables that are read at a start are set by a
+    fresh interpreter."""
     words = [str(word) for word in words]
     env, cwd = dict(os.environ if env is None else env), str(cwd or os.getcwd())
     if fixed_variables(env) != START or os.path.abspath(words[0]) != os.path.abspath(
@@ -158,7 +160,8 @@ def popen(words, env=None, cwd=None, stdout=None, stderr=None):
 
 
 def run(words, timeout=None, **options):
-    "Run a command to its end, as `subprocess.run` does; output and errors are both in `stdout`, as text."
+    """Run a command to its end, as `subprocess.run` does; output and errors are both in `stdout`,
+    as text."""
     with tempfile.TemporaryFile("w+", errors="replace") as file:
         process = popen(words, stdout=file, stderr=file, **options)
         try:

@@ -57,7 +57,8 @@ def weight(item):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what is slow; order the others: the longest first, dealt to the two processes in turn.
+    """Leave out what is slow; order the others: the longest first, dealt to the two processes in
+    turn.
 
     Each process starts on one half of the list, and what is left at the end is short.
     """

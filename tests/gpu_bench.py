@@ -1,25 +1,29 @@
-"""Measure on a GPU: three calls of ten minutes on one H100 or H200, without network and without real weights.
+"""Measure on a GPU: three calls of ten minutes on one H100 or H200, without network and without
+real weights.
 
     python tests/gpu_bench.py smoke    --json figures/gpu/smoke.json
     python tests/gpu_bench.py train    --json figures/gpu/train.json
     python tests/gpu_bench.py variants --json figures/gpu/variants.json
-    python tests/gpu_bench.py first-half-hour --json figures/gpu/first.json    # again, until every step is done
+    python tests/gpu_bench.py first-half-hour --json figures/gpu/first.json    # again, until every
+    step is done
 
-smoke     every family and many recipes through fit, evaluate, save, resume and export; rollout mismatch by batch sizes
-train     FLUX.1-dev at 720², LoRA 32: floors, rollout and update of five recipes; SD3.5-Medium with Pro-GRPO's funnel
-variants  attention kernels, compiled blocks, checkpointing, casts, decoding of 1 to 64 images
-first-half-hour  the three above and more, in steps with a time limit each; the same call goes on where it stopped
+smoke     every family and many recipes through fit, evaluate, save, resume and export; rollout
+mismatch by batch sizes train     FLUX.1-dev at 720², LoRA 32: floors, rollout and update of five
+recipes; SD3.5-Medium with Pro-GRPO's funnel variants  attention kernels, compiled blocks,
+checkpointing, casts, decoding of 1 to 64 images first-half-hour  the three above and more, in steps
+with a time limit each; the same call goes on where it stopped
 
-The json is written after every line, so what a time limit cuts off is kept; a part that fails leaves its error as a
-line. `--tiny` runs the same at a small size on any machine.
+The json is written after every line, so what a time limit cuts off is kept; a part that fails
+leaves its error as a line. `--tiny` runs the same at a small size on any machine.
 
-It needs torch 2.9, diffusers 0.42, transformers, accelerate, peft, safetensors, scipy, pillow and ruamel.yaml;
-no torchvision, nbdev, fastcore or tensorboard. Where a machine has PyTorch but not the others, carry
-wheels, and set PYTHONPATH to their folder and to this repository's root:
+It needs torch 2.9, diffusers 0.42, transformers, accelerate, peft, safetensors, scipy, pillow and
+ruamel.yaml; no torchvision, nbdev, fastcore or tensorboard. Where a machine has PyTorch but not the
+others, carry wheels, and set PYTHONPATH to their folder and to this repository's root:
 
     pip download --no-deps -d wheels diffusers==0.42.1 ruamel.yaml==0.19.1
     python -m pip install -q --no-index --no-deps --target site wheels/*.whl
-    PYTHONPATH=site:. PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 python tests/gpu_bench.py smoke --json smoke.json
+    PYTHONPATH=site:. PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 python tests/gpu_bench.py smoke --json
+    smoke.json
 """
 
 import argparse
@@ -137,7 +141,8 @@ def config_of(**changes) -> TrainConfig:
 
 
 def large(lines: Lines, policy, reward, **changes) -> Trainer:
-    "Return a trainer of one prompt with an adapter on a bfloat16 base, as one would train on a GPU."
+    """Return a trainer of one prompt with an adapter on a bfloat16 base, as one would train on a
+    GPU."""
     table = {
         "backbone": "random",
         "reward": "random",
@@ -181,7 +186,8 @@ def call(policy, batch: int, backward: bool = False):
 
 
 def peak_memory(job) -> tuple:
-    "Return what a job returns, and the peak memory in GB: the GPU's during the job; on a CPU the process's so far."
+    """Return what a job returns, and the peak memory in GB: the GPU's during the job; on a CPU the
+    process's so far."""
     if DEVICE.type != "cuda":
         return job(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
     gc.collect()
@@ -202,7 +208,8 @@ def per_latent(policy, batch: int, backward: bool = False, rounds: int = 3) -> f
 def iteration(
     trainer: Trainer, lines: Lines, table: str, name: str, floors: dict[str, float] | None = None
 ) -> None:
-    "Add the line of one iteration: seconds of its parts, peaks, mismatch; and its ratios to the floors."
+    """Add the line of one iteration: seconds of its parts, peaks, mismatch; and its ratios to the
+    floors."""
     start = time.perf_counter()
     x, rollout_peak = peak_memory(lambda: trainer.collect(0))
     middle = time.perf_counter()
@@ -371,7 +378,8 @@ def floors_of(lines: Lines, name: str, policy, batches: tuple[int, ...]) -> dict
 
 
 def trees(lines: Lines, reward) -> None:
-    "Add FLUX.1-dev at 720² with an adapter of rank 32: floors by batch, and an iteration of each recipe."
+    """Add FLUX.1-dev at 720² with an adapter of rank 32: floors by batch, and an iteration of each
+    recipe."""
     policy = flux(DEVICE, 64 if lines.tiny else 720, lines.tiny)
     size = sum(p.numel() for p in policy.denoiser.parameters()) / 1e9
     lines.add("machine", name="FLUX.1-dev, billion weights", value=size)
@@ -410,7 +418,8 @@ def train(lines: Lines) -> None:
 
 
 def kernels(lines: Lines, policy, batch: int) -> None:
-    "Add by attention kernel seconds per latent, without and with gradient, and whether the gradient is finite."
+    """Add by attention kernel seconds per latent, without and with gradient, and whether the
+    gradient is finite."""
     trained = [p for p in policy.denoiser.parameters() if p.requires_grad]
     for name in (
         "native",
@@ -466,7 +475,8 @@ def decoding(lines: Lines, policy) -> None:
 
 
 def activations(lines: Lines, policy, reward) -> None:
-    "Add seconds and peak memory of one forward and backward, by how many blocks are computed again."
+    """Add seconds and peak memory of one forward and backward, by how many blocks are computed
+    again."""
     for every in (1, 2, 3, 4, None):
 
         def job(every=every):
@@ -482,7 +492,8 @@ def activations(lines: Lines, policy, reward) -> None:
 
 
 def compiled(lines: Lines, policy, reward, batch: int) -> None:
-    "Add the seconds of compiled blocks: first call, forward, backward; and the mismatch of an iteration."
+    """Add the seconds of compiled blocks: first call, forward, backward; and the mismatch of an
+    iteration."""
     trainer = short(lines, policy, reward)
     compile_blocks(policy.denoiser, "eager" if lines.tiny else "inductor")
     first = seconds_of(call(policy, batch), DEVICE)
@@ -567,7 +578,8 @@ GUIDED = ({}, {"train_batch": 1}, {"gradient_checkpointing": False})
 
 
 def guided(lines: Lines) -> None:
-    "SD-1.5 with Pro-GRPO's funnel and Wan: the mismatch of rollout and update under guidance, by step."
+    """SD-1.5 with Pro-GRPO's funnel and Wan: the mismatch of rollout and update under guidance, by
+    step."""
     reward = RandomReward(DEVICE, lines.tiny)
     funnel = {"recipe": "pro-grpo-sd"} | (
         {"roots": 4, "prune_at": {1: 3}, "group_keep": 2} if lines.tiny else {}
@@ -598,7 +610,8 @@ def start(lines: Lines) -> None:
 
 
 def commands(lines: Lines) -> None:
-    "`sample` and `evaluate` on the device; a run that is told to stop, and started again, has the rows of a whole one."
+    """`sample` and `evaluate` on the device; a run that is told to stop, and started again, has the
+    rows of a whole one."""
     place = Path(tempfile.mkdtemp())
     drawn = [
         "sample",
@@ -647,7 +660,8 @@ def train_flux(lines: Lines) -> None:
 
 
 def small_card(lines: Lines) -> None:
-    "SD3.5-Medium with Pro-GRPO's funnel: one prompt; then 8 in few steps: their peaks decide what 24 GB hold."
+    """SD3.5-Medium with Pro-GRPO's funnel: one prompt; then 8 in few steps: their peaks decide what
+    24 GB hold."""
     reward = RandomReward(DEVICE, lines.tiny)
     funnel(lines, reward)
     if not lines.tiny:
@@ -697,7 +711,10 @@ RULES = {  # of a step's lines: whether it holds, and what to do if not
     ),
     "commands": (
         commands_work,
-        "sample or evaluate ran on the CPU, or a stopped run does not go on: repair before any long run",
+        (
+            "sample or evaluate ran on the CPU, or a stopped run does not go on: repair before any"
+            " long run"
+        ),
     ),
     "train": (peaks_below(40), "correct the doctor's memory, and its speed by the floors"),
     "small card": (peaks_below(0.9 * 25.7), "a card of 24 GB does not hold what the page says"),
@@ -714,9 +731,11 @@ def told_to_end(signum, frame):
 
 
 def first_half_hour(lines: Lines, steps: list[str] | None = None) -> None:
-    """Make the steps that are not done yet, in order, each within its time; stop before one that may end too late.
+    """Make the steps that are not done yet, in order, each within its time; stop before one that
+    may end too late.
 
-    No step follows a first step that failed; the next call makes it again. A step that was cut off stays as it is."""
+    No step follows a first step that failed; the next call makes it again. A step that was cut off
+    stays as it is."""
     done = {
         name: step
         for name, step in lines.record.get("steps", {}).items()

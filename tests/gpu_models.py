@@ -1,6 +1,8 @@
-"""Real architectures with random weights: FLUX.1-dev, SD3.5-Medium, SD-1.5, Wan2.1-1.3B, HPS's vision tower.
+"""Real architectures with random weights: FLUX.1-dev, SD3.5-Medium, SD-1.5, Wan2.1-1.3B, HPS's
+vision tower.
 
-Speed and memory do not depend on the weights, so no download is needed. `tiny` is the same at a small size.
+Speed and memory do not depend on the weights, so no download is needed. `tiny` is the same at a
+small size.
 """
 
 import hashlib
@@ -228,7 +230,8 @@ class RandomReward:
 
 
 def without_adapter(policy):
-    "Undo what a trainer did to a policy: its adapter, its wrapped forward, checkpointing and compiled blocks."
+    """Undo what a trainer did to a policy: its adapter, its wrapped forward, checkpointing and
+    compiled blocks."""
     denoiser = policy.denoiser
     if getattr(denoiser, "peft_config", None):
         denoiser.delete_adapters(list(denoiser.peft_config))

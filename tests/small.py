@@ -36,7 +36,8 @@ def entries(text):
 
 
 def requirements():
-    "Return the requirements of settings.ini: of the package under '', and of each extra under its name."
+    """Return the requirements of settings.ini: of the package under '', and of each extra under its
+    name."""
     fields = {
         key: value for key, value in package_settings().items() if key.endswith("requirements")
     }

@@ -122,7 +122,8 @@ def published_like(backbone, folder):
     "backbone, shift, lora", often(product(TINY, SHIFTS, (0, 4)), TRIED_RESULTS)
 )
 def test_plain_diffusers_draws_the_result_as_written_beside_it(tmp_path, backbone, shift, lora):
-    "A fresh process with diffusers alone, by the lines in how_to_draw.md, draws what the run's evaluations draw."
+    """A fresh process with diffusers alone, by the lines in how_to_draw.md, draws what the run's
+    evaluations draw."""
     rate, place = (1e-2 if lora else 1e-4), published_like(backbone, tmp_path / "files")
     changes = {
         "lora_rank": lora,
@@ -161,7 +162,8 @@ def test_plain_diffusers_draws_the_result_as_written_beside_it(tmp_path, backbon
 
 @pytest.mark.parametrize("given", [None, "float32"])
 def test_the_autoencoder_may_keep_its_precision_under_a_base_in_bfloat16(tmp_path, given):
-    "Its weights are those of the files, not rounded; what draws the run decodes so too; without it the base rules."
+    """Its weights are those of the files, not rounded; what draws the run decodes so too; without
+    it the base rules."""
     half = {"lora_rank": 4, "base_dtype": "bfloat16", "vae_dtype": given, "iterations": 1}
     trainer = Trainer(config(tmp_path / "run", "tiny-sd3", **half))
     run, dtype = trainer.fit(), getattr(torch, given or "bfloat16")

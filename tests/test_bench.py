@@ -1,4 +1,5 @@
-"""`branchgrpo bench` keeps its time and says how much is left; the GPU bench writes its lines at a small size."""
+"""`branchgrpo bench` keeps its time and says how much is left; the GPU bench writes its lines at a
+small size."""
 
 import json
 import math
@@ -19,18 +20,20 @@ ROOT = Path(__file__).parents[1]
 TABLES = {
     "smoke": {"machine", "runs", "mismatch", "compiled"},
     "train": {"machine", "floors", "FLUX.1-dev", "SD3.5-M"},
-    "first-half-hour": {
-        "steps",
-        "machine",
-        "runs",
-        "mismatch",
-        "commands",
-        "floors",
-        "FLUX.1-dev",
-        "SD3.5-M",
-        "guided",
-    }
-    | {"attention", "casts", "decode", "tf32", "checkpoint", "compiled"},
+    "first-half-hour": (
+        {
+            "steps",
+            "machine",
+            "runs",
+            "mismatch",
+            "commands",
+            "floors",
+            "FLUX.1-dev",
+            "SD3.5-M",
+            "guided",
+        }
+        | {"attention", "casts", "decode", "tf32", "checkpoint", "compiled"}
+    ),
     "variants": {
         "machine",
         "attention",
@@ -53,7 +56,8 @@ def test_time_that_others_take_does_not_count_on_a_cpu():
 
 
 def test_jobs_take_turns_until_the_time_of_their_table_is_up():
-    "Another round begins only if there is time for one like the last; each job is measured at least once."
+    """Another round begins only if there is time for one like the last; each job is measured at
+    least once."""
     order, watch = [], Countdown(0.6 / 60, tables=2)
     jobs = {name: lambda name=name: order.append(name) or time.sleep(0.02) for name in "ab"}
     watch.begin("the first of two tables")
@@ -73,7 +77,10 @@ def test_jobs_take_turns_until_the_time_of_their_table_is_up():
 
 def test_bench_keeps_to_minutes_and_says_what_is_left(tmp_path, capfd):
     (tmp_path / "small.yaml").write_text("steps: 4\nsplits: [0, 2]\n")
-    words = f"bench --minutes 0.05 --settings {tmp_path}/small.yaml --recipes dancegrpo branchgrpo --factors 2 3"
+    words = (
+        f"bench --minutes 0.05 --settings {tmp_path}/small.yaml --recipes dancegrpo branchgrpo"
+        " --factors 2 3"
+    )
     assert cli.main([*words.split(), "--output", str(tmp_path / "bench.json")]) == 0
     said = capfd.readouterr()
     assert said.err.startswith("0:03 left, branchgrpo, its floors") and "\r" not in said.err, (
@@ -87,7 +94,8 @@ def test_bench_keeps_to_minutes_and_says_what_is_left(tmp_path, capfd):
 
 def test_a_policy_of_your_own_is_measured(tmp_path, capsys):
     (tmp_path / "mine.py").write_text(
-        "from branchgrpo import GaussianFlow\n\n\ndef make():\n    return GaussianFlow(shape=(3, 8, 8))\n"
+        "from branchgrpo import GaussianFlow\n\n\ndef make():\n    return GaussianFlow(shape=(3, 8,"
+        " 8))\n"
     )
     (tmp_path / "small.yaml").write_text("steps: 4\nsplits: [0, 2]\n")
     words = (
@@ -155,7 +163,8 @@ def test_what_fails_becomes_a_line(tmp_path):
 
 
 def test_the_first_half_hour_goes_on_where_it_stopped(tmp_path, monkeypatch):
-    "A step that hangs is ended, one that fails has advice, and one without time left is made by the next call."
+    """A step that hangs is ended, one that fails has advice, and one without time left is made by
+    the next call."""
     made, path = [], tmp_path / "first.json"
     steps = {
         "start": (5, lambda lines: made.append("start")),
@@ -179,7 +188,8 @@ def test_the_first_half_hour_goes_on_where_it_stopped(tmp_path, monkeypatch):
 
 
 def test_chosen_steps_of_the_first_half_hour_at_a_small_size(tmp_path):
-    "A loan may be shorter than half an hour; a step that was made is not made again, and a start that failed is."
+    """A loan may be shorter than half an hour; a step that was made is not made again, and a start
+    that failed is."""
     words = [
         "first-half-hour",
         "--tiny",

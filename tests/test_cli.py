@@ -1,4 +1,5 @@
-"""The command line: what it prints can be read back (what is wrong costs one line: faults/bad_inputs.yaml)."""
+"""The command line: what it prints can be read back (what is wrong costs one line:
+faults/bad_inputs.yaml)."""
 
 import argparse
 import contextlib
@@ -49,7 +50,8 @@ def test_a_printed_config_can_be_read_back(tmp_path, capsys):
 
 @pytest.mark.parametrize("words", [("--prompts", "pickapic"), ("--backbone", "someone/model")])
 def test_the_doctor_does_not_wait_for_a_hub_that_is_silent(tmp_path, words):
-    "It asks once, for two seconds, and then takes what is on this machine; the hub's libraries ask five times."
+    """It asks once, for two seconds, and then takes what is on this machine; the hub's libraries
+    ask five times."""
     asked, stays = [], socket.create_server(("127.0.0.1", 0))
 
     def accept():
@@ -107,7 +109,8 @@ print(json.dumps(said))
 
 
 def test_help_and_lists_are_light():
-    "In a fresh process: nothing that takes seconds is imported, whichever command says what it does."
+    """In a fresh process: nothing that takes seconds is imported, whichever command says what it
+    does."""
     lines = [[], ["--help"], ["--version"], ["recipes"], ["recipes", "--json"]]
     lines += [[name, "--help"] for name in cli.COMMANDS]
     done = subprocess.run(
@@ -290,7 +293,8 @@ def test_recipes_refuses_what_train_refuses(values, tmp_path, capsys):
 
 
 def test_recipes_checks_on_the_model_that_is_named(tmp_path, capsys):
-    "A transition of flows alone is refused on a diffusion model, and a recipe of one's own that fits is printed."
+    """A transition of flows alone is refused on a diffusion model, and a recipe of one's own that
+    fits is printed."""
     (tmp_path / "mine.yaml").write_text("values: {preview_levels: even}\n")
     assert called(capsys, "recipes", tmp_path / "mine.yaml")[0] == 0
     code, _, said = called(capsys, "recipes", tmp_path / "mine.yaml", "--backbone", "tiny-sd")

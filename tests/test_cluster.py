@@ -1,4 +1,5 @@
-"""Runs in processes of their own: on two nodes, told to stop, started again; killed, they hold their lock."""
+"""Runs in processes of their own: on two nodes, told to stop, started again; killed, they hold
+their lock."""
 
 import json
 import os

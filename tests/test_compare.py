@@ -215,7 +215,8 @@ def test_unfinished_runs_are_compared_as_far_as_all_have_come(runs):
 
 
 def test_seeds_that_are_not_shared(runs):
-    "A group with more seeds pairs those that it shares; groups without a common seed are compared without pairs."
+    """A group with more seeds pairs those that it shares; groups without a common seed are compared
+    without pairs."""
     invented(runs / "mine-3", 3, 0.012, 80)
     more = compare({"mine": "runs/mine-*", "base": "runs/dance-*"})
     assert (
@@ -282,7 +283,10 @@ def test_a_wrong_line_costs_one_line(runs, capsys, kind):
     assert [path.name for path in runs.parent.iterdir()] == ["runs"]
 
 
-LIGHT = "import sys; from branchgrpo import cli; code = cli.main(sys.argv[1:]); sys.exit(code or 'torch' in sys.modules)"
+LIGHT = (
+    "import sys; from branchgrpo import cli; code = cli.main(sys.argv[1:]); sys.exit(code or"
+    " 'torch' in sys.modules)"
+)
 
 
 def test_an_answer_needs_no_torch(runs):

@@ -1,4 +1,5 @@
-"""Credit as the sources have it, where several modules meet; each estimator and each rule alone: nbs/08, 09, 12."""
+"""Credit as the sources have it, where several modules meet; each estimator and each rule alone:
+nbs/08, 09, 12."""
 
 import numpy as np
 import pytest

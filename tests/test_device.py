@@ -1,4 +1,5 @@
-"""Everything runs where it should on a GPU, shown on a virtual one: recipes, families, copies inside the loops."""
+"""Everything runs where it should on a GPU, shown on a virtual one: recipes, families, copies
+inside the loops."""
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ SMALL = dict(
 SHORT = dict(steps=4, splits=(0, 2))
 CLIPS = dict(recipe="branchgrpo", prompts="clips", reward="motion", **SHORT)
 FUNNEL = {"roots": 6, "prune_at": {6: 4, 8: 3}}
-# fewer nodes than the recipes have: what matters here is each setting's name, and test_arithmetic counts the sizes
+# fewer nodes than the recipes have: what matters here is each setting's name, and test_arithmetic
+# counts the sizes
 NARROW = {
     **dict.fromkeys(
         ("dancegrpo", "dancegrpo-tf0.6", "mixgrpo-shared", "dancegrpo-released"),
@@ -95,7 +97,8 @@ def trainer(tmp_path, **changes):
 
 
 def whole_run(t) -> dict:
-    "Evaluate, train one iteration, save and export; read the checkpoint again; return the iteration's metrics."
+    """Evaluate, train one iteration, save and export; read the checkpoint again; return the
+    iteration's metrics."""
     run = t.fit()
     t.resume(run)
     assert t.progress.iteration == 1
@@ -151,7 +154,10 @@ def test_settings_on_a_gpu(gpu, tmp_path, name):
 
 
 def test_a_policy_of_your_own_and_its_reference_on_a_gpu(gpu, tmp_path):
-    "A trainer moves the denoiser; the copy that the KL term compares with moves, too. Found on an H200."
+    """A trainer moves the denoiser; the copy that the KL term compares with moves, too.
+
+    Found on an H200.
+    """
     config = TrainConfig.from_dict(
         SMALL | SHORT | {"output": str(tmp_path / "run"), "kl": 0.1, "evaluate_every": 0}
     )

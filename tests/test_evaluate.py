@@ -1,4 +1,5 @@
-"""Processes share an evaluation; it takes the weights that are asked for; `sample` draws a model of one's own."""
+"""Processes share an evaluation; it takes the weights that are asked for; `sample` draws a model of
+one's own."""
 
 import os
 import shutil
@@ -111,7 +112,10 @@ def drawing_line(command, place, words):
 
 
 def test_the_size_of_a_folder_is_given(folders, tmp_path):
-    words = f"--backbone {folders}/tiny-wan --height 32 --width 64 --frames 5 --guidance-scale 1 --steps 2 --shift 2"
+    words = (
+        f"--backbone {folders}/tiny-wan --height 32 --width 64 --frames 5 --guidance-scale 1"
+        " --steps 2 --shift 2"
+    )
     assert cli.main(drawing_line("sample", tmp_path, words)) == 0
     assert Image.open(tmp_path / "x.png").size == (5 * 64 * 8, 32 * 8)  # enlarged to 256 pixels
 

@@ -1,4 +1,5 @@
-"""The explorer's JavaScript counts what the library counts: on random plans, on every recipe, and edge by edge."""
+"""The explorer's JavaScript counts what the library counts: on random plans, on every recipe, and
+edge by edge."""
 
 import importlib
 import json
@@ -27,7 +28,8 @@ from branchgrpo.tree import Tree
 
 @pytest.fixture(scope="module")
 def js():
-    "A function that evaluates JavaScript in which the page's arithmetic is loaded; values go in and out as JSON."
+    """A function that evaluates JavaScript in which the page's arithmetic is loaded; values go in
+    and out as JSON."""
     context = MiniRacer()
     context.eval(explorer_part("plan.js"))
 
@@ -196,7 +198,8 @@ def test_trained_edges_are_the_librarys(js, prune):
 def test_a_huge_tree_is_refused(js):
     state = plan_state(RolloutPlan.tree(20, range(17), 3))
     message = js(
-        "state => { try { Plan.outcome(state); return null } catch (error) { return error.message } }",
+        "state => { try { Plan.outcome(state); return null } catch (error) { return"
+        " error.message } }",
         state,
     )
     assert "more than 100000" in message

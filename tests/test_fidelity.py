@@ -37,7 +37,8 @@ def test_pruning_pairs_are_measured_as_printed():
 
 
 def test_pruning_steps_follow_the_pilot():
-    "Pro-GRPO's recipe prunes where previews rank as they do in the paper, not at the same fraction."
+    """Pro-GRPO's recipe prunes where previews rank as they do in the paper, not at the same
+    fraction."""
     record = json.loads((ROOT / "figures/testbed/pro_grpo_table9_fig7.json").read_text())
     first, second = at_testbed(recipes.get("pro-grpo")).values.prune_at
     assert [first, second] == record["pilot"]["prune_at"] == [7, 9]

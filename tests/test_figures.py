@@ -19,7 +19,8 @@ COMMITTED = ROOT / "figures/testbed"
 
 
 def drawn_from_runs():
-    "Return the pages that `make figures` draws, with their records: those with runs that need no model."
+    """Return the pages that `make figures` draws, with their records: those with runs that need no
+    model."""
     found = {}
     for job in jobs([], "testbed", ROOT / "reproduce"):
         record = record_path(job.name, COMMITTED)

@@ -1,4 +1,5 @@
-"""The whole way by the documented commands at FLUX.1-dev's true width: train, evaluate, sample, draw with diffusers."""
+"""The whole way by the documented commands at FLUX.1-dev's true width: train, evaluate, sample,
+draw with diffusers."""
 
 import json
 import sys
@@ -22,7 +23,8 @@ from branchgrpo.training.runs import Run
 
 
 def wide_flux(folder):
-    "Write a FLUX pipeline as wide as the published one (3072; T5 4096), one block of each kind, random weights."
+    """Write a FLUX pipeline as wide as the published one (3072; T5 4096), one block of each kind,
+    random weights."""
     tiny = DiffusionPipeline.from_pretrained(folder_of("tiny-flux"))
     layers, parts = {"num_layers": 1, "num_single_layers": 1}, {}
     parts["transformer"] = built(

@@ -61,7 +61,10 @@ def test_your_own_reward_and_model_train(tmp_path, monkeypatch):
     "The block as it stands, with smaller numbers."
     monkeypatch.chdir(tmp_path)
     (block,) = blocks("python")
-    smaller = 'iterations=1, steps=4, splits=(0, 1), prompts_per_iteration=2, evaluate_every=0, tracker="none"'
+    smaller = (
+        "iterations=1, steps=4, splits=(0, 1), prompts_per_iteration=2, evaluate_every=0,"
+        ' tracker="none"'
+    )
     assert block.count("iterations=20") == 2
     exec(block.replace("iterations=20", smaller), {})
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {"red", "model"}

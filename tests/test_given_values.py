@@ -1,4 +1,5 @@
-"""What a user states is what runs: in a recipe's file, in Python, as a flag; on every tiny model."""
+"""What a user states is what runs: in a recipe's file, in Python, as a flag; on every tiny
+model."""
 
 import dataclasses
 import json
@@ -81,13 +82,17 @@ def test_a_value_of_a_recipe_is_final(name, tmp_path):
 
 @pytest.mark.parametrize("model", TINY)
 def test_a_run_has_the_values_of_its_file(model, tmp_path, capfd):
-    "Trained by the command: run.json has what the file states, and what the model changed of its base."
+    """Trained by the command: run.json has what the file states, and what the model changed of its
+    base."""
     values = {"splits": [0, 2], "steps": 6, "learning_rate": 1.0e-4, "clip_range": 1.0e-3, "s": 2.0}
     base = "dancegrpo-sd" if model == "tiny-sd" else "branchgrpo"
     values |= {"stochastic": "all", "eta": 0.4, "frames": 5} if "wan" in model else {"eta": 0.4}
     path = tmp_path / "mine.yaml"
     YAML().dump({"base": base, "values": values}, path)
-    words = f"--backbone {model} --iterations 1 --prompts-per-iteration 1 --evaluate-every 0 --tracker none"
+    words = (
+        f"--backbone {model} --iterations 1 --prompts-per-iteration 1 --evaluate-every 0 --tracker"
+        " none"
+    )
     words += f" --recipe {path} --output {tmp_path}/run" + (
         " --prompts clips" if "wan" in model else ""
     )

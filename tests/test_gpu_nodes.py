@@ -1,4 +1,5 @@
-"""The files of examples/ for GPUs, and the pages that show them; commands of the pages are parsed by test_prose."""
+"""The files of examples/ for GPUs, and the pages that show them; commands of the pages are parsed
+by test_prose."""
 
 import json
 import re

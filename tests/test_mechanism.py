@@ -1,4 +1,5 @@
-"The mechanism, measured: the exact gradient, projections without a backward, and variances by formula."
+"""The mechanism, measured: the exact gradient, projections without a backward, and variances by
+formula."""
 
 import json
 import math

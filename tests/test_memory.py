@@ -1,4 +1,5 @@
-"""What the README, the page for GPU nodes and the scale `paper` train fits on their GPUs, by the doctor's count."""
+"""What the README, the page for GPU nodes and the scale `paper` train fits on their GPUs, by the
+doctor's count."""
 
 import csv
 import re
@@ -54,7 +55,8 @@ def test_every_training_of_the_readme_fits():
 
 
 def large() -> tuple[TrainConfig, int]:
-    "Return the config and the number of GPUs of the training of FLUX on one node, of the page for GPU nodes."
+    """Return the config and the number of GPUs of the training of FLUX on one node, of the page for
+    GPU nodes."""
     line = r"^accelerate launch .*--num_processes (\d+) .*--config examples/flux_lora.yaml$"
     gpus = re.search(line, TEXT, re.MULTILINE)[1]
     return TrainConfig.from_yaml(ROOT / "examples/flux_lora.yaml"), int(gpus)
@@ -156,7 +158,8 @@ def test_what_does_not_fit_is_told_with_a_cure(changes, gpus, cures):
 
 
 def test_the_parts_add_up():
-    "Weights, gradients and AdamW of an adapter are counted once each; the report shows them, and the sum."
+    """Weights, gradients and AdamW of an adapter are counted once each; the report shows them, and
+    the sum."""
     config, gpus = large()
     s = resolve(config)
     parts = {part.name: part.gb for part in memory_parts(s, gpus)}

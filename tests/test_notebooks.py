@@ -1,4 +1,5 @@
-"""Notebooks are the source: they run, they are clean, and the modules are exactly what they export."""
+"""Notebooks are the source: they run, they are clean, and the modules are exactly what they
+export."""
 
 import builtins
 import json
@@ -47,7 +48,8 @@ def registries():
 
 @pytest.fixture
 def as_before():
-    "Take back what a lesson changes in this process: variables, registries, its own modules, figures, warnings."
+    """Take back what a lesson changes in this process: variables, registries, its own modules,
+    figures, warnings."""
     known = [(registry, dict(registry.entries)) for registry in registries()]
     variables, folders, modules = dict(os.environ), list(sys.path), dict(sys.modules)
     known_builtins = set(vars(builtins))
@@ -55,7 +57,8 @@ def as_before():
         warnings.resetwarnings()  # the suite's filters hide what a lesson shows
         for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
             warnings.simplefilter("ignore", kind)
-        # the package's own filter, which is undone here: torch takes a slower rms_norm in bf16 on a CPU
+        # the package's own filter, which is undone here: torch takes a slower rms_norm in bf16 on a
+        # CPU
         warnings.filterwarnings("ignore", "Mismatch dtype between input and weight", UserWarning)
         yield
     plt.close("all")
@@ -85,7 +88,8 @@ def test_lesson(path, as_before, monkeypatch):
 
 @pytest.mark.parametrize("path", LESSONS, ids=name)
 def test_a_title_has_no_settings_below_it(path):
-    "nbdev reads `- key: value` beside a title as YAML, or warns of it; a list of sentences begins with `*`."
+    """nbdev reads `- key: value` beside a title as YAML, or warns of it; a list of sentences begins
+    with `*`."""
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     with warnings.catch_warnings(action="error"):
         for cell in cells:
@@ -183,7 +187,8 @@ def test_every_notebook_names_its_kernel():
 
 @pytest.mark.parametrize("path", LESSONS, ids=name)
 def test_nbdev_reads_nothing_but_title_and_sentence_from_the_first_text(path):
-    "It takes a bullet with a colon, `- like: this`, for a setting of the page, and warns; `* like: this` is a bullet."
+    """It takes a bullet with a colon, `- like: this`, for a setting of the page, and warns; `*
+    like: this` is a bullet."""
     first = next(
         cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "markdown"
     )

@@ -24,7 +24,8 @@ def weights(t):
 
 
 def test_the_mask_acts_in_later_steps_and_without_a_limit_never(tmp_path):
-    "At the limit 0 every edge that moves on is dropped; at inf none is, as with a clip that is never reached."
+    """At the limit 0 every edge that moves on is dropped; at inf none is, as with a clip that is
+    never reached."""
     limits = (0.0, 1e9)
     row = {
         limit: trainer(tmp_path / f"{limit}", loss="kl-mask", kl_limit=limit, **LATER).step()

@@ -1,4 +1,5 @@
-"""A new user's own parts: rewards, advantages, models, recipes and callbacks, with no file of the package changed."""
+"""A new user's own parts: rewards, advantages, models, recipes and callbacks, with no file of the
+package changed."""
 
 import json
 import sys
@@ -148,7 +149,10 @@ SCORES = """
 def redness(images, prompts, metadata=None):
     return images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3))
 """
-FLAGS = "--steps 4 --splits 0,1 --iterations 1 --prompts-per-iteration 1 --evaluate-every 0 --tracker none"
+FLAGS = (
+    "--steps 4 --splits 0,1 --iterations 1 --prompts-per-iteration 1 --evaluate-every 0 --tracker"
+    " none"
+)
 
 
 def test_a_reward_of_your_own_file_at_the_shell(tmp_path):
@@ -163,7 +167,8 @@ def test_a_reward_of_your_own_file_at_the_shell(tmp_path):
 
 
 def test_a_run_with_an_older_digest_of_code_resumes(tmp_path):
-    "Made of compiled code, it cannot be compared with one of source; a digest of other source is another run."
+    """Made of compiled code, it cannot be compared with one of source; a digest of other source is
+    another run."""
     trained(tmp_path / "run")
     table = json.loads((tmp_path / "run/run.json").read_text())
 

@@ -1,4 +1,5 @@
-"""Code of your own for every registry, by `file.py:name`: on the command line, in YAML, in a recipe, in Python."""
+"""Code of your own for every registry, by `file.py:name`: on the command line, in YAML, in a
+recipe, in Python."""
 
 import json
 import os
@@ -410,7 +411,10 @@ def test_a_wrong_result_is_one_line_at_the_first_call(tmp_path, setting, name, m
         trainer(tmp_path / "run", **more, **{setting: f"{tmp_path}/returns.py:{name}"}).fit()
 
 
-FLAGS = "--steps 4 --splits 0,1 --iterations 1 --prompts-per-iteration 1 --evaluate-every 0 --tracker none"
+FLAGS = (
+    "--steps 4 --splits 0,1 --iterations 1 --prompts-per-iteration 1 --evaluate-every 0 --tracker"
+    " none"
+)
 
 
 def test_the_shell_takes_a_file_as_a_flag_in_yaml_and_in_a_recipe(rules, tmp_path):

@@ -199,7 +199,8 @@ class Meddling(Callback):
 
 @pytest.mark.filterwarnings("ignore:.* as after each call:UserWarning")
 def test_a_training_with_careless_code_equals_one_with_careful_code(tmp_path, monkeypatch):
-    "A reward, an advantage, a selection and a callback: the rows are the same, and all files are in one folder."
+    """A reward, an advantage, a selection and a callback: the rows are the same, and all files are
+    in one folder."""
     monkeypatch.chdir(tmp_path)
 
     def careless(images, prompts):

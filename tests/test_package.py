@@ -1,4 +1,5 @@
-"""What is installed is whole: an sdist and a wheel are built, and the wheel alone trains, away from this folder."""
+"""What is installed is whole: an sdist and a wheel are built, and the wheel alone trains, away from
+this folder."""
 
 import os
 import shutil
@@ -19,7 +20,10 @@ import branchgrpo
 from branchgrpo.files import parse_table
 
 ROOT = Path(__file__).parents[1]
-SMALL = "--iterations 1 --steps 4 --splits 0,1 --prompts-per-iteration 1 --evaluate-every 0 --tracker none"
+SMALL = (
+    "--iterations 1 --steps 4 --splits 0,1 --prompts-per-iteration 1 --evaluate-every 0 --tracker"
+    " none"
+)
 
 
 def tracked():
@@ -31,7 +35,8 @@ def tracked():
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    "An sdist, and the wheel that is built from it; from a copy, since setuptools writes beside its sources."
+    """An sdist, and the wheel that is built from it; from a copy, since setuptools writes beside
+    its sources."""
     copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     for name in tracked():
         if not name.startswith(("nbs/", "runs/", "figures/", "tests/", "reproduce/")):
@@ -144,7 +149,10 @@ def test_the_wheel_trains_in_an_empty_folder(built, tmp_path):
     zipfile.ZipFile(built[1]).extractall(tmp_path / "installed")
     (tmp_path / "empty").mkdir()
     env = os.environ | {"PYTHONPATH": str(tmp_path / "installed"), "PYTHONSAFEPATH": "1"}
-    code = "import sys, branchgrpo.cli; print(branchgrpo.__file__); sys.exit(branchgrpo.cli.main(sys.argv[1:]))"
+    code = (
+        "import sys, branchgrpo.cli; print(branchgrpo.__file__);"
+        " sys.exit(branchgrpo.cli.main(sys.argv[1:]))"
+    )
     words = [sys.executable, "-c", code, "train", *SMALL.split(), "--output", "run"]
     done = subprocess.run(
         words, cwd=tmp_path / "empty", env=env, capture_output=True, text=True, timeout=900

@@ -1,4 +1,5 @@
-"""Every value of a paper's recipe stands on words of the paper, and every word that is kept is needed."""
+"""Every value of a paper's recipe stands on words of the paper, and every word that is kept is
+needed."""
 
 import csv
 import json
@@ -86,7 +87,8 @@ def published(paper):
 
 
 def test_rows_of_tables_are_those_that_are_kept():
-    "The numbers of a quoted row are in the transcription of its table, which other tests compare with."
+    """The numbers of a quoted row are in the transcription of its table, which other tests compare
+    with."""
     tables = {"BranchGRPO": published("branchgrpo"), "Pro-GRPO": published("pro_grpo")}
     of_tables = [q for q in SAID if q.place.startswith("Table") and "path of" not in q.text]
     assert len(of_tables) > 40

@@ -1,4 +1,5 @@
-"""Places: a run read from another folder, a home folder, links, and names of files that are there already."""
+"""Places: a run read from another folder, a home folder, links, and names of files that are there
+already."""
 
 import dataclasses
 import os

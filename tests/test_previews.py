@@ -25,7 +25,8 @@ def test_previews_that_no_advantage_reads_change_nothing(tmp_path):
     assert all(torch.equal(weights[name], others[name]) for name in weights)
     for one, two in zip(plain, seen):
         assert one | dict.fromkeys(COUNTS) == two | dict.fromkeys(COUNTS)
-    # splits at 0 and 2 of six steps: 1 + 2 + 2 + 4 + 4 + 4 calls; depths 1…5 have 2, 2, 4, 4, 4 nodes
+    # splits at 0 and 2 of six steps: 1 + 2 + 2 + 4 + 4 + 4 calls; depths 1…5 have 2, 2, 4, 4, 4
+    # nodes
     more = 2 * 4 + 2 * 3 + 4 * 2 + 4 * 1
     assert [row["denoiser_calls"] for row in plain] == [2 * 17, 4 * 17]
     assert [row["denoiser_calls"] for row in seen] == [2 * (17 + more), 4 * (17 + more)]

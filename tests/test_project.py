@@ -1,4 +1,5 @@
-"""The project's shape: metadata agree, dependencies are what was tried, nothing refers to the outside."""
+"""The project's shape: metadata agree, dependencies are what was tried, nothing refers to the
+outside."""
 
 import ast
 import re

@@ -1,4 +1,5 @@
-"""Every command in prose is one: in README.md, the project's other texts, and every notebook's cells of text.
+"""Every command in prose is one: in README.md, the project's other texts, and every notebook's
+cells of text.
 
 Each is parsed as the program would do it; those that are cheap are run, with small numbers."""
 
@@ -45,7 +46,8 @@ SMALL = "--iterations 1 --prompts-per-iteration 1 --evaluate-every 0 --tracker n
 
 
 def commands_in(text):
-    "Return the commands of a text of Markdown: lines of blocks, indented lines, and code within a line."
+    """Return the commands of a text of Markdown: lines of blocks, indented lines, and code within a
+    line."""
     text = text.replace("\\\n", " ")
     lines = [line for block in FENCED.findall(text) for line in block.splitlines()]
     rest = FENCED.sub("", text)
@@ -74,7 +76,8 @@ FOUND = collected()
 
 
 def words_of(command):
-    "Return the words of a command as the shell would give them: no variables before it, nothing after > or |."
+    """Return the words of a command as the shell would give them: no variables before it, nothing
+    after > or |."""
     words = shlex.split(command, comments=True)
     while re.match(r"\w+=", words[0]):
         words = words[1:]
@@ -83,7 +86,8 @@ def words_of(command):
 
 
 def ours(words):
-    "Return the words after `branchgrpo`, with names for what stands for one; None if it is no command of ours."
+    """Return the words after `branchgrpo`, with names for what stands for one; None if it is no
+    command of ours."""
     for program in ("branchgrpo", "branchgrpo.cli"):
         if program in words and (program == "branchgrpo.cli" or Path(words[0]).name == program):
             words = words[words.index(program) + 1 :]
@@ -108,7 +112,10 @@ OTHERS = [
 
 
 def test_commands_are_found():
-    text = "Run `branchgrpo tarin`, or `branchgrpo`:\n```\nA=1 make all  # all\nsee\n```\n    branchgrpo view \\\n   x\n"
+    text = (
+        "Run `branchgrpo tarin`, or `branchgrpo`:\n```\nA=1 make all  # all\nsee\n```\n   "
+        " branchgrpo view \\\n   x\n"
+    )
     assert commands_in(text) == ["A=1 make all", "branchgrpo view x", "branchgrpo tarin"]
     assert ours(["accelerate", "launch", "-m", "branchgrpo.cli", "train"]) == ["train"]
     assert {"README.md", "CONTRIBUTING.md", "nbs/faq.ipynb", "nbs/viewing/03_page.ipynb"} <= set(
@@ -126,7 +133,8 @@ def given_by(line):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    "A folder with what the commands speak of: runs, the method of README.md, the files of examples/."
+    """A folder with what the commands speak of: runs, the method of README.md, the files of
+    examples/."""
     folder = tmp_path_factory.mktemp("prose")
     (folder / "figures").symlink_to(ROOT / "figures")
     (folder / "examples").symlink_to(ROOT / "examples")
@@ -201,7 +209,8 @@ def smaller(line):
 
 
 def runs(line):
-    "Return whether a command is run, too: it is cheap and needs no weights that are not in the package."
+    """Return whether a command is run, too: it is cheap and needs no weights that are not in the
+    package."""
     name = line.split(" ")[0]
     if line in (
         "view",

@@ -121,7 +121,8 @@ TREES = {  # settings, and (processes, of them for each prompt)
 
 @pytest.mark.parametrize("name", often(TREES, ("pruned, two",)))
 def test_a_tree_shared_by_processes_is_the_tree_of_one(tmp_path, name):
-    "Calls of one latent and of one image, so that rewards are equal to the bit; gradients and metrics agree."
+    """Calls of one latent and of one image, so that rewards are equal to the bit; gradients and
+    metrics agree."""
     changes, layouts = TREES[name]
     table = (
         SMALL

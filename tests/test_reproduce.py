@@ -37,7 +37,8 @@ def test_every_notebook_has_its_scales_and_every_parameter_is_known():
 
 
 def declares_its_runs(path) -> bool:
-    "Return whether a page trains only what its cells tagged `arms` declare, which the runner reads."
+    """Return whether a page trains only what its cells tagged `arms` declare, which the runner
+    reads."""
     cells = [cell for cell in nbformat.read(path, 4).cells if cell.cell_type == "code"]
     declared = "".join(cell.source for cell in cells if "arms" in cell.metadata.get("tags", []))
     others = "".join(cell.source for cell in cells if "arms" not in cell.metadata.get("tags", []))

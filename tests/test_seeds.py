@@ -1,4 +1,5 @@
-"""Several seeds in one command: each run is as if it were trained alone, and a stop stops them all."""
+"""Several seeds in one command: each run is as if it were trained alone, and a stop stops them
+all."""
 
 import json
 import signal
@@ -30,7 +31,8 @@ def settings_of(folder):
 
 
 def test_each_seed_is_the_run_of_that_seed_alone(tmp_path, capsys):
-    "To the bit, with the same settings; the second call finds all of it finished, and a further seed joins."
+    """To the bit, with the same settings; the second call finds all of it finished, and a further
+    seed joins."""
     words = ("--iterations", 2, "--tracker", "none", "--lora-rank", 2)
     assert called(capsys, *words, "--seed", 1, "--output", tmp_path / "alone")[0] == 0
     code, said, _ = called(capsys, *words, "--seeds", "0,1", "--output", tmp_path / "mine")
@@ -130,7 +132,8 @@ def test_a_signal_stops_all_and_a_second_call_continues(tmp_path, stopped):
 
 
 def test_several_processes_train_several_seeds(tmp_path):
-    "With a tracker, which ends each run's events and not the processes' connection; the numbers are those of one."
+    """With a tracker, which ends each run's events and not the processes' connection; the numbers
+    are those of one."""
     shared = [*SMALL.split(), "--iterations", "2", "--seeds", "0,1"]
     for n, name in ((2, "two"), (1, "one")):
         words = ["train", *shared, "--output", str(tmp_path / name)]

@@ -1,4 +1,5 @@
-"Trees of any shape: fans, re-rooted and resampled chains, and what must hold for every list of edges."
+"""Trees of any shape: fans, re-rooted and resampled chains, and what must hold for every list of
+edges."""
 
 import signal
 

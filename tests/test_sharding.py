@@ -1,4 +1,5 @@
-"""One, two and four processes, with whole (DDP) and with sharded weights (FSDP2), do the same; on CPUs, by gloo."""
+"""One, two and four processes, with whole (DDP) and with sharded weights (FSDP2), do the same; on
+CPUs, by gloo."""
 
 import json
 from pathlib import Path
@@ -30,7 +31,8 @@ os._exit(0)  # without waiting for gloo's threads
 
 
 def processes(n, code, table, out, wait=True):
-    "Start `n` processes of one training; wait until all end well and return what they saved, or return them."
+    """Start `n` processes of one training; wait until all end well and return what they saved, or
+    return them."""
     per_node = 2 if table.get("sharding") == "hybrid" else n
     found = started(
         n, code, [json.dumps(table), str(out)], out, LOCAL_WORLD_SIZE=per_node, OMP_NUM_THREADS=1
@@ -108,7 +110,8 @@ CASES = {
 
 @pytest.mark.parametrize("case", often(CASES, ("pruned, kl",)))
 def test_any_number_of_processes_and_any_sharding_do_the_same(tmp_path, case):
-    "Trees, rewards, gradients, weights and averages; with KL, uneven micro-batches, pruning, and lost prompts."
+    """Trees, rewards, gradients, weights and averages; with KL, uneven micro-batches, pruning, and
+    lost prompts."""
     lose = "lose" if "lost" in case else ""
     changes, ways = CASES[case]
     table = settings(tmp_path / "run", **changes, max_batch=5, learning_rate=1e-4)

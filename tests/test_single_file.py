@@ -1,7 +1,8 @@
-"""examples/branchgrpo_single_file.py, which people copy, computes on tiny-flux what the engine computes: to the bit.
+"""examples/branchgrpo_single_file.py, which people copy, computes on tiny-flux what the engine
+computes: to the bit.
 
-Both take the same draws. Where the example draws by itself, it follows Eq. 2 as printed, and the engine its Cholesky
-factors: the same law, which `test_siblings_have_the_same_law` compares.
+Both take the same draws. Where the example draws by itself, it follows Eq. 2 as printed, and the
+engine its Cholesky factors: the same law, which `test_siblings_have_the_same_law` compares.
 """
 
 import ast

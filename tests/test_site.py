@@ -1,4 +1,5 @@
-"""The site: every page has one place, and a build with the project's settings ends at what is wrong."""
+"""The site: every page has one place, and a build with the project's settings ends at what is
+wrong."""
 
 import json
 import re
@@ -52,7 +53,10 @@ def notebook(*cells):
 
 INDEX = "# Home\n> All.\n\n## The course\n- **Part.** [a](a.ipynb), [pages](site/00_build.ipynb)"
 LESSON = ["# A\n> One lesson.", "#| hide\nunseen = 1", "#| export\nx = 1", "#| slow\ny = 2"]
-REFERENCE = "# Reference\n\n```{eval-rst}\n.. autosummary::\n   :toctree: reference\n\n   branchgrpo.site.build\n```\n"
+REFERENCE = (
+    "# Reference\n\n```{eval-rst}\n.. autosummary::\n   :toctree: reference\n\n  "
+    " branchgrpo.site.build\n```\n"
+)
 CONTENTS = """```{toctree}
 :hidden:
 :glob:
@@ -97,7 +101,8 @@ def small_repository(root, text):
 
 
 def build(root, out):
-    "Build the site of a repository with the project's settings; return the status, 0 if all is well."
+    """Build the site of a repository with the project's settings; return the status, 0 if all is
+    well."""
     return build_main(
         [
             "-W",

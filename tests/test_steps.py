@@ -21,7 +21,8 @@ def config(output, **changes):
 
 
 def test_adamw_divides_the_released_loss_out_above_its_epsilon(tmp_path):
-    "A loss divided by a tree's edges gives AdamW's step of the mean loss where gradients are above ε, and less below."
+    """A loss divided by a tree's edges gives AdamW's step of the mean loss where gradients are
+    above ε, and less below."""
     moved = {}
     for eps in (1e-15, 1.0):
         for loss_mean in ("step", "step*tree"):
@@ -40,7 +41,8 @@ def test_adamw_divides_the_released_loss_out_above_its_epsilon(tmp_path):
 
 
 def test_the_average_reaches_its_decay_and_is_what_is_used(tmp_path):
-    "D4: a constant decay holds from the first step, and the averaged weights are evaluated and exported."
+    """D4: a constant decay holds from the first step, and the averaged weights are evaluated and
+    exported."""
     average = dict(
         ema_decay=0.5, ema_every=1, learning_rate=1e-2, evaluate_every=2, evaluation_prompts=4
     )

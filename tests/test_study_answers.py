@@ -1,4 +1,5 @@
-"""The registered study's answers, worked out again from its raw record, without any of the study's code."""
+"""The registered study's answers, worked out again from its raw record, without any of the study's
+code."""
 
 import json
 from itertools import takewhile
@@ -16,7 +17,8 @@ COUNTERS = ["iteration", "denoiser_calls", "trained_calls", "eval_reward"]
 
 
 def curves() -> dict:
-    "Return each run's evaluations by label and seed: the reward, and the cost by the engine's and the papers' count."
+    """Return each run's evaluations by label and seed: the reward, and the cost by the engine's and
+    the papers' count."""
     table = pd.read_parquet(ROOT / "figures/testbed/runs/study_answers.parquet")
     table = table[table.name.isin([*SETTINGS, *COUNTERS, "edges"])]
     table["value"] = table.text.map(json.loads, na_action="ignore").fillna(table.value)
@@ -27,7 +29,8 @@ def curves() -> dict:
             for kind, part in rows.groupby("kind")
         }
         s, at = of["settings"].loc[0], of["evaluations"][COUNTERS].astype(float)
-        # a tree's edges are its calls, and one more for each further child: all leaves but the roots
+        # a tree's edges are its calls, and one more for each further child: all leaves but the
+        # roots
         further = s.prompts_per_iteration * s.roots * (s.branch_factor ** len(s.splits) - 1)
         edges = at.denoiser_calls + at.iteration * further
         trained_edges = np.append(0.0, of["metrics"].edges.astype(float).cumsum())[
@@ -42,7 +45,8 @@ def curves() -> dict:
 def at_endpoint(
     claim: dict, runs: dict, seeds: list[int], count: str
 ) -> tuple[np.ndarray, np.ndarray, float]:
-    "Return the methods' difference and the baseline's gain on each seed, and the budget in units of the other's cost."
+    """Return the methods' difference and the baseline's gain on each seed, and the budget in units
+    of the other's cost."""
     ours, theirs, base = ([runs[label, seed] for seed in seeds] for label in labels(claim))
     budget = min(run[count].iloc[-1] for run in ours + theirs)
     a, b = (

@@ -53,9 +53,11 @@ CLAIMED = []
 
 
 def free_port():
-    """A port for this process alone: nobody connects outwards from one below 32768, and a lock keeps it from others.
+    """A port for this process alone: nobody connects outwards from one below 32768, and a lock
+    keeps it from others.
 
-    A port that the system had just given could be taken again before the processes used it: two suites at once met."""
+    A port that the system had just given could be taken again before the processes used it: two
+    suites at once met."""
     while True:
         port = random.SystemRandom().randrange(10_000, 32_000)
         claim = open(Path(tempfile.gettempdir()) / f"branchgrpo-port-{port}", "w")  # noqa: SIM115 held to the end
@@ -92,7 +94,8 @@ def together(n, code, *words):
 
 
 def test_prompts_that_come_again_are_encoded_as_the_first_time(tmp_path):
-    "What a reward and the model see of a prompt does not depend on the prompts beside it, so resumed runs are equal."
+    """What a reward and the model see of a prompt does not depend on the prompts beside it, so
+    resumed runs are equal."""
     (tmp_path / "prompts.txt").write_text("a red 3\ntwo blue 5s\na green 7\n")
     table = SMALL | {
         "prompts": str(tmp_path / "prompts.txt"),
@@ -113,7 +116,8 @@ def test_prompts_that_come_again_are_encoded_as_the_first_time(tmp_path):
 
 
 def test_lost_metrics_stop_no_run(tmp_path):
-    "Rows are lost, the checkpoint is not: the run goes on, and no row gets the evaluation of another iteration."
+    """Rows are lost, the checkpoint is not: the run goes on, and no row gets the evaluation of
+    another iteration."""
     table = SMALL | {"output": str(tmp_path / "run"), "evaluate_every": 2, "checkpoint_every": 1}
     Trainer(TrainConfig.from_dict(table | {"iterations": 2})).fit()
     file = tmp_path / "run/metrics.jsonl"

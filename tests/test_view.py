@@ -143,7 +143,8 @@ def test_a_kept_tree_is_the_tree_that_was_trained_on(tmp_path, changes):
 
 @pytest.mark.slow
 def test_a_tree_shared_by_processes_is_kept_once(tmp_path):
-    "By the main process: the numbers are those of one process, and the images those of its own leaves."
+    """By the main process: the numbers are those of one process, and the images those of its own
+    leaves."""
     table = SMALL | {
         "max_batch": 1,
         "decode_batch": 1,

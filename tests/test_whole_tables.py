@@ -1,4 +1,5 @@
-"""Every row and column that the papers print is on its page: computed, or with a sentence that says why not."""
+"""Every row and column that the papers print is on its page: computed, or with a sentence that says
+why not."""
 
 import ast
 import csv
@@ -61,7 +62,8 @@ def constants(source: str) -> ast.Module:
 
 
 def declared(path: Path) -> list[dict]:
-    "Return what each cell tagged `whole` of a page declares, with what the cells before it have declared."
+    """Return what each cell tagged `whole` of a page declares, with what the cells before it have
+    declared."""
     names, found = {}, []
     for cell in nbformat.read(path, 4).cells:
         if "whole" in cell.metadata.get("tags", []):
@@ -79,7 +81,8 @@ WHOLE = {
 
 
 def missing(whole: dict, rows: set[str], columns: set[str]) -> list[str]:
-    "Return what a declaration lacks or has too much, and what has neither a number of ours nor a reason."
+    """Return what a declaration lacks or has too much, and what has neither a number of ours nor a
+    reason."""
     wrong = []
     for kind, ours, theirs in (
         ("row", whole["PAPER_ROWS"], rows),

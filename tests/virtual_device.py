@@ -1,7 +1,9 @@
-"""A GPU that this machine does not have: tensors stay on the CPU, and a mark says which of them would lie on the GPU.
+"""A GPU that this machine does not have: tensors stay on the CPU, and a mark says which of them
+would lie on the GPU.
 
-What CUDA refuses raises `WrongDevice` with the operation and the lines of branchgrpo that led to it.
-Copies between CPU and GPU, and reads that make the CPU wait for the GPU, are listed in `transfers`.
+What CUDA refuses raises `WrongDevice` with the operation and the lines of branchgrpo that led to
+it. Copies between CPU and GPU, and reads that make the CPU wait for the GPU, are listed in
+`transfers`.
 """
 
 import traceback
@@ -70,7 +72,10 @@ class Transfer:
 
 
 class Marks:
-    "Which storages would lie on the GPU. Marks outlive a `VirtualDevice`, so that its tensors stay where they are."
+    """Which storages would lie on the GPU.
+
+    Marks outlive a `VirtualDevice`, so that its tensors stay where they are.
+    """
 
     def __init__(self):
         self.storages: dict[int, StorageWeakRef] = {}
@@ -183,7 +188,8 @@ class Operations(TorchDispatchMode):
                 self.device.refuse(name, given)
 
     def check_index(self, name: str, args: tuple) -> None:
-        "An index on the CPU is copied to the GPU; one on the GPU cannot reach into the CPU's memory."
+        """An index on the CPU is copied to the GPU; one on the GPU cannot reach into the CPU's
+        memory."""
         values, indices = args[0], tensors_of(args[1])
         for index in indices:
             if MARKS.on_gpu(index) and not MARKS.on_gpu(values):
@@ -244,7 +250,8 @@ class PythonCalls(TorchFunctionMode):
             self.device.within = outer
 
     def backward(self, loss: Tensor, gradient=None, **options) -> None:
-        "Go backward under this mode, so that activations which are computed again are watched, too."
+        """Go backward under this mode, so that activations which are computed again are watched,
+        too."""
         with self:
             torch.autograd.backward(loss, gradient, **options)
 

@@ -26,7 +26,10 @@ def is_named(word: str) -> bool:
 
 
 def groups_of(words: tuple[str, ...]) -> dict[str, list[str]]:
-    "Return folders and patterns by the name of their group. Raise `ValueError` if a name is there twice."
+    """Return folders and patterns by the name of their group.
+
+    Raise `ValueError` if a name is there twice.
+    """
     found: dict[str, list[str]] = {}
     label = ""
     for word in words:
@@ -57,12 +60,14 @@ class CompareOptions:
 
 # %% ../../nbs/analysis/03_command.ipynb #1062391e
 def compare_runs(given: dict[str, Any]) -> int:
-    "Answer whether one method beats another: differences of groups of runs, with intervals, and a picture."
+    """Answer whether one method beats another: differences of groups of runs, with intervals, and a
+    picture."""
     o = options(CompareOptions, given)
     named = any(is_named(word) for word in o.runs)
     if not o.runs:
         raise ValueError(
-            "runs: nothing is given; write branchgrpo compare 'mine=runs/mine-*' 'base=runs/dance-*'"
+            "runs: nothing is given; write branchgrpo compare 'mine=runs/mine-*'"
+            " 'base=runs/dance-*'"
         )
     if o.json is not None:
         check_file(o.json)

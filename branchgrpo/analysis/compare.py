@@ -77,7 +77,8 @@ PLACES = {  # what is equal: its name in a table, and in a sentence
 
 
 def paired_seeds(ours: list[int], theirs: list[int]) -> list[int]:
-    "Return the seeds on which two groups are paired: those of the smaller one, if the other has them all; else none."
+    """Return the seeds on which two groups are paired: those of the smaller one, if the other has
+    them all; else none."""
     both = set(ours) & set(theirs)
     return sorted(both) if both and len(both) == min(len(ours), len(theirs)) else []
 
@@ -85,8 +86,9 @@ def paired_seeds(ours: list[int], theirs: list[int]) -> list[int]:
 def measure(ours: Group, theirs: Group, metric: str, x: str) -> dict[str, Any]:
     """Return how far `ours` is above `theirs` where `x` is equal, with interval and verdict.
 
-    `seeds` are those of each group that count, `paired` says how, `needed` how many would show a difference of this
-    size (None: more than a thousand, or it is shown). One seed has no interval."""
+    `seeds` are those of each group that count, `paired` says how, `needed` how many would show a
+    difference of this size (None: more than a thousand, or it is shown). One seed has no interval.
+    """
     budget = min(ours.reached(x, metric), theirs.reached(x, metric))
     one, other = ours.at(metric, x, budget), theirs.at(metric, x, budget)
     paired = paired_seeds(list(one), list(other))
@@ -123,7 +125,8 @@ def one_seed(mine: list[float], base: list[float]) -> dict[str, Any]:
 
 
 def spread_of(mine: list[float], base: list[float], paired: bool) -> float:
-    "Return the standard deviation between seeds: of the differences, or of one group, that of both pooled."
+    """Return the standard deviation between seeds: of the differences, or of one group, that of
+    both pooled."""
     if paired:
         return float(np.std(np.subtract(mine, base), ddof=1))
     return float(np.sqrt((np.var(mine, ddof=1) + np.var(base, ddof=1)) / 2))
@@ -161,23 +164,41 @@ def answer(ours: str, theirs: str, found: dict[str, Any], digits: int) -> str:
     "Return a measured difference as one plain sentence."
     where, seeds = PLACES[found["at equal"]][1], seeds_text(found)
     if found["difference"] is None:
-        return f"{ours} and {theirs} have no evaluations that can be compared {where}; evaluate more often."
+        return (
+            f"{ours} and {theirs} have no evaluations that can be compared {where}; evaluate more"
+            " often."
+        )
     if found["low"] is None:
         higher = "above" if found["difference"] >= 0 else "below"
         size = f"{abs(found['difference']):.{digits}f}"
         why = "one seed does not show how much seeds differ; train several, with --seeds 0,1,2"
         return f"{ours} ends {size} {higher} {theirs} {where} ({seeds}): {why}."
     if found["verdict"] == HIGHER:
-        return f"{ours} is higher than {theirs} by {interval_text(found, digits, 0)} {where} ({seeds})."
+        return (
+            f"{ours} is higher than {theirs} by {interval_text(found, digits, 0)} {where}"
+            f" ({seeds})."
+        )
     if found["verdict"] == LOWER:
-        return f"{ours} is lower than {theirs} by {interval_text(found, digits, -1)} {where} ({seeds})."
+        return (
+            f"{ours} is lower than {theirs} by {interval_text(found, digits, -1)} {where}"
+            f" ({seeds})."
+        )
     if found["verdict"] != UNCLEAR:
-        return f"{ours} and {theirs} are {found['verdict']} {where}: {interval_text(found, digits)} ({seeds})."
+        return (
+            f"{ours} and {theirs} are {found['verdict']} {where}: {interval_text(found, digits)}"
+            f" ({seeds})."
+        )
     more = f"about {found['needed']:,}" if found["needed"] else "more than 1,000"
     each = "" if found["paired"] else " in each group"
     count, _, how = seeds.partition(",")
-    shows = f"{count} do not show a difference between {ours} and {theirs} {where}: {interval_text(found, digits)}"
-    return f"{shows} ({how.strip()}); {more} seeds{each} would show one of this size in 4 of 5 studies."
+    shows = (
+        f"{count} do not show a difference between {ours} and {theirs} {where}:"
+        f" {interval_text(found, digits)}"
+    )
+    return (
+        f"{shows} ({how.strip()}); {more} seeds{each} would show one of this size in 4 of 5"
+        " studies."
+    )
 
 # %% ../../nbs/analysis/01_compare.ipynb #1832cab1
 def notes_on(groups: list[Group], base: Group, metric: str) -> list[str]:
@@ -202,7 +223,8 @@ def notes_on(groups: list[Group], base: Group, metric: str) -> list[str]:
     ]
     if begin and np.ptp(begin) > 1e-3 * max(map(abs, begin)):
         notes.append(
-            "the model before training does not score the same in all runs: they draw or score in other ways"
+            "the model before training does not score the same in all runs: they draw or score in"
+            " other ways"
         )
     devices = sorted({str(curve.facts.get("device")) for curve in curves})
     if len(devices) > 1:
@@ -217,12 +239,14 @@ def seed_notes(group: Group, base: Group) -> list[str]:
     paired = paired_seeds(group.seeds, base.seeds)
     if not paired:
         return [
-            f"{group.label} and {base.label} have different seeds, so they are compared without pairs"
+            f"{group.label} and {base.label} have different seeds, so they are compared without"
+            " pairs"
         ]
     extra = sorted(set(group.seeds) ^ set(base.seeds))
     which = group.label if len(group.seeds) > len(base.seeds) else base.label
     return [
-        f"seeds {first_of(map(str, extra))} of {which} have no partner and do not count in the difference"
+        f"seeds {first_of(map(str, extra))} of {which} have no partner and do not count in the"
+        " difference"
     ]
 
 # %% ../../nbs/analysis/01_compare.ipynb #23a1a895
@@ -251,7 +275,8 @@ class Compared:
         return notes_on(self.groups, self.group(self.base), self.metric)
 
     def summary(self, label: str) -> dict[str, Any]:
-        "Return a group's score before training and at the common iteration, with its interval, and what that cost."
+        """Return a group's score before training and at the common iteration, with its interval,
+        and what that cost."""
         group, at = self.group(label), self.iterations
         mean, low, high = mean_interval(list(group.at(self.metric, "iteration", at).values()))
         begin = [curve.of(self.metric)[0] for curve in group.curves]
@@ -267,13 +292,15 @@ class Compared:
         return found | {"mean": mean, "low": low, "high": high} | cost
 
     def differences(self, label: str) -> list[dict[str, Any]]:
-        "Return how far a group is above the base, where iterations, rollout calls, cost and seconds are equal."
+        """Return how far a group is above the base, where iterations, rollout calls, cost and
+        seconds are equal."""
         pair = (self.group(label), self.group(self.base))
         names = {"group": label, "base": self.base, "metric": self.metric}
         return [names | measure(*pair, self.metric, x) for x in PLACES]
 
     def further(self, label: str) -> list[dict[str, Any]]:
-        "Return the differences at equal cost of the share right and of the rewards that only evaluations use."
+        """Return the differences at equal cost of the share right and of the rewards that only
+        evaluations use."""
         shown_too = [
             m
             for m in metrics_of(self.groups)
@@ -286,7 +313,8 @@ class Compared:
         ]
 
     def answer(self, label: str) -> str:
-        "Return in one sentence whether a group is above the base at equal cost (iterations, if there is no cost)."
+        """Return in one sentence whether a group is above the base at equal cost (iterations, if
+        there is no cost)."""
         found = {row["at equal"]: row for row in self.differences(label)}
         decided = found[COST] if found[COST]["difference"] is not None else found["iteration"]
         return answer(label, self.base, decided, self.digits)
@@ -330,7 +358,10 @@ class Compared:
 
 
 def picture_kind(path: str | Path) -> str:
-    "Return png, svg or pdf, as a file's name ends. Raise `ValueError` for another ending, or an impossible place."
+    """Return png, svg or pdf, as a file's name ends.
+
+    Raise `ValueError` for another ending, or an impossible place.
+    """
     kind = Path(path).suffix.lower()
     if kind not in (".png", ".svg", ".pdf"):
         raise ValueError(f"output: {shown(str(path))} does not end in .png, .svg or .pdf")
@@ -381,7 +412,8 @@ def difference_lines(c: Compared, label: str) -> list[str]:
 
 
 def table_text(c: Compared) -> str:
-    "Return a comparison as plain text: the groups, the differences, what limits them, and the answer last."
+    """Return a comparison as plain text: the groups, the differences, what limits them, and the
+    answer last."""
     title = (
         f"{metric_title(c.metric, c.groups)} after {c.iterations:,.0f} iterations, mean over seeds"
     )
@@ -395,19 +427,23 @@ def table_text(c: Compared) -> str:
 
 
 def without_controls(line: str) -> str:
-    "Return a line in which nothing moves the cursor or changes a colour: a folder's name may hold anything."
+    """Return a line in which nothing moves the cursor or changes a colour: a folder's name may hold
+    anything."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 # %% ../../nbs/analysis/01_compare.ipynb #e3eb2f5c
 def compare(
     groups: Mapping[str, Runs], metric: str = "eval_reward", base: str | None = None
 ) -> Compared:
-    """Compare groups of runs: `print(compare({"mine": "runs/mine-*", "base": [Run("runs/dance-0"), …]}))`.
+    """Compare groups of runs: `print(compare({"mine": "runs/mine-*", "base": [Run("runs/dance-0"),
+    …]}))`.
 
-    A group is one setting on several seeds: folders, a pattern, or runs. `metric` is a score of the evaluations;
-    `base` is the group that the others are compared with, the last if it is none. `.answer("mine")` is the sentence,
-    `.differences("mine")` the numbers, `.save("compare.png")` the picture, `.to_dict()` all of it.
-    Raises `ValueError` naming what keeps runs from being compared: another model, other prompts, no evaluation.
+    A group is one setting on several seeds: folders, a pattern, or runs. `metric` is a score of the
+    evaluations; `base` is the group that the others are compared with, the last if it is none.
+    `.answer("mine")` is the sentence, `.differences("mine")` the numbers, `.save("compare.png")`
+    the picture, `.to_dict()` all of it.
+    Raises `ValueError` naming what keeps runs from being compared: another model, other prompts, no
+    evaluation.
     """
     found = read_groups(groups)
     labels = [group.label for group in found]

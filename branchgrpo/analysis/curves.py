@@ -44,7 +44,8 @@ def with_cost(run: Any) -> list[dict]:
 def interpolate(rows: list[dict], key: str, x: str, value: float) -> float:
     """Return `key` at `x = value`, on straight lines between the rows.
 
-    NaN before the first evaluation of a trained policy: a line from the base model is no measurement."""
+    NaN before the first evaluation of a trained policy: a line from the base model is no
+    measurement."""
     places = [row[x] for row in rows]
     trained = next((place for place in places if place > 0), 0)
     if 0 < value < trained:
@@ -84,7 +85,10 @@ class Curve:
 
 # %% ../../nbs/analysis/00_curves.ipynb #386b783d
 def read_curve(run: Run | str | Path) -> Curve:
-    "Return a run's curve. Raise `ValueError` if the folder is no run, or if no trained policy was evaluated."
+    """Return a run's curve.
+
+    Raise `ValueError` if the folder is no run, or if no trained policy was evaluated.
+    """
     path = run.path if isinstance(run, Run) else Path(run)
     record = read_run(path)
     rows = add_cost(record.evaluations, record.rows, record.settings)
@@ -99,7 +103,8 @@ def read_curve(run: Run | str | Path) -> Curve:
 
 # %% ../../nbs/analysis/00_curves.ipynb #bb674f4e
 def matching_runs(pattern: str | Path) -> list[Path]:
-    "Return the folders of a pattern that are runs, in the order of their numbers; a name without * ? [ is itself."
+    """Return the folders of a pattern that are runs, in the order of their numbers; a name without
+    * ? [ is itself."""
     text = str(Path(pattern).expanduser())
     if not glob.has_magic(text) or Path(text).exists():
         return [Path(text)]
@@ -155,7 +160,8 @@ METHOD = {"recipe", "prompts_per_iteration", *field_types(MethodSettings)} - {
 
 # %% ../../nbs/analysis/00_curves.ipynb #ae48832d
 def difference_in(names: Iterable[str], one: Curve, other: Curve) -> str:
-    "Return in words the first setting that differs between two runs that both record it; empty: none."
+    """Return in words the first setting that differs between two runs that both record it; empty:
+    none."""
     for name in sorted(names):
         if name not in one.settings or name not in other.settings:  # a run of an earlier version
             continue
@@ -167,7 +173,10 @@ def difference_in(names: Iterable[str], one: Curve, other: Curve) -> str:
 
 
 def read_group(label: str, runs: Runs) -> Group:
-    "Return a group. Raise `ValueError` if its runs differ in more than the seed, or have a seed twice."
+    """Return a group.
+
+    Raise `ValueError` if its runs differ in more than the seed, or have a seed twice.
+    """
     curves = [read_curve(run) for run in found_runs(runs)]
     if not curves:
         raise ValueError(f"runs: group {shown(label)} has no runs")
@@ -220,13 +229,15 @@ def task_difference(one: Curve, other: Curve) -> str:
 
 
 def check_same_task(groups: list[Group]) -> None:
-    "Raise `ValueError` naming the first setting, with both values, that keeps runs from being compared."
+    """Raise `ValueError` naming the first setting, with both values, that keeps runs from being
+    compared."""
     first = groups[0].curves[0]
     for group in groups:
         for curve in group.curves:
             if found := task_difference(first, curve):
                 raise ValueError(
-                    f"runs: {found}; only runs of one model, prompts, reward and evaluation are compared"
+                    f"runs: {found}; only runs of one model, prompts, reward and evaluation are"
+                    " compared"
                 )
 
 # %% ../../nbs/analysis/00_curves.ipynb #9e55fbf0

@@ -19,7 +19,8 @@ from ..reproduction.figures import PALETTE, STYLE, colour_of
 
 # %% ../../nbs/analysis/02_picture.ipynb #4d5b2af4
 def group_colours(groups: list[Group]) -> dict[str, str]:
-    "Return a colour of its own for each group: that of its recipe, if it has one and is the first to have it."
+    """Return a colour of its own for each group: that of its recipe, if it has one and is the first
+    to have it."""
     colours: dict[str, str] = {}
     for group in groups:
         colour = colour_of(group.recipe)
@@ -32,7 +33,8 @@ def group_colours(groups: list[Group]) -> dict[str, str]:
 
 # %% ../../nbs/analysis/02_picture.ipynb #7ae71e8b
 def spread_apart(heights: list[float], least: float) -> list[float]:
-    "Return heights in the same order, each at least so far from the next, and moved as little as that needs."
+    """Return heights in the same order, each at least so far from the next, and moved as little as
+    that needs."""
     order = sorted(range(len(heights)), key=heights.__getitem__)
     placed = [heights[n] for n in order]
     for n in range(1, len(placed)):
@@ -45,7 +47,8 @@ def spread_apart(heights: list[float], least: float) -> list[float]:
 
 # %% ../../nbs/analysis/02_picture.ipynb #6e1b298d
 def draw_group(ax: Axes, group: Group, metric: str, x: str, colour: str) -> tuple[float, float]:
-    "Draw the mean over the seeds and their range, as far as all have come; return the end of the line."
+    """Draw the mean over the seeds and their range, as far as all have come; return the end of the
+    line."""
     rows = [curve.of(metric) for curve in group.curves]
     count = min(map(len, rows))
     xs = np.array([[row[x] for row in run[:count]] for run in rows]).mean(0)

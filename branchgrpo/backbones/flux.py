@@ -16,7 +16,8 @@ from .pipeline import JOINT_ATTENTION, PackedPolicy
 # %% ../../nbs/backbones/02_flux.ipynb #e9d679cb
 @torch.no_grad()
 def encode_flux(policy, prompts: list[str]) -> dict[str, Tensor]:
-    "Return the pipeline's own embeddings of P prompts: T5 sequence `(P, L, D)` and CLIP pooled `(P, E)`."
+    """Return the pipeline's own embeddings of P prompts: T5 sequence `(P, L, D)` and CLIP pooled
+    `(P, E)`."""
     pipeline = policy.pipeline
     embeds, pooled, _ = pipeline.encode_prompt(
         list(prompts),
@@ -74,7 +75,8 @@ class FluxPolicy(PackedPolicy):
         return cls.guidance if config.get("guidance_embeds", True) else 1.0
 
     def scheduler_arguments(self, steps: int) -> dict[str, Any]:
-        "Return what the pipeline hands to its scheduler: no sigmas if it has flow sigmas of its own."
+        """Return what the pipeline hands to its scheduler: no sigmas if it has flow sigmas of its
+        own."""
         given = super().scheduler_arguments(steps)
         own = self.pipeline.scheduler.config.get("use_flow_sigmas")
         return {"num_inference_steps": steps, "mu": given["mu"]} if own else given

@@ -103,7 +103,8 @@ BACKBONES = Registry(
 
 # %% ../../nbs/backbones/01_loading.ipynb #06c4d5ee
 def adapt_recipe(recipe: Any, name: str) -> Any:
-    "Return the published recipe adapted to backbone `name`, or the recipe itself if nothing adapts it."
+    """Return the published recipe adapted to backbone `name`, or the recipe itself if nothing
+    adapts it."""
     adapt = BACKBONES.get(name).adapt if name in BACKBONES.names() else None
     if adapt is None:
         return recipe
@@ -112,7 +113,8 @@ def adapt_recipe(recipe: Any, name: str) -> Any:
 
 
 def fit_name(name: str) -> str | None:
-    "Return the name of what adapts recipes to backbone `name`, such as testbed; None if nothing with a name does."
+    """Return the name of what adapts recipes to backbone `name`, such as testbed; None if nothing
+    with a name does."""
     adapt = BACKBONES.get(name).adapt if name in BACKBONES.names() else None
     return adapt if adapt in FITS.names() else None
 
@@ -128,13 +130,14 @@ def is_hub_model(name: str) -> bool:
 def folder_of(name: str) -> str:
     """Return the folder or hub name behind a backbone's name.
 
-    Raises `ValueError` if it is neither a name of `BACKBONES`, a pipeline's folder, nor `owner/model`."""
+    Raises `ValueError` if it is neither a name of `BACKBONES`, a pipeline's folder, nor
+    `owner/model`."""
     where = BACKBONES.get(name).source if name in BACKBONES.names() else from_home(name, "backbone")
     if is_there(Path(where, "model_index.json")) or is_hub_model(where):
         return where
     raise ValueError(
-        f"{unknown_name_error('backbone', name, BACKBONES.names())} "
-        "(also allowed: a folder with a model_index.json, a hub name owner/model, or your own: my_file.py:MyPolicy)"
+        f"{unknown_name_error('backbone', name, BACKBONES.names())} (also allowed: a folder with a"
+        " model_index.json, a hub name owner/model, or your own: my_file.py:MyPolicy)"
     )
 
 # %% ../../nbs/backbones/01_loading.ipynb #56cec890
@@ -163,7 +166,8 @@ def pipeline_error(name: str, error: Exception) -> ValueError:
 
 # %% ../../nbs/backbones/01_loading.ipynb #8d4d485d
 def read_index(folder: str) -> Any:
-    "Return a pipeline's `model_index.json`, of a folder or of a hub name, without an import of the pipelines."
+    """Return a pipeline's `model_index.json`, of a folder or of a hub name, without an import of
+    the pipelines."""
     if Path(folder).is_dir():
         return json.loads((Path(folder) / "model_index.json").read_text(encoding="utf-8"))
     from diffusers.configuration_utils import ConfigMixin
@@ -177,7 +181,8 @@ def read_index(folder: str) -> Any:
 def family(name: str) -> type:
     """Return the policy class of a backbone's name.
 
-    Raises `ValueError` if its pipeline belongs to no known family, cannot be found, or has parts that none uses."""
+    Raises `ValueError` if its pipeline belongs to no known family, cannot be found, or has parts
+    that none uses."""
     if name in PUBLISHED:
         return FAMILIES.get(PUBLISHED[name].family)
     folder = folder_of(name)
@@ -196,7 +201,8 @@ def family(name: str) -> type:
 
 # %% ../../nbs/backbones/01_loading.ipynb #99831e36
 def local_file(where: str, file: str) -> Path | None:
-    "Return the path of a folder's file, or of a hub name's in the hub's cache; None if it is not on this machine."
+    """Return the path of a folder's file, or of a hub name's in the hub's cache; None if it is not
+    on this machine."""
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(where, file) if is_hub_model(where) else None
@@ -236,7 +242,8 @@ def default_sizes(name: str) -> dict[str, int]:
 
 
 def default_guidance(name: str) -> float:
-    "Return the guidance scale of a backbone if none is given: its family's, or 1 if its files say that it takes none."
+    """Return the guidance scale of a backbone if none is given: its family's, or 1 if its files say
+    that it takes none."""
     found = getattr(family(name), "guidance_for", None)  # a family of your own may have none
     return found(denoiser_config(name)) if found else declared(family(name), "guidance")
 
@@ -250,14 +257,17 @@ def check_guidance(name: str, scale: float | None) -> None:
     "Raise `ValueError` if a guidance scale is given to a model that would ignore it."
     if scale is not None and scale > 1 and not takes_guidance(name):
         raise ValueError(
-            f"guidance_scale: {scale} is not 1; the files of {shown(name)} say that it takes no guidance"
+            f"guidance_scale: {scale} is not 1; the files of {shown(name)} say that it takes no"
+            " guidance"
         )
 
 
 def with_family_sizes(recipe: Any, name: str) -> Any:
-    """Return a recipe with a backbone's own sizes and guidance in place of those that it states for another family.
+    """Return a recipe with a backbone's own sizes and guidance in place of those that it states for
+    another family.
 
-    FLUX's 720 pixels and embedded guidance of 3.5 say nothing about Wan. What you set yourself stays."""
+    FLUX's 720 pixels and embedded guidance of 3.5 say nothing about Wan. What you set yourself
+    stays."""
     own = default_sizes(name) | {"guidance_scale": default_guidance(name)}
     changes = {}
     for setting, pipeline in recipe.sizes_for.items():
@@ -276,7 +286,8 @@ ENCODER_PLACES = ("device", "cpu", "none")
 
 
 def used_parts(folder: str) -> dict[str, list]:
-    "Return library and class of each part that a pipeline's folder or hub name has, and that its family uses."
+    """Return library and class of each part that a pipeline's folder or hub name has, and that its
+    family uses."""
     parts, unused = read_index(folder), declared(family(folder), "unused")
     return {
         n: kind
@@ -291,7 +302,8 @@ def encoder_names(folder: str) -> list[str]:
 
 
 def left_out(folder: str) -> dict[str, None]:
-    "Return None for each part that a pipeline lacks or that its family does not use, as `from_pretrained` takes it."
+    """Return None for each part that a pipeline lacks or that its family does not use, as
+    `from_pretrained` takes it."""
     used = used_parts(folder)
     return {
         name: None
@@ -303,8 +315,8 @@ def left_out(folder: str) -> dict[str, None]:
 def read_checked(folder: str, name: str, kind: type, dtype: torch.dtype) -> nn.Module:
     """Return a model of a pipeline, of its files of 16 bits if it has no others.
 
-    Raises `ValueError` if its files lack a weight, which would be drawn at random, or if a model of diffusers has one
-    more than its configuration uses."""
+    Raises `ValueError` if its files lack a weight, which would be drawn at random, or if a model of
+    diffusers has one more than its configuration uses."""
     files = [path.name for path in Path(folder, name).glob("*.safetensors")]
     variant = "fp16" if files and all(".fp16." in file for file in files) else None
     options: dict[str, Any] = {"subfolder": name, "variant": variant, "output_loading_info": True}
@@ -321,7 +333,8 @@ def read_checked(folder: str, name: str, kind: type, dtype: torch.dtype) -> nn.M
 def read_pipeline(
     folder: str, dtype: torch.dtype, vae_dtype: torch.dtype | None = None, **parts: Any
 ) -> Any:
-    "Return a pipeline on the CPU, frozen; `parts` take the place of its own, and None leaves a part out."
+    """Return a pipeline on the CPU, frozen; `parts` take the place of its own, and None leaves a
+    part out."""
     import diffusers
     import transformers
     import diffusers.utils.logging
@@ -364,7 +377,8 @@ def without_remarks(module: str, least: int = logging.ERROR) -> Iterator[None]:
 
 # %% ../../nbs/backbones/01_loading.ipynb #bffa5b70
 def empty_denoiser(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    "Return a backbone's denoiser whose parameters have no values (meta device); its buffers have them."
+    """Return a backbone's denoiser whose parameters have no values (meta device); its buffers have
+    them."""
     import diffusers
     from accelerate import init_empty_weights
 
@@ -385,13 +399,17 @@ def of_all(value: Any) -> list:
 
 # %% ../../nbs/backbones/01_loading.ipynb #39c1089f
 def is_reader() -> bool:
-    "Return whether this process encodes for its machine, as the first one there. All processes call it together."
+    """Return whether this process encodes for its machine, as the first one there.
+
+    All processes call it together.
+    """
     first = of_all(socket.gethostname()).index(socket.gethostname())
     return not dist.is_initialized() or dist.get_rank() == first
 
 # %% ../../nbs/backbones/01_loading.ipynb #982fca96
 def avoid_cudnn_attention() -> None:
-    "Let PyTorch choose among its other attention kernels, in the whole process: cuDNN's gradients can be NaN."
+    """Let PyTorch choose among its other attention kernels, in the whole process: cuDNN's gradients
+    can be NaN."""
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 # %% ../../nbs/backbones/01_loading.ipynb #0eba550d
@@ -404,7 +422,10 @@ def load_pipeline(
     denoiser: nn.Module | None = None,  # in place of the one in the files, where it is
     vae_dtype: torch.dtype | None = None,  # of the autoencoder; none: dtype
 ) -> Any:
-    "Return a backbone's diffusers pipeline, frozen. Raises `ValueError` if it is absent or if `encoders` is wrong."
+    """Return a backbone's diffusers pipeline, frozen.
+
+    Raises `ValueError` if it is absent or if `encoders` is wrong.
+    """
     check_one_of("encoders", encoders, ENCODER_PLACES)
     avoid_cudnn_attention()
     folder, component = folder_of(name), declared(family(name), "component")
@@ -426,7 +447,8 @@ def load_pipeline(
 def policy_around(
     pipeline: Any, name: str, given: dict[str, Any], guidance_scale: float | None, *more: Any
 ) -> Any:
-    "Return a backbone's policy with a pipeline; what is None in `given` takes the backbone's or the family's default."
+    """Return a backbone's policy with a pipeline; what is None in `given` takes the backbone's or
+    the family's default."""
     policy_class = family(name)
     check_guidance(name, guidance_scale)
     sizes = default_sizes(name) | {key: value for key, value in given.items() if value is not None}
@@ -443,7 +465,8 @@ def policy_around(
 
 # %% ../../nbs/backbones/01_loading.ipynb #aeb225d8
 def own_policy(name: str, device: str | torch.device = "cpu") -> Any:
-    """Return the policy of `my_file.py:MyPolicy` or `my_module:make`: an object, or what it returns without arguments.
+    """Return the policy of `my_file.py:MyPolicy` or `my_module:make`: an object, or what it returns
+    without arguments.
 
     Raises `ValueError` if it cannot be imported or made, or lacks a part of `Policy`."""
     made = import_own(name, "backbone")
@@ -472,10 +495,11 @@ def load_backbone(
     frames: int | None = None,  # for the families that take them
     **options: Any,  # text_length, negative_prompt; those of `load_pipeline`; and what else the family `takes`
 ) -> Policy:
-    """Return the policy of a pipeline, frozen. What is None takes the backbone's or the family's default.
+    """Return the policy of a pipeline, frozen. What is None takes the backbone's or the family's
+    default.
 
-    Raises `ValueError` as `family` and `load_pipeline` do, and if a size does not fit. A policy of your own takes none
-    of these."""
+    Raises `ValueError` as `family` and `load_pipeline` do, and if a size does not fit. A policy of
+    your own takes none of these."""
     if is_own_name(name):
         return own_policy(name, device)
     takes = declared(family(name), "takes")
@@ -563,7 +587,10 @@ TEXT = re.compile(r"^(text_encoder|lora_te)|text_model")
 
 
 def lora_file(where: str) -> Path:
-    "Return the file of an adapter: a file, or the one in a folder or hub model. Raise `ValueError` if there is none."
+    """Return the file of an adapter: a file, or the one in a folder or hub model.
+
+    Raise `ValueError` if there is none.
+    """
     place = from_home(where, "lora")
     if is_hub_model(where) and not where.endswith(".safetensors"):
         from huggingface_hub import snapshot_download
@@ -585,7 +612,8 @@ def lora_file(where: str) -> Path:
 
 
 def with_alpha(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    "Return an adapter's weights with the scale of its `.alpha` keys in the second factor; not all loaders read them."
+    """Return an adapter's weights with the scale of its `.alpha` keys in the second factor; not all
+    loaders read them."""
     out = dict(state)
     for key in [key for key in state if key.endswith(".alpha")]:
         stem = key.removesuffix(".alpha")
@@ -596,7 +624,8 @@ def with_alpha(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def add_lora(policy: Any, file: Path) -> dict[str, torch.Tensor]:
-    "Put an adapter on a policy by the loaders of diffusers and PEFT; return its weights as they name them."
+    """Put an adapter on a policy by the loaders of diffusers and PEFT; return its weights as they
+    name them."""
     from safetensors.torch import load_file
 
     pipeline, weights = policy.pipeline, load_file(file)
@@ -623,7 +652,8 @@ def add_lora(policy: Any, file: Path) -> dict[str, torch.Tensor]:
 
 
 def load_lora(policy: Any, where: str, encoders: bool = True) -> None:
-    """Put an adapter on a policy, at its own scale; with `encoders` it may change text encoders too.
+    """Put an adapter on a policy, at its own scale; with `encoders` it may change text encoders
+    too.
 
     Raises `ValueError` if there is no such file, or if it does not fit the model as a whole."""
     file, name = lora_file(where), shown(where)
@@ -657,7 +687,8 @@ def load_lora(policy: Any, where: str, encoders: bool = True) -> None:
         ) from None
     if broken:
         raise ValueError(
-            f"lora: {name} holds numbers that are not finite (NaN or infinite), first in {broken[0]}"
+            f"lora: {name} holds numbers that are not finite (NaN or infinite), first in"
+            f" {broken[0]}"
         )
     parts = [policy.denoiser, *encoders_of(policy.pipeline)]
     placed = sum("lora_" in key for part in parts for key, _ in part.named_parameters())

@@ -96,7 +96,8 @@ class FamilyDefaults:
 
 # %% ../../nbs/backbones/00_pipeline.ipynb #5c6928a3
 def unsupported_error(family: type, index: dict, name: str = "the pipeline") -> str | None:
-    """Return why a pipeline is not drawn as its files say, or None; `index` is its `model_index.json`.
+    """Return why a pipeline is not drawn as its files say, or None; `index` is its
+    `model_index.json`.
 
     A part is `[library, class]`, or `[None, None]` where it is absent; all else is a flag."""
     parts = getattr(family, "parts", None)
@@ -113,21 +114,26 @@ def unsupported_error(family: type, index: dict, name: str = "the pipeline") -> 
             return f"backbone: {name} has no {key}, which {family.__name__} needs"
         if not absent and key not in known and not key.startswith(("_", "requires_safety_checker")):
             what = f"{key} ({value[-1] if isinstance(value, (list, tuple)) else value})"
-            return f"backbone: {name} has {what}, which is not supported; without it the images would be others"
+            return (
+                f"backbone: {name} has {what}, which is not supported; without it the images would"
+                " be others"
+            )
     return None
 
 # %% ../../nbs/backbones/00_pipeline.ipynb #7883087f
 def check_text(
     family: type, text_length: int | None, negative_prompt: str | None, guidance_scale: float
 ) -> None:
-    "Raise `ValueError` if a family does not take a text of this length, or a negative prompt; None is always taken."
+    """Raise `ValueError` if a family does not take a text of this length, or a negative prompt;
+    None is always taken."""
     lengths = getattr(family, "text_lengths", None)
     if text_length is not None and (lengths is None or text_length > lengths[1]):
         most = f"takes at most {lengths[1]} tokens" if lengths else "has one length"
         raise ValueError(f"text_length: {text_length} is not possible, {family.__name__} {most}")
     if negative_prompt is not None and getattr(family, "negative_prompt", None) is None:
         raise ValueError(
-            f"negative_prompt: {family.__name__} has no classifier-free guidance, which it would change"
+            f"negative_prompt: {family.__name__} has no classifier-free guidance, which it would"
+            " change"
         )
     if negative_prompt is not None and guidance_scale <= 1:
         raise ValueError(
@@ -166,7 +172,8 @@ def own_scheduler(policy, steps: int) -> Any:
 
 # %% ../../nbs/backbones/00_pipeline.ipynb #04d450ab
 def flow_levels_of(scheduler) -> tuple[Tensor, Tensor, None]:
-    """Return the times `(T,)` that a flow model is told, and its levels σ `(T + 1,)`, of a scheduler set to T steps.
+    """Return the times `(T,)` that a flow model is told, and its levels σ `(T + 1,)`, of a
+    scheduler set to T steps.
 
     Raises `ValueError` if they do not fall from 1 to 0. Pipelines count times in thousandths."""
     predicts = scheduler.config.get("prediction_type", "flow_prediction")
@@ -204,14 +211,20 @@ SOLVERS = (  # schedulers that draw no noise and leave latents at their scale
 
 
 def signal_levels(scheduler) -> Tensor:
-    "Return ᾱ `(T + 1,)` at a diffusion model's timesteps, and at the end. Raise `ValueError` on a step it has not."
+    """Return ᾱ `(T + 1,)` at a diffusion model's timesteps, and at the end.
+
+    Raise `ValueError` on a step it has not.
+    """
     alphas = getattr(scheduler, "alphas_cumprod", None)
     if alphas is None:
         raise scheduler_error(
             scheduler, "has no beta_schedule, so it is not one of a diffusion model"
         )
     if int(scheduler.timesteps.max()) >= len(alphas):
-        what = f"asks for step {int(scheduler.timesteps.max())} of {len(alphas)} (steps_offset, timestep_spacing)"
+        what = (
+            f"asks for step {int(scheduler.timesteps.max())} of {len(alphas)} (steps_offset,"
+            " timestep_spacing)"
+        )
         raise scheduler_error(scheduler, what)
     end = torch.as_tensor(getattr(scheduler, "final_alpha_cumprod", 1.0)).reshape(1)
     return torch.cat([alphas[scheduler.timesteps.long()], end])
@@ -246,7 +259,8 @@ def solved_by(scheduler, kind: str) -> Transition:
 
 
 def check_divisible(scheduler, levels: Tensor) -> None:
-    "Raise `ValueError` if a step without signal is one of noise prediction, which would divide by 0."
+    """Raise `ValueError` if a step without signal is one of noise prediction, which would divide by
+    0."""
     if not levels[0] and scheduler.config.get("prediction_type", "epsilon") == "epsilon":
         raise scheduler_error(
             scheduler, "has rescale_betas_zero_snr: True, which needs v_prediction, not epsilon"
@@ -254,7 +268,10 @@ def check_divisible(scheduler, levels: Tensor) -> None:
 
 # %% ../../nbs/backbones/00_pipeline.ipynb #79ca977c
 def size_shift(config, tokens: int) -> float:
-    "Return μ, the log of the shift for an image of so many tokens. Source: diffusers, pipeline_flux.py l. 827-833."
+    """Return μ, the log of the shift for an image of so many tokens.
+
+    Source: diffusers, pipeline_flux.py l. 827-833.
+    """
     from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
     usual = {
@@ -267,10 +284,11 @@ def size_shift(config, tokens: int) -> float:
 
 # %% ../../nbs/backbones/00_pipeline.ipynb #ede5b877
 class PipelinePolicy(FamilyDefaults):
-    """Hold a diffusers pipeline as a policy; a family adds `encode`, `predict`, `decode` and `latent_shape`.
+    """Hold a diffusers pipeline as a policy; a family adds `encode`, `predict`, `decode` and
+    `latent_shape`.
 
-    `guidance_grad`: the unconditional branch gets a gradient too. Raises `ValueError` if a size does not fit,
-    or as `unsupported_error` says."""
+    `guidance_grad`: the unconditional branch gets a gradient too. Raises `ValueError` if a size
+    does not fit, or as `unsupported_error` says."""
 
     def __init__(
         self,
@@ -308,7 +326,10 @@ class PipelinePolicy(FamilyDefaults):
         self.call = self.denoiser
 
     def set_text(self, text_length: int | None, negative_prompt: str | None) -> None:
-        "Set the tokens of a prompt and what guidance leads away from; None: the family's. Raises as `check_text`."
+        """Set the tokens of a prompt and what guidance leads away from; None: the family's.
+
+        Raises as `check_text`.
+        """
         check_text(type(self), text_length, negative_prompt, self.guidance_scale)
         self.given_length = text_length
         if text_length is not None and self.text_length != text_length:
@@ -322,7 +343,11 @@ class PipelinePolicy(FamilyDefaults):
 
     @property
     def text_length(self) -> int:
-        "The tokens of a prompt: those that were set, or the pipeline's default; at most the tokenizer's. 0: fixed."
+        """The tokens of a prompt: those that were set, or the pipeline's default; at most the
+        tokenizer's.
+
+        0: fixed.
+        """
         if self.text_lengths is None:
             return 0
         tokenizer = getattr(self.pipeline, self.long_tokenizer, None)
@@ -343,15 +368,20 @@ class PipelinePolicy(FamilyDefaults):
         return {"num_inference_steps": steps}
 
     def own_levels(self, steps: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        "Return times `(T,)`, levels `(T + 1,)` and ends of steps in which the model's files let it be trained."
+        """Return times `(T,)`, levels `(T + 1,)` and ends of steps in which the model's files let
+        it be trained."""
         return flow_levels_of(own_scheduler(self, steps))
 
     def own_process(self, steps: int) -> Transition:
-        "Return the process without noise of the scheduler in the model's files. Raise `ValueError` if it cannot be."
+        """Return the process without noise of the scheduler in the model's files.
+
+        Raise `ValueError` if it cannot be.
+        """
         return solved_by(own_scheduler(self, steps), self.kind)
 
     def trained_scheduler(self, shift: float | str) -> Any:
-        "Return the scheduler of diffusers that takes Euler's steps between the levels of a training at `shift`."
+        """Return the scheduler of diffusers that takes Euler's steps between the levels of a
+        training at `shift`."""
         from diffusers import FlowMatchEulerDiscreteScheduler
 
         if not isinstance(shift, str):
@@ -368,7 +398,8 @@ class PipelinePolicy(FamilyDefaults):
         )
 
     def drawing(self, steps: int) -> dict[str, Any]:
-        "Return what the pipeline's call takes to draw as the policy does, besides a prompt and its first frame."
+        """Return what the pipeline's call takes to draw as the policy does, besides a prompt and
+        its first frame."""
         call = {"num_inference_steps": steps, self.guidance_name: self.guidance_scale}
         call |= {"height": self.height, "width": self.width}
         call |= {"max_sequence_length": self.text_length} if self.text_lengths else {}
@@ -380,7 +411,8 @@ class PipelinePolicy(FamilyDefaults):
 
 # %% ../../nbs/backbones/00_pipeline.ipynb #56415fd3
 def without_prompt(conditioning: dict[str, Tensor], scale: float, family: str) -> dict[str, Tensor]:
-    """Return conditioning in which `negative_x` takes the place of `x` or `prompt_x`; other rows serve both branches.
+    """Return conditioning in which `negative_x` takes the place of `x` or `prompt_x`; other rows
+    serve both branches.
 
     Raises `ValueError` if a prompt's rows have no negative ones, or if there are none at all."""
     positive = {key: rows for key, rows in conditioning.items() if not key.startswith("negative_")}
@@ -388,11 +420,17 @@ def without_prompt(conditioning: dict[str, Tensor], scale: float, family: str) -
     negative = {}
     for key, other in others.items():
         if key.startswith("prompt_") and other not in conditioning:
-            what = f"needs {other!r} beside {key!r}, which `encode` of {family} does not return; take 1"
+            what = (
+                f"needs {other!r} beside {key!r}, which `encode` of {family} does not return;"
+                " take 1"
+            )
             raise ValueError(f"guidance_scale: {scale:g} {what}")
         negative[key] = conditioning.get(other, positive[key])
     if not conditioning.keys() & set(others.values()):
-        what = f"has no effect, since `encode` of {family} returns nothing whose name begins with 'negative_'; take 1"
+        what = (
+            f"has no effect, since `encode` of {family} returns nothing whose name begins with"
+            " 'negative_'; take 1"
+        )
         raise ValueError(f"guidance_scale: {scale:g} {what}")
     return negative
 
@@ -402,10 +440,12 @@ def guided(
     run: Callable,  # (latents, conditioning) -> output (B, …)
     latents: Tensor,  # (B, …)
     conditioning: dict[str, Tensor],  # B rows, with those of `without_prompt`
-    rescale: Callable
-    | None = None,  # (guided, conditional) -> output, for a family that changes the result
+    rescale: (
+        Callable | None
+    ) = None,  # (guided, conditional) -> output, for a family that changes the result
 ) -> Tensor:
-    """Return the guided output `(B, …)` of `run`; two forward passes if `policy.guidance_scale` is above 1.
+    """Return the guided output `(B, …)` of `run`; two forward passes if `policy.guidance_scale` is
+    above 1.
 
     Raises `ValueError` as `without_prompt` does."""
     positive = {key: rows for key, rows in conditioning.items() if not key.startswith("negative_")}
@@ -432,7 +472,8 @@ def measured_decode(
     shape: tuple[int, ...],  # of one latent of the VAE, without the batch
     dtype: torch.dtype,
 ) -> tuple[int, int]:
-    "Return the bytes that a VAE holds at its peak while it decodes one image, its own weights aside, and the FLOPs."
+    """Return the bytes that a VAE holds at its peak while it decodes one image, its own weights
+    aside, and the FLOPs."""
     with (
         torch.random.fork_rng([]),
         torch.device("meta"),
@@ -444,7 +485,8 @@ def measured_decode(
 
 # %% ../../nbs/backbones/00_pipeline.ipynb #80e0909e
 def decode_costs(vae, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> tuple[int, int]:
-    "Return bytes and FLOPs of one image as `measured_decode` does, of a VAE's class and configuration."
+    """Return bytes and FLOPs of one image as `measured_decode` does, of a VAE's class and
+    configuration."""
     return measured_decode(
         type(vae), json.dumps(dict(vae.config)), tuple(shape), dtype or vae.dtype
     )
@@ -454,7 +496,8 @@ DECODE_BYTES = 4e9  # what a call of a VAE may hold if no number of images is se
 
 
 def images_per_decode(one: float, most: int = 64) -> int:
-    "Return how many images a VAE decodes in `DECODE_BYTES` if it holds `one` bytes for each: from 1 to `most`."
+    """Return how many images a VAE decodes in `DECODE_BYTES` if it holds `one` bytes for each: from
+    1 to `most`."""
     return max(1, min(most, int(DECODE_BYTES // one)))
 
 # %% ../../nbs/backbones/00_pipeline.ipynb #5eaf0b8b
@@ -464,7 +507,8 @@ def unit_range(images: Tensor) -> Tensor:
 
 # %% ../../nbs/backbones/00_pipeline.ipynb #9966179f
 def decode_images(vae, z: Tensor, max_batch: int | None = None, most: int = 64) -> Tensor:
-    "Return images float32 in [0, 1] from the VAE's own latents, `max_batch` at a time, or what memory holds of `most`."
+    """Return images float32 in [0, 1] from the VAE's own latents, `max_batch` at a time, or what
+    memory holds of `most`."""
     max_batch = max_batch or images_per_decode(decode_costs(vae, z.shape[1:])[0], most)
     parts = [
         vae.decode(part.to(vae.device, vae.dtype), return_dict=False)[0]
@@ -474,7 +518,8 @@ def decode_images(vae, z: Tensor, max_batch: int | None = None, most: int = 64) 
 
 # %% ../../nbs/backbones/00_pipeline.ipynb #fccc14cc
 def decode_by_channel(policy, z: Tensor, most: int, max_batch: int | None = None) -> Tensor:
-    "Return what a video VAE makes of latents with mean 0 and std 1 in every channel, as `decode_images` does."
+    """Return what a video VAE makes of latents with mean 0 and std 1 in every channel, as
+    `decode_images` does."""
     vae = policy.pipeline.vae
     known = (vae.config.latents_mean, vae.config.latents_std)
     mean, std = (
@@ -487,7 +532,8 @@ def decode_by_channel(policy, z: Tensor, most: int, max_batch: int | None = None
 
 # %% ../../nbs/backbones/00_pipeline.ipynb #8915dacc
 class ImagePolicy(PipelinePolicy):
-    "A policy of images; latents `(C, H/8, W/8)` are those of a VAE of Stable Diffusion, shifted and scaled."
+    """A policy of images; latents `(C, H/8, W/8)` are those of a VAE of Stable Diffusion, shifted
+    and scaled."""
 
     @cached_property
     def latent_shape(self) -> tuple[int, ...]:
@@ -520,7 +566,8 @@ class PackedPolicy(ImagePolicy):
         return (self.grid[0] * self.grid[1], self.denoiser.config.in_channels)
 
     def scheduler_arguments(self, steps: int) -> dict[str, Any]:
-        """Return even sigmas and `mu`, by which the scheduler shifts them if it does so by the image's size.
+        """Return even sigmas and `mu`, by which the scheduler shifts them if it does so by the
+        image's size.
 
         Source: diffusers, pipeline_flux.py l. 823-842; pipeline_qwenimage.py l. 598-613."""
         mu = size_shift(self.pipeline.scheduler.config, self.latent_shape[0])
@@ -535,7 +582,8 @@ class PackedPolicy(ImagePolicy):
 
 # %% ../../nbs/backbones/00_pipeline.ipynb #bcadbbc9
 def published_pipeline(family: type) -> SimpleNamespace:
-    "Return what a policy needs of a family's published pipeline, its denoiser on the meta device, in bfloat16."
+    """Return what a policy needs of a family's published pipeline, its denoiser on the meta device,
+    in bfloat16."""
     import diffusers
 
     model, config = family.published

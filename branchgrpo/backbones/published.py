@@ -26,7 +26,8 @@ def storages(values: Any) -> list[torch.UntypedStorage]:
 
 # %% ../../nbs/backbones/08_published.ipynb #b813ac8d
 class Operations(TorchDispatchMode):
-    "Counts the bytes of the tensors made in this context while something holds them (`now`, `peak`), and FLOPs."
+    """Counts the bytes of the tensors made in this context while something holds them (`now`,
+    `peak`), and FLOPs."""
 
     def __init__(self):
         super().__init__()
@@ -75,7 +76,8 @@ def fused(
 # %% ../../nbs/backbones/08_published.ipynb #e20eb7fa
 @contextmanager
 def instead(holder: Any, **parts: Any) -> Iterator[None]:
-    "Put parts in the place of those that a module or an object holds, for as long as the context lasts."
+    """Put parts in the place of those that a module or an object holds, for as long as the context
+    lasts."""
     own = {name: getattr(holder, name) for name in parts}
     for name, part in parts.items():
         setattr(holder, name, part)
@@ -87,7 +89,8 @@ def instead(holder: Any, **parts: Any) -> Iterator[None]:
 
 
 def fused_attention() -> AbstractContextManager[None]:
-    "Let all attention be `fused`, as long as the context lasts; for tensors on the meta device only."
+    """Let all attention be `fused`, as long as the context lasts; for tensors on the meta device
+    only."""
     return instead(torch.nn.functional, scaled_dot_product_attention=fused)
 
 # %% ../../nbs/backbones/08_published.ipynb #0c5d28f0
@@ -120,7 +123,8 @@ ENCODING_BYTES = 8.5e9  # of T5-XXL in float32, for 32 prompts of 512 tokens
 # %% ../../nbs/backbones/08_published.ipynb #f9379fdf
 @dataclass(frozen=True)
 class Published:
-    "A published model: the class of its pipeline, its VAE and its encoders; the family has its denoiser."
+    """A published model: the class of its pipeline, its VAE and its encoders; the family has its
+    denoiser."""
 
     family: str
     vae: tuple[str, dict[str, Any]]  # a class of diffusers and its configuration

@@ -69,7 +69,10 @@ def decode_qwen_image(policy, latents: Tensor, max_batch: int | None = None) -> 
 # %% ../../nbs/backbones/05_qwen_image.ipynb #a5a7d151
 @FAMILIES.register("QwenImagePipeline")
 class QwenImagePolicy(PackedPolicy):
-    "Hold a `QwenImagePipeline` as a policy; packed latents `(N, C)`. `guidance_scale` is its `true_cfg_scale`."
+    """Hold a `QwenImagePipeline` as a policy; packed latents `(N, C)`.
+
+    `guidance_scale` is its `true_cfg_scale`.
+    """
 
     guidance = 4.0
     guidance_name = "true_cfg_scale"

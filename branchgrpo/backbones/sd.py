@@ -45,7 +45,10 @@ def predict_sd(policy, latents: Tensor, time: Tensor, conditioning: dict[str, Te
 
 # %% ../../nbs/backbones/04_sd.ipynb #a0e9624c
 def ddim_scheduler(policy) -> Any:
-    "Return a `DDIMScheduler` of the fields of a pipeline's scheduler. Raise `ValueError` if they are not of its kind."
+    """Return a `DDIMScheduler` of the fields of a pipeline's scheduler.
+
+    Raise `ValueError` if they are not of its kind.
+    """
     from diffusers import DDIMScheduler
 
     scheduler = policy.pipeline.scheduler
@@ -56,15 +59,18 @@ def ddim_scheduler(policy) -> Any:
     for name in ("clip_sample", "thresholding"):
         if scheduler.config.get(name):
             raise scheduler_error(
-                scheduler, f"has {name}: True, which changes x̂₀; such a model is drawn, not trained"
+                scheduler,
+                f"has {name}: True, which changes x̂₀; such a model is drawn, not trained",
             )
     return DDIMScheduler.from_config(scheduler.config, clip_sample=False)
 
 
 def ddim_levels_of(policy, steps: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return DDIM's timesteps `(T,)`, ᾱ `(T + 1,)`, and ᾱ after each step `(T,)` where the next begins elsewhere.
+    """Return DDIM's timesteps `(T,)`, ᾱ `(T + 1,)`, and ᾱ after each step `(T,)` where the next
+    begins elsewhere.
 
-    Raises `ValueError` as `ddim_scheduler` does. Source: diffusers, scheduling_ddim.py l. 424-428."""
+    Raises `ValueError` as `ddim_scheduler` does. Source: diffusers, scheduling_ddim.py l. 424-428.
+    """
     scheduler = ddim_scheduler(policy)
     scheduler.set_timesteps(steps)
     times, alphas = scheduler.timesteps, scheduler.alphas_cumprod
@@ -77,7 +83,8 @@ def ddim_levels_of(policy, steps: int) -> tuple[Tensor, Tensor, Tensor | None]:
 
 # %% ../../nbs/backbones/04_sd.ipynb #556384e5
 class SDPolicy(ImagePolicy):
-    """Hold a `StableDiffusionPipeline` (v1.4, v1.5) as a policy; latents `(C, H/8, W/8)`, time is a training step.
+    """Hold a `StableDiffusionPipeline` (v1.4, v1.5) as a policy; latents `(C, H/8, W/8)`, time is a
+    training step.
 
     `guidance_scale` above 1 (Pro-GRPO Table 8: 5) costs two forward passes per call."""
 
@@ -117,7 +124,8 @@ class SDPolicy(ImagePolicy):
         read, made = self.denoiser.config.in_channels, self.denoiser.config.out_channels
         if read != made:
             raise ValueError(
-                f"backbone: its unet reads {read} channels and makes {made}: it draws with a picture's mask"
+                f"backbone: its unet reads {read} channels and makes {made}: it draws with a"
+                " picture's mask"
             )
 
     def trained_scheduler(self, shift: float | str) -> Any:

@@ -16,7 +16,8 @@ from .pipeline import ImagePolicy, JOINT_ATTENTION, guided, size_shift
 # %% ../../nbs/backbones/03_sd3.ipynb #19ac947b
 @torch.no_grad()
 def encode_sd3(policy, prompts: list[str]) -> dict[str, Tensor]:
-    "Return the pipeline's own embeddings of P prompts and of the negative prompt: `(P, L, D)` and pooled `(P, E)`."
+    """Return the pipeline's own embeddings of P prompts and of the negative prompt: `(P, L, D)` and
+    pooled `(P, E)`."""
     pipeline = policy.pipeline
     made = pipeline.encode_prompt(
         list(prompts),
@@ -60,7 +61,8 @@ SD35_MEDIUM = dict(
 class SD3Policy(ImagePolicy):
     """Hold a `StableDiffusion3Pipeline` as a policy; latents `(C, H/8, W/8)`.
 
-    `guidance_scale` above 1 (SD3.5-M: 4.5) costs two forward passes per call. Source: Pro-GRPO Table 7."""
+    `guidance_scale` above 1 (SD3.5-M: 4.5) costs two forward passes per call. Source: Pro-GRPO
+    Table 7."""
 
     guidance = 4.5
     sized_by_files = True
@@ -84,14 +86,18 @@ class SD3Policy(ImagePolicy):
     predict = predict_sd3
 
     def scheduler_arguments(self, steps: int) -> dict[str, Any]:
-        "Return the steps, and `mu` if the scheduler shifts by size. Source: diffusers, its pipeline l. 1016-1040."
+        """Return the steps, and `mu` if the scheduler shifts by size.
+
+        Source: diffusers, its pipeline l. 1016-1040.
+        """
         config, patch = self.pipeline.scheduler.config, self.denoiser.config.patch_size
         tokens = (self.latent_shape[1] // patch) * (self.latent_shape[2] // patch)
         mu = {"mu": size_shift(config, tokens)} if config.get("use_dynamic_shifting") else {}
         return super().scheduler_arguments(steps) | mu
 
     def blank(self, batch: int = 1) -> dict[str, Tensor]:
-        "Return zeros in place of CLIP's 77 and T5's 256 tokens, for the prompts and for the empty prompt."
+        """Return zeros in place of CLIP's 77 and T5's 256 tokens, for the prompts and for the empty
+        prompt."""
         text = self.zeros(batch, 77 + 256, self.denoiser.config.joint_attention_dim)
         pooled = self.zeros(batch, self.denoiser.config.pooled_projection_dim)
         return {

@@ -54,7 +54,10 @@ def decode_wan(policy, latents: Tensor, max_batch: int | None = None) -> Tensor:
 
 # %% ../../nbs/backbones/06_wan.ipynb #2bfa76c7
 def latent_frames(frames: int, fold: int, most: int | None = None) -> int:
-    "Return how many latent frames a clip has, up to `most`. Raises `ValueError` if `frames` is not 1 + k · `fold`."
+    """Return how many latent frames a clip has, up to `most`.
+
+    Raises `ValueError` if `frames` is not 1 + k · `fold`.
+    """
     if frames < 1 or (frames - 1) % fold or (most is not None and (frames - 1) // fold >= most):
         allowed = f"{fold} from 1 to {(most - 1) * fold + 1}" if most else str(fold)
         raise ValueError(f"frames: {frames} is not one more than a multiple of {allowed}")
@@ -64,7 +67,8 @@ def latent_frames(frames: int, fold: int, most: int | None = None) -> int:
 class WanPolicy(PipelinePolicy):
     """Hold a `WanPipeline` (text to video) as a policy; latents `(C, (F−1)/4 + 1, H/8, W/8)`.
 
-    `guidance_scale` above 1 (Wan2.1: 5) costs two forward passes per call. Source: BranchGRPO Sec. 4.6."""
+    `guidance_scale` above 1 (Wan2.1: 5) costs two forward passes per call. Source: BranchGRPO Sec.
+    4.6."""
 
     default_size = (480, 832)
     default_frames = 33
@@ -114,7 +118,8 @@ class WanPolicy(PipelinePolicy):
     decode = decode_wan
 
     def drawing(self, steps: int) -> dict[str, Any]:
-        "Return what the pipeline's call takes to draw as the policy does, besides a prompt and its first frame."
+        """Return what the pipeline's call takes to draw as the policy does, besides a prompt and
+        its first frame."""
         return super().drawing(steps) | {"num_frames": self.frames}
 
     def blank(self, batch: int = 1) -> dict[str, Tensor]:
@@ -124,7 +129,8 @@ class WanPolicy(PipelinePolicy):
 
 # %% ../../nbs/backbones/06_wan.ipynb #02b68324
 def fitted(processor: Any, image: Tensor, height: int, width: int) -> Tensor:
-    "Return a first frame `(3, H, W)` in [0, 1] as `(1, 3, height, width)` in [−1, 1], resized as a picture is."
+    """Return a first frame `(3, H, W)` in [0, 1] as `(1, 3, height, width)` in [−1, 1], resized as
+    a picture is."""
     import PIL.Image
 
     size = {"height": height, "width": width}
@@ -149,7 +155,8 @@ def first_frame_condition(policy, images: list[Tensor]) -> Tensor:
 
 # %% ../../nbs/backbones/06_wan.ipynb #e2609e9c
 def first_frame_features(policy, images: list[Tensor]) -> Tensor:
-    "Return the CLIP features `(P, tokens, D)` of first frames, rounded to 8 bits as the pipeline does."
+    """Return the CLIP features `(P, tokens, D)` of first frames, rounded to 8 bits as the pipeline
+    does."""
     pipeline = policy.pipeline
     pil = [
         pipeline.video_processor.numpy_to_pil(image.permute(1, 2, 0).numpy())[0] for image in images
@@ -159,7 +166,8 @@ def first_frame_features(policy, images: list[Tensor]) -> Tensor:
 # %% ../../nbs/backbones/06_wan.ipynb #bd13ce9a
 @torch.no_grad()
 def encode_wan_i2v(policy, prompts: list[str]) -> dict[str, Tensor]:
-    "Return `encode_wan`'s embeddings with `condition` and, if the model takes them, `image_embeds`."
+    """Return `encode_wan`'s embeddings with `condition` and, if the model takes them,
+    `image_embeds`."""
     images = policy.frames_of(prompts)
     made = policy.on_device(condition=first_frame_condition(policy, images))
     out = encode_wan(policy, prompts) | made
@@ -167,7 +175,8 @@ def encode_wan_i2v(policy, prompts: list[str]) -> dict[str, Tensor]:
         return out
     if policy.pipeline.image_encoder is None:
         raise ValueError(
-            "backbone: the pipeline has no image_encoder, whose features its denoiser takes (image_dim)"
+            "backbone: the pipeline has no image_encoder, whose features its denoiser takes"
+            " (image_dim)"
         )
     return out | policy.on_device(image_embeds=first_frame_features(policy, images))
 
@@ -184,7 +193,8 @@ def blank_wan_i2v(policy, batch: int = 1) -> dict[str, Tensor]:
 
 # %% ../../nbs/backbones/06_wan.ipynb #c1ff8307
 class WanImagePolicy(WanPolicy):
-    """Hold a `WanImageToVideoPipeline` as a policy; latents as `WanPolicy`, with a first frame per prompt.
+    """Hold a `WanImageToVideoPipeline` as a policy; latents as `WanPolicy`, with a first frame per
+    prompt.
 
     Raises `ValueError` if the prompts have no first frames. Source: BranchGRPO Table 4."""
 
@@ -202,14 +212,18 @@ class WanImagePolicy(WanPolicy):
     blank = blank_wan_i2v
 
     def content(self, prompt: str) -> str:
-        "Return the prompt, the clip's size, a digest of the first frame, and how one of another size is resized."
+        """Return the prompt, the clip's size, a digest of the first frame, and how one of another
+        size is resized."""
         frame = self.frames_of([prompt])[0]
         digest = hashlib.blake2b(frame.numpy().tobytes(), digest_size=16).hexdigest()
         resized = "" if frame.shape[1:] == (self.height, self.width) else "\nresized as a picture"
         return f"{prompt}\n{self.height}x{self.width}x{self.frames}\n{digest}{resized}"
 
     def frames_of(self, prompts: list[str]) -> list[Tensor]:
-        "Return the first frames, `(3, H, W)` in [0, 1], of any sizes. Raises `ValueError` if the prompts have none."
+        """Return the first frames, `(3, H, W)` in [0, 1], of any sizes.
+
+        Raises `ValueError` if the prompts have none.
+        """
         if self.first_frames is None:
             where = "lines of a .jsonl file with 'prompt' and 'image'"
             raise ValueError(f"prompts: image-to-video needs an image for every prompt ({where})")

@@ -54,7 +54,8 @@ def file_names(rows: list[dict], ending: str) -> list[str]:
         plain = name.encode(errors="ignore")
         if "\0" in name or len(plain) > 255 or plain.decode() != name:
             raise ValueError(
-                f"prompts: {row['prompt'][:60]!r}… cannot be a file's name (255 bytes of UTF-8, no NUL)"
+                f"prompts: {row['prompt'][:60]!r}… cannot be a file's name (255 bytes of UTF-8, no"
+                " NUL)"
             )
         if first.setdefault(name, row) is not row:
             raise ValueError(
@@ -64,7 +65,10 @@ def file_names(rows: list[dict], ending: str) -> list[str]:
 
 # %% ../../nbs/evaluation/03_benchmarks.ipynb #d677be78
 def compbench_layout(rows: list[dict], metadata: list[dict], source: Path, target: Path) -> None:
-    "Write T2I-CompBench++'s layout: `samples/PROMPT_000000.png`. Raise `ValueError` on `_`, where it ends a prompt."
+    """Write T2I-CompBench++'s layout: `samples/PROMPT_000000.png`.
+
+    Raise `ValueError` on `_`, where it ends a prompt.
+    """
     cut = next((row["prompt"] for row in rows if "_" in row["prompt"]), None)
     if cut is not None:
         raise ValueError(
@@ -96,10 +100,12 @@ def numbered_through(rows: list[dict]) -> list[dict]:
 
 # %% ../../nbs/evaluation/03_benchmarks.ipynb #75c0990a
 def vbench_layout(rows: list[dict], metadata: list[dict], source: Path, target: Path) -> None:
-    """Write VBench's layout for videos of your own: `PROMPT-0.gif`, from images that are strips of frames.
+    """Write VBench's layout for videos of your own: `PROMPT-0.gif`, from images that are strips of
+    frames.
 
-    A clip of an older evaluation, which names no rate, is shown at 8 frames per second. A GIF has 256 colours, and
-    holds frames that stand still once: a warning says of how many clips VBench sees fewer.
+    A clip of an older evaluation, which names no rate, is shown at 8 frames per second. A GIF has
+    256 colours, and holds frames that stand still once: a warning says of how many clips VBench
+    sees fewer.
     """
     names = file_names(numbered_through(rows), "-{sample}.gif")
     target.mkdir(parents=True, exist_ok=True)
@@ -119,7 +125,8 @@ def vbench_layout(rows: list[dict], metadata: list[dict], source: Path, target: 
 
 # %% ../../nbs/evaluation/03_benchmarks.ipynb #0a760eb0
 def read_geneval(path: str | Path) -> dict[str, float]:
-    """Return the share of correct images per tag in GenEval's results.jsonl, and their mean, `overall`.
+    """Return the share of correct images per tag in GenEval's results.jsonl, and their mean,
+    `overall`.
 
     Raises `ValueError` on another file.
     """
@@ -134,7 +141,10 @@ def read_geneval(path: str | Path) -> dict[str, float]:
 
 # %% ../../nbs/evaluation/03_benchmarks.ipynb #2ba41e45
 def read_compbench(path: str | Path) -> dict[str, float]:
-    "Return the mean answer in T2I-CompBench's vqa_result.json, as `score`. Raise `ValueError` on another file."
+    """Return the mean answer in T2I-CompBench's vqa_result.json, as `score`.
+
+    Raise `ValueError` on another file.
+    """
     try:
         answers = [float(row["answer"]) for row in json.loads(Path(path).read_text())]
     except (OSError, ValueError, TypeError, KeyError):
@@ -145,7 +155,8 @@ def read_compbench(path: str | Path) -> dict[str, float]:
 
 # %% ../../nbs/evaluation/03_benchmarks.ipynb #99bb8895
 def read_vbench(path: str | Path) -> dict[str, float]:
-    """Return the score per dimension in VBench's eval_results.json, in [0, 1]; BranchGRPO prints them times 100.
+    """Return the score per dimension in VBench's eval_results.json, in [0, 1]; BranchGRPO prints
+    them times 100.
 
     Raises `ValueError` on another file.
     """
@@ -174,7 +185,8 @@ def benchmark_contract(entry: Any, label: str) -> Benchmark:
     "Return a benchmark. Raise `ValueError` if the object is none."
     if not isinstance(entry, Benchmark):
         raise ValueError(
-            f"{label} is of type {type(entry).__name__}, not a branchgrpo.evaluation.benchmarks.Benchmark"
+            f"{label} is of type {type(entry).__name__}, not a"
+            " branchgrpo.evaluation.benchmarks.Benchmark"
         )
     return entry
 
@@ -186,7 +198,8 @@ BENCHMARKS.entries["geneval"] = Benchmark(
     geneval_layout,
     read_geneval,
     "results.jsonl",
-    "python evaluation/evaluate_images.py {images} --outfile {results} --model-path object_detector",
+    "python evaluation/evaluate_images.py {images} --outfile {results} --model-path"
+    " object_detector",
 )
 BENCHMARKS.entries["t2i-compbench"] = Benchmark(
     compbench_layout,
@@ -198,7 +211,8 @@ BENCHMARKS.entries["vbench"] = Benchmark(
     vbench_layout,
     read_vbench,
     "vbench_eval_results.json",
-    "vbench evaluate --mode=custom_input --videos_path {images} --output_path {results} --dimension motion_smoothness",
+    "vbench evaluate --mode=custom_input --videos_path {images} --output_path {results} --dimension"
+    " motion_smoothness",
 )
 BENCHMARKS.entries["t2i-compbench-spatial"] = Benchmark(
     compbench_layout,
@@ -209,7 +223,10 @@ BENCHMARKS.entries["t2i-compbench-spatial"] = Benchmark(
 
 # %% ../../nbs/evaluation/03_benchmarks.ipynb #da8a0784
 def run_command(name: str, command: str, images: Path, results: Path) -> None:
-    "Run a tool's command. Raise `ValueError` if it is no program, or with its last line if it fails."
+    """Run a tool's command.
+
+    Raise `ValueError` if it is no program, or with its last line if it fails.
+    """
     try:
         words = shlex.split(command)
     except ValueError as error:
@@ -231,9 +248,11 @@ def run_benchmark(
     prompts: list[str],  # that were evaluated: texts, or each a `Prompt`
     command: str | None = None,  # none: lay the images out, and stop
 ) -> dict[str, float] | None:
-    """Lay an evaluation out for a benchmark; with a `command`, run it and return its scores, also kept in NAME.json.
+    """Lay an evaluation out for a benchmark; with a `command`, run it and return its scores, also
+    kept in NAME.json.
 
-    Raises `ValueError` on an unknown name, an unfinished evaluation, a failing command or a wrong result file.
+    Raises `ValueError` on an unknown name, an unfinished evaluation, a failing command or a wrong
+    result file.
     """
     tool = BENCHMARKS.get(name)
     evaluation = Path(evaluation)

@@ -31,7 +31,8 @@ def rbf_kernel(x: Tensor, y: Tensor, bandwidth: float) -> Tensor:
 
 # %% ../../nbs/evaluation/02_distances.ipynb #3d7e975f
 def median_bandwidth(x: Tensor, y: Tensor, most: int = 2000) -> float:
-    "Return the median distance among at most `most` features of each sample: the usual σ of a Gaussian kernel."
+    """Return the median distance among at most `most` features of each sample: the usual σ of a
+    Gaussian kernel."""
     both = torch.cat([x[:most], y[:most]]).double()
     return torch.pdist(both).median().item()
 
@@ -94,7 +95,10 @@ def mmd2(
     level: float = 0.95,
     seed: int = 0,
 ) -> Distance:
-    "Return the unbiased squared MMD with its bootstrap interval. Raise `ValueError` as `kernel_matrices` does."
+    """Return the unbiased squared MMD with its bootstrap interval.
+
+    Raise `ValueError` as `kernel_matrices` does.
+    """
     matrices = kernel_matrices(x, y, kernel)
     device = matrices[0].device
     every_row = [

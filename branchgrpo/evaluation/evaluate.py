@@ -110,7 +110,10 @@ class Evaluation(Drawing):
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #88679b60
 def check_evaluation(e: Evaluation, rewards: Mapping[str, Any] = MappingProxyType({})) -> None:
-    "Raise `ValueError` naming the first field that is wrong; `rewards` are objects by name. Load no weights."
+    """Raise `ValueError` naming the first field that is wrong; `rewards` are objects by name.
+
+    Load no weights.
+    """
     from branchgrpo.rewards.names import (
         check_name,
     )  # not above: the help of `evaluate` needs no torch
@@ -134,7 +137,10 @@ def run_prompts(run: str) -> str:
 
 
 def run_rewards(run: str) -> tuple[str, ...]:
-    "Return the names of a run's rewards, trained and held out. Raise `ValueError` if one was an object in Python."
+    """Return the names of a run's rewards, trained and held out.
+
+    Raise `ValueError` if one was an object in Python.
+    """
     from branchgrpo.rewards.names import check_name
     from branchgrpo.training.config import listed
     from branchgrpo.training.runs import recorded_run
@@ -153,7 +159,8 @@ def run_rewards(run: str) -> tuple[str, ...]:
 def complete(e: Evaluation, policy: Any = None) -> Evaluation:
     """Return an evaluation with what is not given: of a run, what the run has.
 
-    `policy` is an object in place of the name. Raises `ValueError` as `run_prompts` and `run_rewards` do."""
+    `policy` is an object in place of the name. Raises `ValueError` as `run_prompts` and
+    `run_rewards` do."""
     from branchgrpo.evaluation.sampling import drawing_seed, drawing_steps, is_run
     from branchgrpo.training.runs import recorded_run
 
@@ -188,7 +195,8 @@ def check_prompts_of_run(e: Evaluation, prompt_set: Any) -> None:
 def evaluation_record(
     e: Evaluation, prompts: Any = None, rewards: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
-    "Return what evaluation.json holds: the fields, how far a run is, and digests of the prompts and of your rewards."
+    """Return what evaluation.json holds: the fields, how far a run is, and digests of the prompts
+    and of your rewards."""
     from branchgrpo.evaluation.sampling import is_run, unfinished_iteration
     from branchgrpo.rewards.names import source_digest
     from branchgrpo.training.runs import prompt_facts, recorded_run
@@ -219,7 +227,8 @@ def read_evaluation(folder: Path) -> dict[str, Any]:
 
 
 def prompts_as_begun(prompts: Any, e: Evaluation, folder: Path) -> Any:
-    "Return a prompt set as the evaluation in a folder was begun with it, or as the run that draws was trained with it."
+    """Return a prompt set as the evaluation in a folder was begun with it, or as the run that draws
+    was trained with it."""
     from branchgrpo.evaluation.sampling import is_run
     from branchgrpo.training.runs import as_recorded, prompt_facts, recorded_run
 
@@ -233,7 +242,10 @@ def prompts_as_begun(prompts: Any, e: Evaluation, folder: Path) -> Any:
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #0fc570a7
 def check_place(folder: Path, new: dict[str, Any]) -> bool:
-    "Return whether the folder of a record is there. Raise `ValueError` if it cannot be made, or holds something else."
+    """Return whether the folder of a record is there.
+
+    Raise `ValueError` if it cannot be made, or holds something else.
+    """
     from branchgrpo.own import same_as_recorded
 
     check_output(folder)
@@ -261,7 +273,8 @@ def check_place(folder: Path, new: dict[str, Any]) -> bool:
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #d2db9f1f
 def block_of(e: Evaluation, folder: Path) -> int:
-    """Return the images of a block: as given, else as in the folder, else as the evaluations of a training.
+    """Return the images of a block: as given, else as in the folder, else as the evaluations of a
+    training.
 
     Raises `ValueError` if the folder cannot be made, or its record is damaged."""
     from branchgrpo.noise import EVALUATION_BLOCK
@@ -272,16 +285,21 @@ def block_of(e: Evaluation, folder: Path) -> int:
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #98b837ae
 def open_folder(folder: Path, record: dict[str, Any]) -> None:
-    "Make the folder of an evaluation's record, or find it. Raise `ValueError` if it holds something else."
+    """Make the folder of an evaluation's record, or find it.
+
+    Raise `ValueError` if it holds something else.
+    """
     if not check_place(folder, record):
         write_text(folder / "evaluation.json", json.dumps(record, indent=1))
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #37022152
 @dataclass
 class Evaluator:
-    """Sample and score an evaluation into `folder`: `Evaluator(evaluation, folder).run() -> summary`.
+    """Sample and score an evaluation into `folder`: `Evaluator(evaluation, folder).run() ->
+    summary`.
 
-    Raises `ValueError` on a wrong field before it writes anything, and if the folder holds something else.
+    Raises `ValueError` on a wrong field before it writes anything, and if the folder holds
+    something else.
     """
 
     evaluation: Evaluation
@@ -316,7 +334,8 @@ class Evaluator:
         self.record = evaluation_record(e, self.prompt_set, rewards)
         if check_place(self.folder, self.record) and "policy" in self.given:
             raise ValueError(
-                f"output: {str(self.folder)!r} is not empty, and a policy that is an object begins anew"
+                f"output: {str(self.folder)!r} is not empty, and a policy that is an object begins"
+                " anew"
             )
         self.prompts = self.prompt_set.few(e.limit)
         self.policy, self.scorers = load_models(e, self.device, self.given)
@@ -340,12 +359,16 @@ class Evaluator:
         return f"{model}: {drawing_line(self.policy, self.steps, self.seed)}; {count}{each}"
 
     def run(self) -> dict[str, Any] | None:
-        "Draw the blocks of this process; return the summary, or None while other processes still draw."
+        """Draw the blocks of this process; return the summary, or None while other processes still
+        draw."""
         return run_evaluation(self)
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #9a8b8e3c
 def load_models(e: Evaluation, device: str, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    "Return the policy to evaluate, and a scorer per reward. Raise `ValueError` as `load_policy` does."
+    """Return the policy to evaluate, and a scorer per reward.
+
+    Raise `ValueError` as `load_policy` does.
+    """
     from branchgrpo.rewards.contract import tell_frame_rate
     from branchgrpo.rewards.names import load_reward
     from branchgrpo.rewards.scorer import Scorer
@@ -389,7 +412,8 @@ def score_images(
     scorers: dict[str, Any],  # a `Scorer` per reward
     prompt_set: Any,
 ) -> dict[str, dict[str, list[float]]]:
-    """Return `{kind: {name: B scores}}`: the kind `rewards`, and `check` if the prompts know the truth.
+    """Return `{kind: {name: B scores}}`: the kind `rewards`, and `check` if the prompts know the
+    truth.
 
     An image that is not finite has the scores NaN."""
     from branchgrpo.prompts import rows_of
@@ -442,7 +466,10 @@ def scored_rows(
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #3e15154a
 def sample_full(evaluator: Evaluator, prompts: list[str], numbers: list[int]) -> Any:
-    "Return the images of a block. Its last prompt fills a last block, so that all have one size, as in a training."
+    """Return the images of a block.
+
+    Its last prompt fills a last block, so that all have one size, as in a training.
+    """
     from branchgrpo.evaluation.sampling import sample_block
 
     spare = min(evaluator.block, len(evaluator.prompts) * evaluator.evaluation.samples) - len(
@@ -459,7 +486,8 @@ def first_places(prompts: list[str]) -> list[int]:
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #0f57d611
 def block_rows(evaluator: Evaluator, block: int) -> list[dict[str, Any]]:
-    "Sample and score one block; return one row per image, with its file and, of a clip, its frames and their rate."
+    """Sample and score one block; return one row per image, with its file and, of a clip, its
+    frames and their rate."""
     from branchgrpo.evaluation.sampling import image_place, save_images
 
     e = evaluator.evaluation
@@ -490,7 +518,8 @@ BOOTSTRAPS, LEVEL = 2000, 0.95
 
 
 def bootstrap_interval(values: Sequence[float]) -> dict[str, Any]:  # of one value per prompt
-    "Return the mean of `values`, its bootstrap interval `low`, `high`, and how many `prompts` count; NaN are left out."
+    """Return the mean of `values`, its bootstrap interval `low`, `high`, and how many `prompts`
+    count; NaN are left out."""
     import torch
 
     known = torch.as_tensor(values)
@@ -511,7 +540,8 @@ def bootstrap_interval(values: Sequence[float]) -> dict[str, Any]:  # of one val
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #c055ac69
 def prompt_means(rows: list[dict], kind: str, name: str) -> list[float]:
-    "Return the mean score of every prompt over all its lines; NaN if none of its images has a score."
+    """Return the mean score of every prompt over all its lines; NaN if none of its images has a
+    score."""
     by_prompt = {}
     for row in rows:  # two prompts may have one text
         by_prompt.setdefault(row.get("repeats", row["number"] - row["sample"]), []).append(
@@ -536,7 +566,8 @@ def summarise_scores(rows: list[dict]) -> dict[str, dict]:
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #4d0ace86
 def summarise(rows: list[dict]) -> dict[str, Any]:
-    "Return the number of `images`, the summary of all rows, and that of each tag if the rows have tags."
+    """Return the number of `images`, the summary of all rows, and that of each tag if the rows have
+    tags."""
     lost = sum(not row.get("finite", True) for row in rows)
     summary = {"images": len(rows), **summarise_scores(rows)} | (
         {"not_finite": lost} if lost else {}
@@ -550,7 +581,8 @@ def summarise(rows: list[dict]) -> dict[str, Any]:
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #f0429d7f
 def run_evaluation(evaluator: Evaluator) -> dict[str, Any] | None:
-    """Draw the missing blocks of this process; return the summary, or None if other processes still draw.
+    """Draw the missing blocks of this process; return the summary, or None if other processes still
+    draw.
 
     Writes `images.jsonl` and `summary.json` once all blocks are there.
     """
@@ -577,7 +609,8 @@ def run_evaluation(evaluator: Evaluator) -> dict[str, Any] | None:
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #0799c5a8
 def paired_change(before: list[dict], after: list[dict], kind: str, name: str) -> dict[str, Any]:
-    "Return the mean change of a score, its interval, and how many prompts have one before and after."
+    """Return the mean change of a score, its interval, and how many prompts have one before and
+    after."""
     pairs = zip(prompt_means(before, kind, name), prompt_means(after, kind, name), strict=True)
     return bootstrap_interval([new - old for old, new in pairs])
 
@@ -602,8 +635,8 @@ def evaluate_run(
 ) -> dict[str, Any] | None:
     """Evaluate a run's trained weights, and its base on the same noises into `folder/base`.
 
-    Returns the summary, with that of the `base` and the `change`; None while other processes still draw.
-    Raises `ValueError` as an `Evaluator` does."""
+    Returns the summary, with that of the `base` and the `change`; None while other processes still
+    draw. Raises `ValueError` as an `Evaluator` does."""
     folder = Path(folder)
     trained = Evaluator(
         replace(evaluation, weights="trained"), folder, rank, processes, device, dict(given or {})
@@ -635,10 +668,11 @@ def evaluate(
     device: str | None = None,  # none: a GPU if there is one; a `Policy` stays where it is
     **fields: Any,  # of `Evaluation`: limit, samples, steps, weights, …
 ) -> dict[str, Any]:
-    """Draw images for a prompt set with fixed seeds, score them, and return the summary: means with intervals.
+    """Draw images for a prompt set with fixed seeds, score them, and return the summary: means with
+    intervals.
 
-    Of a run, without `weights`, the summary also has the `base` on the same noises, and the paired `change`.
-    Raises `ValueError` on a wrong field, and if `output` holds something else."""
+    Of a run, without `weights`, the summary also has the `base` on the same noises, and the paired
+    `change`. Raises `ValueError` on a wrong field, and if `output` holds something else."""
     import torch
     from branchgrpo.evaluation.sampling import is_run
     from branchgrpo.rewards.names import reward_name

@@ -57,7 +57,8 @@ def pipeline_steps(pipeline: type) -> int:
 
 
 def drawing_steps(model: Any, steps: int | None = None) -> int:
-    """Return the denoising steps that are given, else those of a run's own evaluations, of a tiny model, or those that
+    """Return the denoising steps that are given, else those of a run's own evaluations, of a tiny
+    model, or those that
     the model's pipeline takes. `model` is a policy, a backbone's name, or a run's folder."""
     if steps is not None:
         return steps
@@ -77,7 +78,8 @@ def drawing_steps(model: Any, steps: int | None = None) -> int:
 
 
 def drawing_seed(seed: int | None = None) -> int:
-    "Return the seed that is given, else that of all evaluations, a training's too: so their images are comparable."
+    """Return the seed that is given, else that of all evaluations, a training's too: so their
+    images are comparable."""
     return EVALUATION_SEED if seed is None else seed
 
 
@@ -172,7 +174,8 @@ def is_run(name: Any) -> bool:
 
 
 def unfinished_iteration(name: Any) -> int | None:
-    "Return the iteration of the checkpoint that stands for an unfinished run; None of anything else."
+    """Return the iteration of the checkpoint that stands for an unfinished run; None of anything
+    else."""
     if not is_run(name) or recorded_run(name, "backbone")["state"] == "finished":
         return None
     folder = newest(Path(name))
@@ -188,7 +191,8 @@ def load_saved(policy: Policy, checkpoint: Path, table: str) -> None:
 
 
 def saved_table(run: Run, weights: str) -> str | None:
-    "Return which table of a checkpoint draws: `weights` or `averages`; None where the base or the export does."
+    """Return which table of a checkpoint draws: `weights` or `averages`; None where the base or the
+    export does."""
     info = run.info
     if weights == "base" or (weights == "trained" and info["state"] == "finished"):
         return None
@@ -196,9 +200,11 @@ def saved_table(run: Run, weights: str) -> str | None:
 
 # %% ../../nbs/evaluation/00_sampling.ipynb #859c8946
 def load_as_trained(name: str, device: str | torch.device, options: dict[str, Any]) -> Any:
-    """Return a backbone's policy whose denoiser computes as in a training of the same precision and batches.
+    """Return a backbone's policy whose denoiser computes as in a training of the same precision and
+    batches.
 
-    `options` are those of `load_backbone`, with base_dtype, mixed_precision and max_batch in place of dtype."""
+    `options` are those of `load_backbone`, with base_dtype, mixed_precision and max_batch in place
+    of dtype."""
     device, given = torch.device(device), dict(options)
     dtype = given.pop("base_dtype", None) or ("bfloat16" if device.type == "cuda" else "float32")
     if vae := given.pop("vae_dtype", None):
@@ -230,7 +236,8 @@ def load_run_policy(
     checkpoint = newest(run.path, contents=True) if table else None
     if table and checkpoint is None:
         raise ValueError(
-            f"backbone: the run {str(run.path)!r} has no checkpoint; run the command that began it again"
+            f"backbone: the run {str(run.path)!r} has no checkpoint; run the command that began it"
+            " again"
         )
     from branchgrpo.training.learner import make_trainable  # not above: it imports accelerate
 
@@ -239,7 +246,10 @@ def load_run_policy(
     own, model = is_own_name(info["settings"]["backbone"]), run.path / "model"
     whole = weights != "base" and model.is_dir()  # then what the run began from is not read
     if whole and not own and not (model / "model_index.json").is_file():
-        what = f"the run {str(run.path)!r} trained {info['settings']['backbone']!r}, an object in Python"
+        what = (
+            f"the run {str(run.path)!r} trained {info['settings']['backbone']!r}, an object in"
+            " Python"
+        )
         raise ValueError(f"backbone: {what}; draw with that object itself")
     needed = (
         ("backbone", "lora") if weights == "base" or table else ("backbone",)
@@ -277,7 +287,8 @@ def load_run_policy(
 
 # %% ../../nbs/evaluation/00_sampling.ipynb #d238d2ea
 def check_drawing(policy: Any, name: str, frames: int | None, shift: float | str | None) -> None:
-    "Raise `ValueError` if frames are given for a model of images, or a shift for a diffusion model."
+    """Raise `ValueError` if frames are given for a model of images, or a shift for a diffusion
+    model."""
     if frames is not None and "frames" not in declared(type(policy), "takes"):
         raise ValueError(
             f"frames: {frames} is for a model of clips, and {shown(name)} draws images"
@@ -292,23 +303,24 @@ def load_policy(
     name: str,  # a backbone's name, folder or hub name, your own my_file.py:MyPolicy, or a run's folder
     weights: str = "trained",  # of a run: trained, ema or base
     device: str | torch.device = "cpu",
-    shift: float
-    | str
-    | None = None,  # of a flow model's noise levels; none: the run's, or its files draw
+    shift: (
+        float | str | None
+    ) = None,  # of a flow model's noise levels; none: the run's, or its files draw
     lora: str | None = None,  # an adapter to put on a backbone: a file, a folder or a hub name
     **options: Any,  # as of `load_backbone`: sizes, guidance_scale, dtype, …
 ) -> Policy:
     """Return the policy of a backbone, or of a run at the sizes and guidance it was trained with.
 
-    The last checkpoint stands for an unfinished run. Raises `ValueError` on other weights, on a run without a
-    checkpoint, and as `check_drawing` and `load_backbone` do.
+    The last checkpoint stands for an unfinished run. Raises `ValueError` on other weights, on a run
+    without a checkpoint, and as `check_drawing` and `load_backbone` do.
     """
     check_one_of("weights", weights, RUN_WEIGHTS)
     if is_own_name(name) and (
         given := [key for key, value in (options | {"lora": lora}).items() if value is not None]
     ):
         raise ValueError(
-            f"{given[0]}: {options.get(given[0], lora)!r} is for a pipeline; {name!r} is your own policy"
+            f"{given[0]}: {options.get(given[0], lora)!r} is for a pipeline; {name!r} is your own"
+            " policy"
         )
     if is_run(name):
         if lora is not None:
@@ -334,13 +346,17 @@ def load_policy(
 def sample(
     policy: Any,  # a `Policy`, a backbone's name, or a run's folder
     prompts: str | Sequence[str],
-    steps: int
-    | None = None,  # denoising steps; none: of a run its evaluations', else the pipeline's own
+    steps: (
+        int | None
+    ) = None,  # denoising steps; none: of a run its evaluations', else the pipeline's own
     seed: int | None = None,  # of the initial noises; none: that of all evaluations
     device: str | None = None,  # none: a GPU if there is one; a `Policy` stays where it is
     **options: Any,  # of `load_policy`: weights, lora, height, guidance_scale, …
 ) -> Tensor:  # (B, 3, H, W), or clips (B, 3, F, H, W), float32 in [0, 1] on the CPU
-    "Draw one image per prompt, without added noise. Raise `ValueError` as `load_policy` and `check_finite` do."
+    """Draw one image per prompt, without added noise.
+
+    Raise `ValueError` as `load_policy` and `check_finite` do.
+    """
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     for text in texts or [""]:
         if not bare(text):
@@ -386,14 +402,16 @@ KNOWN = {  # what the models in the package can draw, still or moving: a parser 
 
 
 def known_to(name: str) -> tuple[str, tuple[str, str, str] | None]:
-    "Return the backbone behind a name or a run's folder, and its row of `KNOWN` if it is in the package."
+    """Return the backbone behind a name or a run's folder, and its row of `KNOWN` if it is in the
+    package."""
     backbone = recorded_run(name, "backbone")["settings"].get("backbone") if is_run(name) else name
     clips = backbone in TINY and bool(declared(family(backbone), "default_frames"))
     return backbone, KNOWN[clips] if backbone in TINY else None
 
 
 def cannot_draw(name: str, prompts: Sequence[str]) -> str | None:
-    "Return in one line what a model of the package, or a run of one, can draw if a prompt is something else."
+    """Return in one line what a model of the package, or a run of one, can draw if a prompt is
+    something else."""
     backbone, known = known_to(name)
     if known is None:
         return None
@@ -401,12 +419,16 @@ def cannot_draw(name: str, prompts: Sequence[str]) -> str | None:
         try:
             import_target(known[0])(re.sub(r"\ban\b", "a", prompt.lower()))
         except (IndexError, ValueError):
-            return f"prompt: {backbone} draws coloured digits, such as {known[1]}; {shown(prompt)} is no such text"
+            return (
+                f"prompt: {backbone} draws coloured digits, such as {known[1]}; {shown(prompt)} is"
+                " no such text"
+            )
     return None
 
 
 def truths(name: str, images: Tensor, prompts: Sequence[str]) -> list[bool]:
-    "Return whether images are right, as the checker of the package sees it; nothing where it does not know the truth."
+    """Return whether images are right, as the checker of the package sees it; nothing where it does
+    not know the truth."""
     known = known_to(name)[1]
     if known is None or cannot_draw(name, prompts):
         return []

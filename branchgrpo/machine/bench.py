@@ -114,7 +114,8 @@ class Work:
 
 # %% ../../nbs/machine/03_bench.ipynb #7f09dccf
 def prepare_work(config: TrainConfig, **objects: Any) -> Work:
-    "Return a trainer's first rollout with its credit; `objects` as in `Trainer`: policy, reward, prompts."
+    """Return a trainer's first rollout with its credit; `objects` as in `Trainer`: policy, reward,
+    prompts."""
     t = Trainer(config, **objects)
     experience = t.collect(0)
     t.credit(experience)
@@ -234,7 +235,8 @@ PAPER_SECONDS = {  # BranchGRPO, Table 1, seconds per iteration
 
 
 def beside_paper(took: dict[str, float]) -> list[dict[str, Any]]:
-    "Return one row per recipe: seconds, and their ratio to the first recipe's, here and in the paper."
+    """Return one row per recipe: seconds, and their ratio to the first recipe's, here and in the
+    paper."""
     first = next(iter(took))
     paper_first, rows = PAPER_SECONDS.get(first), []
     for recipe, value in took.items():
@@ -258,7 +260,8 @@ def recipe_rows(
 def growth_rows(
     config: TrainConfig, factors: Iterable[int], watch: Countdown
 ) -> list[dict[str, Any]]:
-    "Return leaves, calls, seconds of rollout and update, and seconds per leaf of one prompt's trees."
+    """Return leaves, calls, seconds of rollout and update, and seconds per leaf of one prompt's
+    trees."""
     one = dataclasses.replace(config, prompts_per_iteration=1)
     works = {
         factor: prepare_work(dataclasses.replace(one, branch_factor=factor)) for factor in factors
@@ -283,7 +286,8 @@ def growth_rows(
 def measure_speed(
     config: TrainConfig, recipes: Iterable[str], factors: Iterable[int], minutes: float
 ) -> dict[str, Any]:
-    "Return all tables of a config's backbone, by title, in at most `minutes` or two calls of each job."
+    """Return all tables of a config's backbone, by title, in at most `minutes` or two calls of each
+    job."""
     with tempfile.TemporaryDirectory() as folder:
         bare = dataclasses.replace(config, evaluate_every=0, tracker="none", output=f"{folder}/run")
         measured = {

@@ -36,7 +36,10 @@ def scale_factors(vae: dict[str, Any]) -> dict[str, int]:
 
 # %% ../../nbs/machine/00_counting.ipynb #2cc503af
 def part_class(name: str, part: str) -> Any:
-    "Return the class of a pipeline's part. Raise `ValueError` if its model_index.json names none of diffusers."
+    """Return the class of a pipeline's part.
+
+    Raise `ValueError` if its model_index.json names none of diffusers.
+    """
     import diffusers
 
     kind = read_index(folder_of(name)).get(part) or [None]
@@ -49,7 +52,8 @@ def part_class(name: str, part: str) -> Any:
 
 
 def meta_pipeline(name: str) -> SimpleNamespace:
-    "Return what a policy needs of a backbone's pipeline, with its denoiser on the meta device, in bfloat16."
+    """Return what a policy needs of a backbone's pipeline, with its denoiser on the meta device, in
+    bfloat16."""
     import diffusers
 
     if name in PUBLISHED:
@@ -69,13 +73,17 @@ def meta_policy(
     guidance_scale: float | None = None,
     frames: int | None = None,
 ) -> Any:
-    "Return the policy of a backbone without weights. Raise `ValueError` or `OSError` if its configuration is absent."
+    """Return the policy of a backbone without weights.
+
+    Raise `ValueError` or `OSError` if its configuration is absent.
+    """
     given = {"height": height, "width": width, "frames": frames}
     return policy_around(meta_pipeline(name), name, given, guidance_scale)
 
 # %% ../../nbs/machine/00_counting.ipynb #ad91a7eb
 def equal_runs(denoiser: torch.nn.Module) -> list[tuple[str, range]]:
-    "Return where more than three equal blocks follow one another in the lists of blocks that the denoiser itself has."
+    """Return where more than three equal blocks follow one another in the lists of blocks that the
+    denoiser itself has."""
     runs = []
     for name, blocks in denoiser.named_children():
         if not isinstance(blocks, torch.nn.ModuleList):
@@ -106,7 +114,8 @@ def shortened(
 
 # %% ../../nbs/machine/00_counting.ipynb #aa53aab5
 def count_all_blocks(denoiser: torch.nn.Module, measure: Callable[[], Tensor]) -> Tensor:
-    "Return what `measure` would count with all blocks of a denoiser, from counts with two and three of each kind."
+    """Return what `measure` would count with all blocks of a denoiser, from counts with two and
+    three of each kind."""
     two = dict.fromkeys(equal_runs(denoiser), 2)
     with shortened(denoiser, two):
         total = measure()
@@ -141,7 +150,8 @@ class CallCost:
 
 # %% ../../nbs/machine/00_counting.ipynb #ee8721b9
 def set_trainable(policy: Any, rank: int, checkpointing: bool) -> list[torch.nn.Parameter]:
-    "Let all of a policy without weights be trained, or a new adapter in float32; return the trained parameters."
+    """Let all of a policy without weights be trained, or a new adapter in float32; return the
+    trained parameters."""
     policy.denoiser.requires_grad_(not rank)
     if rank:
         from peft import LoraConfig
@@ -165,7 +175,8 @@ def count_call(policy: Any) -> Tensor:
 
 
 def count_update(policy: Any) -> Tensor:
-    "Return the FLOPs of a call with its backward, the bytes at its peak, and those between call and backward."
+    """Return the FLOPs of a call with its backward, the bytes at its peak, and those between call
+    and backward."""
     latents = torch.empty(1, *policy.latent_shape, device="meta", dtype=policy.dtype)
     with fused_attention(), Operations() as update:
         output = policy.predict(latents, 0.5, policy.blank())
@@ -175,7 +186,8 @@ def count_update(policy: Any) -> Tensor:
 
 # %% ../../nbs/machine/00_counting.ipynb #3c5ec702
 def count(policy: Any, checkpointing: bool = True, rank: int = 0) -> CallCost:
-    "Count one call of a policy without weights; gradient `checkpointing` holds less, and an adapter of `rank` too."
+    """Count one call of a policy without weights; gradient `checkpointing` holds less, and an
+    adapter of `rank` too."""
     denoiser = policy.denoiser
     parameters, block = sum(p.numel() for p in denoiser.parameters()), largest_block(denoiser)
     forward, call_bytes = count_all_blocks(denoiser, partial(count_call, policy)).tolist()
@@ -208,7 +220,10 @@ def _counted(
 
 # %% ../../nbs/machine/00_counting.ipynb #20f481ee
 def counted_policy(s: Settings, checkpointing: bool | None = None) -> tuple[Any, CallCost]:
-    "Return the policy of a run without weights, and what a call costs. Raise as `meta_policy` does."
+    """Return the policy of a run without weights, and what a call costs.
+
+    Raise as `meta_policy` does.
+    """
     checkpointing = s.gradient_checkpointing if checkpointing is None else checkpointing
     where = (s.backbone, s.height, s.width, s.guidance_scale, s.frames)
     return _counted(s.lora_rank, checkpointing, s.guidance_grad, *where)

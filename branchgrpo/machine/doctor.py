@@ -107,13 +107,15 @@ def is_packaged(place: str) -> bool:
 
 # %% ../../nbs/machine/02_doctor.ipynb #320eb9f5
 def is_downloaded(place: str, file: str) -> bool:
-    "Return whether `file` is in a folder of this machine, or in the hub's cache; `place` may be the file itself."
+    """Return whether `file` is in a folder of this machine, or in the hub's cache; `place` may be
+    the file itself."""
     return Path(place).is_file() or local_file(place, file) is not None
 
 # %% ../../nbs/machine/02_doctor.ipynb #af97ab3a
 @contextmanager
 def without_hub() -> Iterator[None]:
-    "Let no library ask the hub inside the block: a file that is not on this machine is known to be missing at once."
+    """Let no library ask the hub inside the block: a file that is not on this machine is known to
+    be missing at once."""
     places: list[Any] = [constants]
     with suppress(ImportError):
         import datasets.config
@@ -126,7 +128,8 @@ def without_hub() -> Iterator[None]:
 
 
 def while_hub_answers(*names: str) -> Any:
-    "Return `without_hub` if a name is the hub's and the hub is silent for two seconds; libraries retry for minutes."
+    """Return `without_hub` if a name is the hub's and the hub is silent for two seconds; libraries
+    retry for minutes."""
     if any(name in PAPER_SETS or is_hub_model(name.partition(":")[0]) for name in names):
         try:
             get_session().head(constants.ENDPOINT, timeout=2)
@@ -139,7 +142,8 @@ WITHOUT_WEIGHTS = re.compile("Tokenizer|Scheduler|Processor|Extractor")
 
 
 def has_weights(folder: Path) -> bool:
-    "Return whether a folder has a file of weights, or all files that one of its lists of files names."
+    """Return whether a folder has a file of weights, or all files that one of its lists of files
+    names."""
     found = {path.name for kind in ("*.safetensors", "*.bin") for path in folder.glob(kind)}
     try:
         lists = [
@@ -152,7 +156,8 @@ def has_weights(folder: Path) -> bool:
 
 
 def lacking(folder: Path) -> list[str]:
-    "Return the parts of a pipeline that it needs, by its model_index.json, and that are not whole in its folder."
+    """Return the parts of a pipeline that it needs, by its model_index.json, and that are not whole
+    in its folder."""
     place = str(folder)
     kinds = {
         declared(family(place), "component"): "",
@@ -215,13 +220,15 @@ COMPANIONS = {
 
 
 def missing_companion(name: str, place: str) -> str | None:
-    "Return the hub name of what a reward reads beside its weights, if it is not here; a folder may have its own."
+    """Return the hub name of what a reward reads beside its weights, if it is not here; a folder
+    may have its own."""
     hub, file = COMPANIONS.get(name.partition(":")[0], ("", ""))
     return None if not hub or local_file(place, file) or is_downloaded(hub, file) else hub
 
 
 def video_finding(what: str, place: str) -> Finding:
-    "Report whether VideoReward's checkpoint, and the base model that it changes, are where the reward looks for them."
+    """Report whether VideoReward's checkpoint, and the base model that it changes, are where the
+    reward looks for them."""
     config = local_file(place, "model_config.json")
     if config is None or not last_checkpoint(config.parent):
         advice = (
@@ -237,7 +244,8 @@ def video_finding(what: str, place: str) -> Finding:
 
 # %% ../../nbs/machine/02_doctor.ipynb #96fe50d6
 def reward_finding(name: str) -> Finding:
-    "Report whether one reward's weights, its server or its code are where the reward looks for them."
+    """Report whether one reward's weights, its server or its code are where the reward looks for
+    them."""
     entry, place = split_name(name)
     what = f"reward {name}"
     if not isinstance(entry, Entry):
@@ -271,7 +279,10 @@ def prompts_finding(name: str) -> Finding:
         prompts = load_prompts(name)
     except ValueError as error:
         return Finding("missing", what, str(error).removeprefix("prompts: "))
-    counts = f"{len(prompts.train)} to train on, {len(prompts.test)} to test on, {prompts.overlap} in both"
+    counts = (
+        f"{len(prompts.train)} to train on, {len(prompts.test)} to test on, {prompts.overlap} in"
+        " both"
+    )
     more = [line.removeprefix("prompts: ") for line in remarks(prompts)]
     return Finding("ok", what, "; ".join([counts, *more]))
 
@@ -283,7 +294,8 @@ def findings(
     held_out: str | None = None,
     lora: str | None = None,
 ) -> list[Finding]:
-    "Report on the weights of a backbone, its adapter, every reward of a sum and held-out one, and on the prompts."
+    """Report on the weights of a backbone, its adapter, every reward of a sum and held-out one, and
+    on the prompts."""
     names = [name for some in (reward, *listed(held_out)) for _, name in terms(some)[0]]
     return [
         backbone_finding(backbone),
@@ -294,7 +306,8 @@ def findings(
 
 # %% ../../nbs/machine/02_doctor.ipynb #6fab8f22
 def verify_commands(s: Settings) -> list[str]:
-    "Return the commands that compare the downloaded files of a run's backbone and rewards with the hub's checksums."
+    """Return the commands that compare the downloaded files of a run's backbone and rewards with
+    the hub's checksums."""
     rewards = {name for some in (s.reward, *listed(s.held_out)) for _, name in terms(some)[0]}
     backbone = None if is_own_name(s.backbone) else folder_of(s.backbone)
     places = [backbone, *(split_name(name).where for name in sorted(rewards))]
@@ -318,7 +331,10 @@ PUBLISHED = f"published runs take {SLOWER[0]:g} to {SLOWER[1]:g} times this"
 def hours_text(e: Estimate, s: Settings, gpus: int, tflops: float) -> str:
     "Return how long a run takes; nothing for one so small that its FLOPs say little."
     if e.hours * 3600 < OVERHEAD * s.iterations:
-        return "not estimated: overhead, not FLOPs, decides so small a run; `branchgrpo bench` measures it"
+        return (
+            "not estimated: overhead, not FLOPs, decides so small a run; `branchgrpo bench`"
+            " measures it"
+        )
     of_these = f", {e.evaluation_hours:,.3g} of them for evaluations" if e.evaluation_hours else ""
     speed = f"{speed_of(s, tflops):g} TFLOP/s each in {precision_of(s)}"
     return f"{e.hours:,.3g} hours on {count_of(gpus, 'GPU')} at {speed}{of_these}; {PUBLISHED}"
@@ -343,16 +359,23 @@ def plan_lines(s: Settings, leaves: int, calls: int, trained_calls: int) -> list
     return [
         f"recipe        {s.recipe} on {s.backbone}, {s.height}×{s.width} pixels",
         f"noise levels  {levels_of(s)}; guidance {s.guidance_scale:g}",
-        f"run           {count_of(s.iterations, 'iteration')} of {count_of(s.prompts_per_iteration, 'prompt')}",
+        (
+            f"run           {count_of(s.iterations, 'iteration')} of"
+            f" {count_of(s.prompts_per_iteration, 'prompt')}"
+        ),
         f"one prompt    {', '.join(counts)}",
     ]
 
 
-SMALL = "costs         not estimated: the model is small; `branchgrpo bench` measures its seconds on this machine"
+SMALL = (
+    "costs         not estimated: the model is small; `branchgrpo bench` measures its seconds on"
+    " this machine"
+)
 
 
 def small_lines(s: Settings) -> list[str]:
-    "Return what a run does with a model of the package: whoever counts its operations waits for diffusers to load."
+    """Return what a run does with a model of the package: whoever counts its operations waits for
+    diffusers to load."""
     plan = GpuShare(s, 1).plan
     cost = plan_cost(plan)
     return [*plan_lines(s, cost.leaves, cost.calls, round(calls_after_pruning(s, plan))), SMALL]
@@ -372,13 +395,17 @@ def work_lines(s: Settings, e: Estimate, gpus: int, tflops: float) -> list[str]:
     ]
 
 # %% ../../nbs/machine/02_doctor.ipynb #3f096e5d
-NOT_COUNTED = "time of rewards, encoders, checkpoints and communication; memory of rewards at work, kernels' workspaces"
+NOT_COUNTED = (
+    "time of rewards, encoders, checkpoints and communication; memory of rewards at work, kernels'"
+    " workspaces"
+)
 
 
 def cost_lines(
     s: Settings, gpus: int = GPUS_PER_NODE, tflops: float = MEASURED_SPEED, gpu: float = GPU_GB
 ) -> list[str]:
-    "Return time, memory and verdict as lines, or one line if the model's configuration is not on this machine."
+    """Return time, memory and verdict as lines, or one line if the model's configuration is not on
+    this machine."""
     if is_own_name(s.backbone):
         return ["costs         not estimated: the policy is your own"]
     if is_small(s.backbone):
@@ -404,7 +431,8 @@ def is_small(backbone: str) -> bool:
 
 
 def all_findings(s: Settings, asked: Gpus | None = None) -> list[Finding]:
-    "Report on the packages, the GPUs, and everything that a run reads; what is `missing` it cannot do without."
+    """Report on the packages, the GPUs, and everything that a run reads; what is `missing` it
+    cannot do without."""
     asked = None if is_small(s.backbone) else asked  # nothing is estimated
     return [
         *package_findings(asked),
@@ -419,7 +447,8 @@ def report(
     gpu: float = GPU_GB,  # memory of one GPU in GB
     found: list[Finding] | None = None,  # as `all_findings` returns; none: it looks now
 ) -> str:
-    "Return what is here, what is missing, what the run takes and whether it fits, as text, one fact per line."
+    """Return what is here, what is missing, what the run takes and whether it fits, as text, one
+    fact per line."""
     lines = all_findings(s) if found is None else found
     return "\n".join([*map(str, lines), "", *cost_lines(s, gpus, tflops, gpu)])
 
@@ -457,7 +486,8 @@ def facts(
     gpu: float = GPU_GB,
     found: list[Finding] | None = None,  # as `all_findings` returns; none: it looks now
 ) -> dict[str, Any]:
-    "Return the report as a table: the machine, what was found, the settings, and what the run costs."
+    """Return the report as a table: the machine, what was found, the settings, and what the run
+    costs."""
     lines = all_findings(s) if found is None else found
     return {
         "branchgrpo": branchgrpo.__version__,

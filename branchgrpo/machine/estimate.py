@@ -70,7 +70,8 @@ class GpuShare:
 
     @property
     def plan(self) -> RolloutPlan:
-        "Return the plan of the first iteration; splits that are placed during training count as given."
+        """Return the plan of the first iteration; splits that are placed during training count as
+        given."""
         return plan_of(replace(self.settings, adaptive=False))
 
 # %% ../../nbs/machine/01_estimate.ipynb #6c5be6be
@@ -147,7 +148,8 @@ def update_rows(s: Settings, share: GpuShare) -> int:
 
 # %% ../../nbs/machine/01_estimate.ipynb #ea5f9dd9
 def update_bytes(c: CallCost, s: Settings) -> float:
-    "Return what the update holds for one latent; with `checkpoint_blocks`, only every n-th block is computed again."
+    """Return what the update holds for one latent; with `checkpoint_blocks`, only every n-th block
+    is computed again."""
     if not s.gradient_checkpointing or s.checkpoint_blocks == 1:
         return c.activation_bytes
     everything = counted_policy(s, checkpointing=False)[1].activation_bytes
@@ -179,7 +181,8 @@ def decoded_at_once(s: Settings, one: float, images: int, video: bool) -> int:
 
 # %% ../../nbs/machine/01_estimate.ipynb #ff02a001
 def images_of_rollout(share: GpuShare) -> int:
-    "Return the images that one GPU decodes at once for its rewards: leaves, or previews of one depth."
+    """Return the images that one GPU decodes at once for its rewards: leaves, or previews of one
+    depth."""
     plan = share.plan
     shown = [len(plan.preview_nodes(depth)) for depth in plan.previews]
     nodes = [plan.leaves, *(plan.populations[step] for step in plan.prune_at), *shown]
@@ -258,7 +261,10 @@ RUNTIME_BYTES = 1.0e9
 
 
 def memory_parts(s: Settings, gpus: int = 1) -> list[MemoryPart]:
-    "Return all parts of a run on one of `gpus`. Raises `ValueError` or `OSError` as `meta_policy` does."
+    """Return all parts of a run on one of `gpus`.
+
+    Raises `ValueError` or `OSError` as `meta_policy` does.
+    """
     share = GpuShare(s, gpus)
     policy, c = counted_policy(s)
     parts = [
@@ -298,7 +304,8 @@ def memory_table(parts: list[MemoryPart]) -> list[str]:
 
 # %% ../../nbs/machine/01_estimate.ipynb #880dd8a0
 def training_flops(c: CallCost, s: Settings) -> float:
-    "Return the FLOPs of a trained call, with those of the reference for KL and of old densities of later steps."
+    """Return the FLOPs of a trained call, with those of the reference for KL and of old densities
+    of later steps."""
     training = float(c.training)
     if s.gradient_checkpointing and s.checkpoint_blocks > 1:
         once = counted_policy(s, checkpointing=False)[1].training
@@ -309,7 +316,8 @@ def training_flops(c: CallCost, s: Settings) -> float:
 
 # %% ../../nbs/machine/01_estimate.ipynb #00e85cbe
 def calls_after_pruning(s: Settings, plan: RolloutPlan, prompts: int = 32) -> float:
-    "Return the denoiser calls of one prompt's update after pruning, a mean over trees with random rewards."
+    """Return the denoiser calls of one prompt's update after pruning, a mean over trees with random
+    rewards."""
     s = replace(
         s, beta=0.0, beta_scale="mean"
     )  # log-densities, which decide little here, are not known
@@ -327,14 +335,16 @@ def calls_after_pruning(s: Settings, plan: RolloutPlan, prompts: int = 32) -> fl
 
 # %% ../../nbs/machine/01_estimate.ipynb #96d7f767
 def iteration_flops(c: CallCost, s: Settings, share: GpuShare, image: float) -> float:
-    "Return the FLOPs of one iteration, over all GPUs: rollout, update, and decoding at `image` FLOPs each."
+    """Return the FLOPs of one iteration, over all GPUs: rollout, update, and decoding at `image`
+    FLOPs each."""
     cost = plan_cost(share.plan)
     calls = cost.calls * c.forward + calls_after_pruning(s, share.plan) * training_flops(c, s)
     return s.prompts_per_iteration * (calls + (cost.leaves + cost.previews) * image)
 
 # %% ../../nbs/machine/01_estimate.ipynb #495f1ce0
 def evaluation_flops(c: CallCost, s: Settings, image: float) -> float:
-    "Return the FLOPs of all evaluations of a run, over all GPUs: one before training, and those during it."
+    """Return the FLOPs of all evaluations of a run, over all GPUs: one before training, and those
+    during it."""
     if not s.evaluate_every:
         return 0.0
     times = 1 + math.ceil(s.iterations / s.evaluate_every)
@@ -353,7 +363,8 @@ def precision_of(s: Settings) -> str:
 
 
 def speed_of(s: Settings, tflops: float) -> float:
-    "Return the sustained speed of a GPU in a run's precision, in TFLOP/s; `tflops` is that in 16 bits."
+    """Return the sustained speed of a GPU in a run's precision, in TFLOP/s; `tflops` is that in 16
+    bits."""
     return min(tflops, FULL_PRECISION.get(precision_of(s), tflops))
 
 
@@ -377,7 +388,8 @@ class Estimate:
 
 # %% ../../nbs/machine/01_estimate.ipynb #4c07d1ea
 def estimate(s: Settings, gpus: int = 8, tflops: float = MEASURED_SPEED) -> Estimate:
-    """Return the cost of a run on GPUs of a sustained speed in 16 bits; no time of rewards, encoders, communication.
+    """Return the cost of a run on GPUs of a sustained speed in 16 bits; no time of rewards,
+    encoders, communication.
 
     Raises `ValueError` or `OSError` if the model's configuration is not on this machine."""
     policy, c = counted_policy(s)
@@ -417,7 +429,8 @@ ADAPTER: dict[str, Any] = {
 
 
 def helps(s: Settings, remedy: dict[str, Any]) -> bool:
-    "Return whether a remedy changes something, and takes no setting back: a smaller batch, another folder."
+    """Return whether a remedy changes something, and takes no setting back: a smaller batch,
+    another folder."""
     if "max_batch" in remedy and s.max_batch and s.max_batch <= remedy["max_batch"]:
         return False
     if s.embeddings and "embeddings" in remedy:
@@ -443,7 +456,8 @@ def other_experiments(s: Settings, gpus: int) -> list[dict[str, Any]]:
 
 
 def advice(s: Settings, gpus: int = 8, gpu: float = GPU_GB) -> dict[str, Any] | None:
-    "Return the fewest changes that make a run fit on its GPUs; an empty table if it fits, None if none of them helps."
+    """Return the fewest changes that make a run fit on its GPUs; an empty table if it fits, None if
+    none of them helps."""
     usable = [
         remedy for remedy in REMEDIES if helps(s, remedy) and (gpus > 1 or "sharding" not in remedy)
     ]
@@ -505,12 +519,16 @@ def nearest_fit(s: Settings, gpus: int, gpu: float) -> str:
             changes = advice(run, gpus, gpu)
             if changes is not None:
                 flags = " ".join(flag(*item) for item in (ADAPTER | changes).items())
-                return f"--backbone {name} {flags} takes {peak_gb(replace(run, **changes), gpus):.1f} GB"
+                return (
+                    f"--backbone {name} {flags} takes"
+                    f" {peak_gb(replace(run, **changes), gpus):.1f} GB"
+                )
     return ""
 
 # %% ../../nbs/machine/01_estimate.ipynb #f7d93234
 def memory_verdict(s: Settings, gpus: int = 8, gpu: float = GPU_GB) -> str:
-    "Return whether a run fits on its GPUs, and if not, the flags that make it fit, or the nearest model that fits."
+    """Return whether a run fits on its GPUs, and if not, the flags that make it fit, or the nearest
+    model that fits."""
     gb = peak_gb(s, gpus)
     where = f"{gb:.1f} of {gpu:g} GB on " + (f"each of {gpus} GPUs" if gpus > 1 else "one GPU")
     if fits(gb, gpu):
@@ -527,4 +545,7 @@ def memory_verdict(s: Settings, gpus: int = 8, gpu: float = GPU_GB) -> str:
         return (
             f"fits: NO, {where} (10 % stay free); none of the known settings helps: {why}{nearest}"
         )
-    return f"fits: NO, {where} (10 % stay free); it fits with {' '.join(flag(*item) for item in changes.items())}"
+    return (
+        f"fits: NO, {where} (10 % stay free); it fits with"
+        f" {' '.join(flag(*item) for item in changes.items())}"
+    )

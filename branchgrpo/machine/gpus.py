@@ -34,7 +34,10 @@ class Gpus:
 
 
 def gpus_for(number: int | None = None, gb: float | None = None) -> Gpus:
-    "Return the GPUs of a run: as given, else those of this machine, else a node of H100s. A given value is final."
+    """Return the GPUs of a run: as given, else those of this machine, else a node of H100s.
+
+    A given value is final.
+    """
     import torch  # heavy, and the options of the command line need the numbers alone
 
     memory = [

@@ -106,7 +106,8 @@ def pathwise_gradient(
 def step_derivatives(
     learner: Learner, x: Experience, moved: Any, edges: Edges, delta: float
 ) -> Tensor:
-    "Return the derivatives `(E,)` of edges' log-ratios towards `moved`, a policy at the distance `delta`."
+    """Return the derivatives `(E,)` of edges' log-ratios towards `moved`, a policy at the distance
+    `delta`."""
     dist = revisit(x.tree, learner.policy, x.conditioning, x.process, edges).at(edges.parent)
     there = revisit(x.tree, moved, x.conditioning, x.process, edges).at(edges.parent)
     # (x' − μ)·Δμ / (δ std²), mean over elements
@@ -130,7 +131,8 @@ def edge_derivatives(learner: Learner, x: Experience, moved: Any, delta: float) 
 
 # %% ../../nbs/mechanism/01_exact.ipynb #db0900dc
 def projections(rolled: Experience, derivatives: list[Tensor]) -> Tensor:  # (P, T)
-    "Return what the edges of each step add to ⟨g, û⟩ of each prompt's gradient; the sum over steps is ⟨g, û⟩."
+    """Return what the edges of each step add to ⟨g, û⟩ of each prompt's gradient; the sum over
+    steps is ⟨g, û⟩."""
     masks = [mask.float() for mask in rolled.edge_mask[1:]]
     edges = torch.stack([mask.sum(1) for mask in masks]).sum(0).clamp(min=1)
     table = zip(rolled.advantages[1:], masks, derivatives[1:])
@@ -138,7 +140,8 @@ def projections(rolled: Experience, derivatives: list[Tensor]) -> Tensor:  # (P,
 
 # %% ../../nbs/mechanism/01_exact.ipynb #9883936f
 def prompt_gradient(learner: Learner, rolled: Experience, prompt: int) -> Tensor:  # (n,)
-    "Return the gradient of one prompt's edges, as an update would compute it before its first optimiser step."
+    """Return the gradient of one prompt's edges, as an update would compute it before its first
+    optimiser step."""
     chosen = torch.arange(rolled.tree.prompts, device=rolled.tree.device)[:, None] == prompt
     of_prompt = [mask & chosen for mask in rolled.edge_mask]
     accumulate(learner, rolled, shared_micro_batches(learner, rolled.tree, of_prompt))
@@ -173,7 +176,8 @@ def score_function_side(
 
 # %% ../../nbs/mechanism/01_exact.ipynb #fb06a770
 def pathwise_side(t: Trainer, iteration: int, direction: Tensor, copies: int = 1) -> float:
-    "Return the exact gradient of an iteration's prompts along a direction, with the rollout's noisy steps."
+    """Return the exact gradient of an iteration's prompts along a direction, with the rollout's
+    noisy steps."""
     plan, process = plan_of(t.settings, iteration), process_of(t.settings, t.policy, iteration)
     prompts = t.collector.draw(iteration) * copies
     generator = torch.Generator().manual_seed(t.settings.seed * 1000 + iteration)

@@ -40,7 +40,8 @@ from ..training.experience import Experience
 
 # %% ../../nbs/mechanism/02_measure.ipynb #d5081eff
 def signal_and_noise(gradients: Tensor) -> tuple[float, float]:  # (N, n)
-    "Return the estimates of |μ|² and tr Σ from N ≥ 2 independent gradients; the first may be below 0."
+    """Return the estimates of |μ|² and tr Σ from N ≥ 2 independent gradients; the first may be
+    below 0."""
     products = gradients.double() @ gradients.double().T
     count = len(products)
     own = products.diagonal().mean()
@@ -89,7 +90,10 @@ def signed_square(projections: np.ndarray, squares: np.ndarray) -> np.ndarray:
 def bootstrap_cosines(
     measured: dict[str, GradientSamples], draws: int = 4000, seed: int = 0
 ) -> dict[str, np.ndarray]:
-    "Return cos² `(draws,)` of each method in every draw of the bootstrap. The methods have the same iterations."
+    """Return cos² `(draws,)` of each method in every draw of the bootstrap.
+
+    The methods have the same iterations.
+    """
     rng = np.random.default_rng(seed)
     one = next(iter(measured.values()))
     iterations = rng.integers(len(one.projections), size=(draws, len(one.projections)))
@@ -110,7 +114,8 @@ def value_and_ends(value: float, draws: np.ndarray, level: float = 0.95) -> dict
 def alignment_rows(
     measured: dict[str, GradientSamples], baseline: str, draws: int = 4000, seed: int = 0
 ) -> list[dict]:
-    "Return cos² of each method per gradient and per 10⁶ of cost, and both as ratios to the `baseline`, with intervals."
+    """Return cos² of each method per gradient and per 10⁶ of cost, and both as ratios to the
+    `baseline`, with intervals."""
     found, rows = bootstrap_cosines(measured, draws, seed), []
     values = {
         label: float(signed_square(m.projections.ravel(), m.squares.ravel()))
@@ -213,7 +218,8 @@ def trainer_with_weights(
 
 # %% ../../nbs/mechanism/02_measure.ipynb #4016c162
 def measure_reference(study: Study, t: Trainer) -> Reference:
-    "Return the direction of the exact gradient of a trainer's evaluation reward, over its own prompts."
+    """Return the direction of the exact gradient of a trainer's evaluation reward, over its own
+    prompts."""
     s, found = t.settings, []
     process = sampling_process(t.policy, s.evaluation_steps or s.steps, s.shift)
     generator = torch.Generator().manual_seed(study.seed)
@@ -245,7 +251,8 @@ def load_or_measure_reference(path: Path, study: Study, t: Trainer) -> Reference
 def measure_rollout(
     rolled: Experience, learner: Learner, derivatives: list[Tensor], lengths: bool
 ) -> dict:
-    "Return the projections (P, T), the cost per prompt, and with `lengths` the |g|² of the prompts."
+    """Return the projections (P, T), the cost per prompt, and with `lengths` the |g|² of the
+    prompts."""
     prompts = range(rolled.tree.prompts) if lengths else ()
     cost = papers_cost(rolled.tree.plan.denoiser_calls, exact.trained_parents(rolled))
     squares = [
@@ -288,7 +295,8 @@ def study_moment(
     folder: str | Path,  # of this moment's files
     weights: dict[str, Tensor] | None = None,  # of the policy; None: those before training
 ) -> tuple[Reference, dict[str, dict]]:
-    "Return the reference and every recipe's numbers at one policy: from files, or measured now, rollout by rollout."
+    """Return the reference and every recipe's numbers at one policy: from files, or measured now,
+    rollout by rollout."""
     ours, theirs = two_halves(load_prompts(base.prompts), study.seed)
     settings = {name: resolve(recipe_config(base, study, name)) for name in recipes}
     facts = {

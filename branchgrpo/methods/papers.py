@@ -20,7 +20,8 @@ from .recipe import Recipe
 # %% ../../nbs/methods/05_papers.ipynb #980d5ff9
 @dataclass(frozen=True)
 class Quote:
-    "What a paper says at a place; `says` are the values that it states, by setting: one, or a list of some."
+    """What a paper says at a place; `says` are the values that it states, by setting: one, or a
+    list of some."""
 
     paper: str  # as the recipes name it
     place: str  # a section, a table, an equation
@@ -55,7 +56,10 @@ def erratum_text(e: Erratum) -> str:
 
 # %% ../../nbs/methods/05_papers.ipynb #2a00368e
 PAPER_NAME = r"[A-Z][\w²-]*(?:RPO|PODS|DPPO|CPS|Guard)|GARDO|PODS"
-PLACE = r"(?:Sec\. |Table |Fig\. |Eqs?\. |App\. |Appendix |Lemma |Algorithm )[\w.]*\w|\bA\.\d|[Aa]bstract"
+PLACE = (
+    r"(?:Sec\. |Table |Fig\. |Eqs?\. |App\. |Appendix |Lemma |Algorithm"
+    r" )[\w.]*\w|\bA\.\d|[Aa]bstract"
+)
 PAPER_OR_PLACE = re.compile(f"(?P<paper>{PAPER_NAME})|(?P<place>{PLACE})")
 
 
@@ -110,7 +114,8 @@ def belongs(q: Quote, recipe: Recipe) -> bool:
 
 
 def quotes_of(recipe: Recipe, setting: str, quotes: Iterable[Quote]) -> list[Quote]:
-    "Return the quotes behind one value: those of the places that its source names which state the value."
+    """Return the quotes behind one value: those of the places that its source names which state the
+    value."""
     named = places(recipe.sources.get(setting, ""))
     return [
         q
@@ -136,7 +141,8 @@ def quoted(q: Quote) -> str:
 
 
 def words_lines(recipe: Recipe) -> list[str]:
-    "Return the words behind a recipe's values, one quote per line; none if no quote is kept of its papers."
+    """Return the words behind a recipe's values, one quote per line; none if no quote is kept of
+    its papers."""
     return [
         f"{', '.join(names):22} {q.paper} {q.place}: {quoted(q)}"
         for q, names in words_of(recipe, QUOTES)

@@ -26,7 +26,8 @@ FAMILY_SIZES = (
 
 @dataclass(frozen=True)
 class Recipe:
-    "A method: `values` of all settings, `sources` by setting, the paper, and the method in one formula."
+    """A method: `values` of all settings, `sources` by setting, the paper, and the method in one
+    formula."""
 
     name: str
     summary: str
@@ -49,13 +50,15 @@ class Recipe:
         return [(name, getattr(self.values, name), source) for name, source in self.sources.items()]
 
     def with_values(self, changes: dict[str, Sourced], family: str = "", **texts: str) -> "Recipe":
-        """Return the recipe with other values, `{setting: (value, source)}`, and `texts` that are not empty.
+        """Return the recipe with other values, `{setting: (value, source)}`, and `texts` that are
+        not empty.
 
         A published recipe stays one. `family` is the pipeline that its sizes and guidance are of.
         Raises `ValueError` on an unknown setting or a wrong type."""
         if "seed" in changes:
             raise ValueError(
-                f"seed: {changes['seed'][0]!r} is for a run, and a recipe is a method; give it to the run"
+                f"seed: {changes['seed'][0]!r} is for a run, and a recipe is a method; give it to"
+                " the run"
             )
         values = read_settings(
             MethodSettings, {setting: value for setting, (value, _) in changes.items()}
@@ -75,7 +78,10 @@ class Recipe:
         )
 
     def changed(self, changes: dict[str, Sourced], family: str = "", **texts: str) -> "Recipe":
-        "Return a recipe of your own, which states `changes` over this one. Raises `ValueError` as `with_values` does."
+        """Return a recipe of your own, which states `changes` over this one.
+
+        Raises `ValueError` as `with_values` does.
+        """
         own = self.with_values(changes, family, **texts)
         base = self if self.published else self.base
         return dataclasses.replace(own, published=False, base=base, stated=self.stated | changes)
@@ -87,7 +93,8 @@ class Recipe:
         return self.changed(changes, name=name, summary=summary, paper=paper, equation=equation)
 
     def fitted(self, fit: "Callable[[Recipe], Recipe]") -> "Recipe":
-        """Return the recipe as `fit` changes a published one; a recipe of your own changes in its base alone.
+        """Return the recipe as `fit` changes a published one; a recipe of your own changes in its
+        base alone.
 
         What your own recipe states stays as it stands."""
         if self.published:

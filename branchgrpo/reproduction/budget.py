@@ -68,7 +68,8 @@ def needed(job: Job, configs: list[TrainConfig]) -> set[tuple[str, str, str]]:
 
 # %% ../../nbs/reproduction/07_budget.ipynb #afeba947
 def weights_of(s: Settings, cost: Estimate | None) -> tuple[int, int]:
-    "Return the parameters of a run's denoiser, and those that it trains, as counted; of a small model from its files."
+    """Return the parameters of a run's denoiser, and those that it trains, as counted; of a small
+    model from its files."""
     if cost is not None:
         return cost.counted.parameters, cost.counted.trained
     if not is_small(s.backbone):
@@ -80,7 +81,8 @@ def weights_of(s: Settings, cost: Estimate | None) -> tuple[int, int]:
 
 @dataclass
 class Asked:
-    "A run that pages ask for: the first of them, and what the run costs on its GPUs; None if that is not known."
+    """A run that pages ask for: the first of them, and what the run costs on its GPUs; None if that
+    is not known."""
 
     page: str
     settings: Settings
@@ -94,7 +96,8 @@ class Asked:
 
     @property
     def disk(self) -> tuple[float, float]:
-        "GB of the run's result and checkpoints at its end, and of one checkpoint: weights, averages, two moments."
+        """GB of the run's result and checkpoints at its end, and of one checkpoint: weights,
+        averages, two moments."""
         s = self.settings
         parameters, trained = weights_of(s, self.cost)
         model = weight_bytes(s) * (parameters + sum(encoder_sizes(s.backbone)) if parameters else 0)
@@ -105,7 +108,8 @@ class Asked:
 
     @property
     def published_hours(self) -> list[float]:
-        "Hours, if it is as fast as the fastest and the slowest published runs; 0 where they are not known."
+        """Hours, if it is as fast as the fastest and the slowest published runs; 0 where they are
+        not known."""
         return [times * self.cost.hours if self.cost and self.gpus else 0.0 for times in SLOWER]
 
 # %% ../../nbs/reproduction/07_budget.ipynb #21cdf525
@@ -132,7 +136,8 @@ def time_text(hours: float, gpus: int) -> str:
 
 # %% ../../nbs/reproduction/07_budget.ipynb #59469910
 def gpus_of(job: Job, given: int | None) -> int:
-    "Return the GPUs of a page's runs: those given, or else those of its scale, or else one; none on a machine without."
+    """Return the GPUs of a page's runs: those given, or else those of its scale, or else one; none
+    on a machine without."""
     default = 1 if torch.cuda.is_available() else 0
     return job.runner.get("gpus", default) if given is None else given
 
@@ -150,7 +155,10 @@ def run_line(
     if first is not run:
         text = f"shared with {first.page}"
     elif small:
-        text = f"{f'{gpus:3} GPUs' if gpus else '     CPU'}  a small model: neither its memory nor its time is counted"
+        text = (
+            f"{f'{gpus:3} GPUs' if gpus else '     CPU'}  a small model: neither its memory nor its"
+            " time is counted"
+        )
     elif cost is None:
         text = "cost unknown: the backbone's configuration is not here"
     else:
@@ -160,7 +168,8 @@ def run_line(
 
 # %% ../../nbs/reproduction/07_budget.ipynb #d16263ac
 def page_line(job: Job, configs: list[TrainConfig]) -> str:
-    "Return the line of a page: how many runs it has, and what it takes for verdicts, which compare seeds."
+    """Return the line of a page: how many runs it has, and what it takes for verdicts, which
+    compare seeds."""
     line = f"{'done ' if job.done else 'to do'} {job.name:34} " + (
         count_of(len(configs), "run") if configs else "no training"
     )
@@ -185,7 +194,8 @@ def disk_lines(runs: dict[str, Asked]) -> list[str]:
 
 # %% ../../nbs/reproduction/07_budget.ipynb #2eb0b33a
 def limit_lines(runs: dict[str, Asked], limit: int) -> list[str]:
-    "Return the runs that reach the time limit of a task at the speed of published ones, and how often."
+    """Return the runs that reach the time limit of a task at the speed of published ones, and how
+    often."""
     lines = []
     for key, run in runs.items():
         fewest, most = (max(0, math.ceil(hours / limit) - 1) for hours in run.published_hours)
@@ -202,7 +212,8 @@ def limit_lines(runs: dict[str, Asked], limit: int) -> list[str]:
 
 # %% ../../nbs/reproduction/07_budget.ipynb #ea7af73b
 def file_line(needs: set[tuple[str, str, str]]) -> list[str]:
-    "Return one line of the names that a page needs, for the list at the end; none for a page without."
+    """Return one line of the names that a page needs, for the list at the end; none for a page
+    without."""
     names = (
         sorted({need[0] for need in needs})
         + sorted({need[1] for need in needs})
@@ -228,7 +239,8 @@ def budget(
     hours: int = 24,  # the time limit of a task
     train: Wanted | None = None,  # the runs that would be trained; none: all of the pages
 ) -> list[str]:
-    "Return the lines of the budget: the runs of each page and what it needs, the sums, and every file."
+    """Return the lines of the budget: the runs of each page and what it needs, the sums, and every
+    file."""
     lines, needs = [], set()
     runs: dict[str, Asked] = {}
     for job in todo:

@@ -156,7 +156,8 @@ def given_parameters(pairs: tuple[str, ...]) -> dict[str, Any]:
 
 # %% ../../nbs/reproduction/08_command.ipynb #8042067f
 def drawn_runs(jobs: list) -> dict:
-    "Return the runs whose weights notebooks draw from: of each that draws from models, those of its first seed."
+    """Return the runs whose weights notebooks draw from: of each that draws from models, those of
+    its first seed."""
     from branchgrpo.reproduction.pages import wanted_runs
 
     drawn = {}
@@ -175,7 +176,8 @@ def tables_of(jobs: list) -> list[Path]:
 
 
 def ready_folders(jobs: list, recorded: bool) -> None:
-    "Write the folders of the runs that tables hold, if asked to, and remove those that lack weights a notebook needs."
+    """Write the folders of the runs that tables hold, if asked to, and remove those that lack
+    weights a notebook needs."""
     from branchgrpo.reproduction.pages import wanted_runs
     from branchgrpo.reproduction.runs import remove_runs_without_weights, runs_from_tables
 
@@ -191,7 +193,8 @@ def ready_folders(jobs: list, recorded: bool) -> None:
 
 
 def runs_to_train(jobs: list, recorded: bool) -> tuple[dict, str]:
-    "Return the runs that this call would train without --dry-run, and how many others there are, as a line."
+    """Return the runs that this call would train without --dry-run, and how many others there are,
+    as a line."""
     from branchgrpo.reproduction.pages import missing_runs, wanted_runs
     from branchgrpo.reproduction.runs import found_in_tables, without_weights
 
@@ -222,7 +225,8 @@ def shown_tables(notebook: str) -> list[str]:
 
 
 def redrawn_lines(job: Any, notebook: str, tables: bool) -> list[str]:
-    "Return what a notebook drawn again has to show: its tables, if asked for, then the paths of what it has written."
+    """Return what a notebook drawn again has to show: its tables, if asked for, then the paths of
+    what it has written."""
     from branchgrpo.reproduction.report import page_files
 
     lines = shown_tables(notebook) if tables else []
@@ -290,7 +294,8 @@ def hand_to_slurm(jobs: list, o: PageOptions, slurm: SlurmOptions) -> int:
     sent = submit(jobs, folder, **asked)
     for name, tasks in sent.items():
         print(
-            f"{name}: {len(tasks)} tasks, Slurm job {tasks[0].job_id.split('_')[0]}; logs in {folder}"
+            f"{name}: {len(tasks)} tasks, Slurm job {tasks[0].job_id.split('_')[0]}; logs in"
+            f" {folder}"
         )
     print("the same command without --slurm shows what is done" if sent else "nothing left to do")
     return 0

@@ -53,11 +53,13 @@ class Comparison:
         return [run.evaluations[-1][key] for run in self.runs[label]]
 
     def on_average(self, label: str, key: str) -> list[float]:
-        "Return the mean of `key` over all evaluations, per seed: it rewards faster learning (area under the curve)."
+        """Return the mean of `key` over all evaluations, per seed: it rewards faster learning (area
+        under the curve)."""
         return [float(np.mean([row[key] for row in run.evaluations])) for run in self.runs[label]]
 
     def at_equal(self, label: str, key: str, x: str, value: float) -> list[float]:
-        "Return `key` where `x` (cost, denoiser_calls, seconds) reaches `value`, per seed, by linear interpolation."
+        """Return `key` where `x` (cost, denoiser_calls, seconds) reaches `value`, per seed, by
+        linear interpolation."""
         return [interpolate(rows, key, x, value) for rows in self.evaluations(label)]
 
     def budget(self, x: str) -> float:
@@ -79,7 +81,8 @@ class Comparison:
         """Return difference, interval and verdict of the claim that `label` beats `other` in `key`.
 
         `x` None compares at equal iterations, "curve" on average over the run, and a key such as
-        cost or denoiser_calls at the largest value that both have reached. The margin is a share of what `other` gains.
+        cost or denoiser_calls at the largest value that both have reached. The margin is a share of
+        what `other` gains.
         """
         budget, at_equal = None, x
         if x is None:
@@ -112,7 +115,8 @@ class Comparison:
         key: str = "eval_reward",
         xs=(None, "denoiser_calls", "seconds"),
     ) -> list[dict]:
-        "Test every claim at each of `xs`, print the lines and return the results; one seed or one iteration have none."
+        """Test every claim at each of `xs`, print the lines and return the results; one seed or one
+        iteration have none."""
         if len(self.seeds) < 2 or not self.decides:
             return []
         tested = [self.test_claim(label, other, key, x) for label, other in claims for x in xs]
@@ -128,7 +132,10 @@ def claim_line(tested: dict) -> str:
     interval = "–"
     if tested["difference"] is not None:
         interval = f"{tested['difference']:+.4f} [{tested['low']:+.4f}, {tested['high']:+.4f}]"
-    return f"{tested['claim']:56} {key:22} at equal {tested['at equal'] + budget:36} {interval}  {tested['verdict']}"
+    return (
+        f"{tested['claim']:56} {key:22} at equal {tested['at equal'] + budget:36} {interval} "
+        f" {tested['verdict']}"
+    )
 
 # %% ../../nbs/reproduction/09_comparison.ipynb #ce7caf8b
 def score_name(metric: str) -> str:
@@ -140,14 +147,16 @@ def score_name(metric: str) -> str:
 
 
 def fall_verdict(high: float | None) -> str:
-    "Return a verdict on a score below the base model's; `high`: the upper end of its change, None for one seed."
+    """Return a verdict on a score below the base model's; `high`: the upper end of its change, None
+    for one seed."""
     if high is None:
         return "below, in one seed"
     return "it falls" if high < 0 else "below, by no more than seeds differ"
 
 
 def scores_below_base(found: Comparison) -> dict[str, str]:
-    "Return `{sentence: verdict}` of every score that ends below the base model's; none after one iteration."
+    """Return `{sentence: verdict}` of every score that ends below the base model's; none after one
+    iteration."""
     sentences = {}
     for label, runs in found.runs.items() if found.decides else ():
         for metric in (key for key in runs[0].evaluations[0] if key.startswith("eval_")):
@@ -163,7 +172,8 @@ def scores_below_base(found: Comparison) -> dict[str, str]:
 
 # %% ../../nbs/reproduction/09_comparison.ipynb #571c46a0
 def roughness(rows: list[dict], early: bool = False) -> float:
-    "Return the mean |second difference| of the reward, over a run or over its first half; NaN for two evaluations."
+    """Return the mean |second difference| of the reward, over a run or over its first half; NaN for
+    two evaluations."""
     values = [row["eval_reward"] for row in rows]
     if early:
         values = values[: len(values) // 2 + 1]
@@ -171,7 +181,8 @@ def roughness(rows: list[dict], early: bool = False) -> float:
 
 # %% ../../nbs/reproduction/09_comparison.ipynb #0676de8b
 def test_rougher(found: Comparison, label: str, other: str, early: bool = False) -> list[dict]:
-    "Return the tested claim that one curve is rougher than another; none with one seed or two evaluations."
+    """Return the tested claim that one curve is rougher than another; none with one seed or two
+    evaluations."""
     ours, theirs = (
         [roughness(run.evaluations, early=early) for run in found.runs[name]]
         for name in (label, other)

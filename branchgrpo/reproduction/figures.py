@@ -115,7 +115,8 @@ def shade(colour: str, amount: float) -> str:
 
 
 def line_styles(recipe: str | None) -> Iterator[LineStyle]:
-    "Yield the styles of a recipe's curves: its own colour and a full line, then shades of it in other dashes."
+    """Yield the styles of a recipe's curves: its own colour and a full line, then shades of it in
+    other dashes."""
     colour = colour_of(recipe) or NEUTRAL
     for n in count():
         yield LineStyle(shade(colour, SHADES[n % len(SHADES)]), LINES[n % len(LINES)])
@@ -161,7 +162,8 @@ def has_pictures(fig: Figure) -> bool:
 
 
 def save_small_png(fig: Figure, target: str | Path | BinaryIO, colours: int, **options) -> None:
-    "Write a figure as a PNG with a palette, a third of the size; one of very many colours keeps them all."
+    """Write a figure as a PNG with a palette, a third of the size; one of very many colours keeps
+    them all."""
     from PIL import Image
 
     full = BytesIO()
@@ -206,7 +208,8 @@ MANY = 4  # so many curves of one panel have bars at their ends instead of bands
 
 
 def end_bar(ax: Axes, x: float, ys: np.ndarray, style: LineStyle) -> None:
-    "Draw the range of `ys` as a bar right of `x`, with a dot at the mean; bars of one `x` stand beside each other."
+    """Draw the range of `ys` as a bar right of `x`, with a dot at the mean; bars of one `x` stand
+    beside each other."""
     bars = [bar for bar in ax.collections if isinstance(bar, LineCollection)]
     beside = sum(bool(bar.get_segments()[0][0, 0] == x) for bar in bars)
     right = ScaledTranslation((4 + 3.4 * beside) / 72, 0, ax.figure.dpi_scale_trans)
@@ -229,7 +232,8 @@ def draw_line(
     recipe: str | None,
     band: bool = True,  # else a bar at the end
 ) -> None:
-    "Draw the mean over seeds in the next line style of a recipe, and their range as a band or a bar."
+    """Draw the mean over seeds in the next line style of a recipe, and their range as a band or a
+    bar."""
     style = next_line_style(ax, recipe)
     marker = "o" if len(xs) < FEW else None
     ax.plot(
@@ -264,7 +268,8 @@ def plot_curve(
 
 # %% ../../nbs/reproduction/11_figures.ipynb #55fda21e
 def log_axis(ax: Axes, subs: tuple[int, ...] = (1, 2, 5)) -> None:
-    "Make the horizontal axis logarithmic, with plain numbers: 1, 2, 5, 10; `subs` are those of a decade."
+    """Make the horizontal axis logarithmic, with plain numbers: 1, 2, 5, 10; `subs` are those of a
+    decade."""
     ax.set_xscale("log")
     ax.xaxis.set_major_locator(LogLocator(subs=subs, numticks=20))
     ax.xaxis.set_major_formatter("{x:,.6g}")
@@ -272,7 +277,8 @@ def log_axis(ax: Axes, subs: tuple[int, ...] = (1, 2, 5)) -> None:
 
 # %% ../../nbs/reproduction/11_figures.ipynb #6ba4c46b
 def ordered_legend(ax: Axes, on: Axes | None = None, **options) -> None:
-    "Put a legend of the curves of `ax` there, or `on` another: in the order of their last points, the highest first."
+    """Put a legend of the curves of `ax` there, or `on` another: in the order of their last points,
+    the highest first."""
     handles, labels = ax.get_legend_handles_labels()
     pairs = sorted(zip(handles, labels), key=lambda pair: -pair[0].get_ydata()[-1])
     if pairs:
@@ -283,9 +289,11 @@ def ordered_legend(ax: Axes, on: Axes | None = None, **options) -> None:
 def side_by_side(
     columns: dict, captions: list[str], size: float = 1.0, right: dict | None = None
 ) -> Figure:
-    """Draw one row per caption and one column per key of `columns` `{title: images (B, 3, H, W) in [0, 1]}`.
+    """Draw one row per caption and one column per key of `columns` `{title: images (B, 3, H, W) in
+    [0, 1]}`.
 
-    `right` `{title: B truths}` marks the images of a column with ✓ or ✗, as a prompt set's `check` says."""
+    `right` `{title: B truths}` marks the images of a column with ✓ or ✗, as a prompt set's `check`
+    says."""
     width = size * len(columns) + 2.4
     shape = (len(captions), len(columns))
     fig, axes = plt.subplots(*shape, figsize=(width, size * len(captions)), squeeze=False)
@@ -341,7 +349,8 @@ def draw_curves(
     names: dict[str, str]
     | None = None,  # {label: its name in the legend}; only these labels are drawn
 ) -> None:
-    "Draw `key` of every label against `x`, in the colours of the recipes; variants of a recipe differ in line style."
+    """Draw `key` of every label against `x`, in the colours of the recipes; variants of a recipe
+    differ in line style."""
     recipes = own_recipes(c)
     shown = names or {label: label for label in c.runs}
     alone = len({recipes[label] for label in shown}) == len(
@@ -364,7 +373,8 @@ def methods_below_base(c: "Comparison", key: str = "eval_reward") -> list[str]:
 def name_methods_below_base(
     axes: Iterable[Axes], c: "Comparison", key: str = "eval_reward"
 ) -> None:
-    "Draw the base model's score, and say above the first panel which labels do not end above it in every seed, if any."
+    """Draw the base model's score, and say above the first panel which labels do not end above it
+    in every seed, if any."""
     labels, (first, *others) = methods_below_base(c, key), axes
     if labels:
         for ax in (first, *others):
@@ -374,7 +384,8 @@ def name_methods_below_base(
 
 # %% ../../nbs/reproduction/11_figures.ipynb #3034dfc9
 def comparison_panels(c: "Comparison", xs=THREE_AXES) -> Figure:
-    "Draw the trained reward of every label against each of `xs` (key, axis label), at most two in a row."
+    """Draw the trained reward of every label against each of `xs` (key, axis label), at most two in
+    a row."""
     rows, columns = math.ceil(len(xs) / 2), min(len(xs), 2)
     size = (4.4 if columns == 1 else 6.4, 2.7 * rows)
     fig, axes = plt.subplots(rows, columns, figsize=size, sharey=True, squeeze=False)
@@ -428,7 +439,8 @@ def forest_panel(
 
 # %% ../../nbs/reproduction/11_figures.ipynb #a958f09b
 def claim_rows(verdicts: list[dict], at_equal: str = "iterations") -> list[dict]:
-    "Return the tested claims of a comparison at equal iterations, cost or seconds, as rows with a `difference`."
+    """Return the tested claims of a comparison at equal iterations, cost or seconds, as rows with a
+    `difference`."""
     found = [v for v in verdicts if v["at equal"] == at_equal and v["difference"] is not None]
     names = {"value": "difference", "low": "low", "high": "high"}
     return [

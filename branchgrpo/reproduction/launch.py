@@ -33,7 +33,8 @@ from ..training.runs import Preempted, REQUEUE, SIGNALS
 
 # %% ../../nbs/reproduction/02_launch.ipynb #2c3198ee
 def lines_of(process: subprocess.Popen, log: Path, start: int) -> Iterator[str]:
-    "Yield the lines that a process adds to its log after byte `start`, as they come, until it has ended."
+    """Yield the lines that a process adds to its log after byte `start`, as they come, until it has
+    ended."""
     text, ended = "", False
     with open(log, encoding="utf-8", errors="replace") as file:
         file.seek(start)
@@ -74,7 +75,8 @@ def error_line(log: Iterable[str], default: str) -> str:
 # %% ../../nbs/reproduction/02_launch.ipynb #dd5fa240
 @dataclass
 class Ended:
-    "How a command has ended: its exit code, the signals that were passed on, and the last lines of its log."
+    """How a command has ended: its exit code, the signals that were passed on, and the last lines
+    of its log."""
 
     code: int
     told: list[str]
@@ -91,7 +93,8 @@ class Ended:
             self.said[int(of_rank[1])] = of_rank[2]
 
     def preempted(self) -> bool:
-        "Return whether the training was told to stop. torchrun ends with 1 and names the code of its worker."
+        """Return whether the training was told to stop. torchrun ends with 1 and names the code of
+        its worker."""
         by_worker = any(re.search(rf"exitcode *: {REQUEUE}\b", line) for line in self.last)
         return self.code != 0 and (self.code == REQUEUE or by_worker or bool(self.told))
 
@@ -107,7 +110,8 @@ FAILED = re.compile(
 
 
 def failed_rank(ended: Ended) -> re.Match | None:
-    "Return what torchrun's report says of the process that failed first, or of the one which that process has lost."
+    """Return what torchrun's report says of the process that failed first, or of the one which that
+    process has lost."""
     others, _, root = "\n".join(ended.last).partition("Root Cause")
     first = FAILED.search(root)
     if first and not first[5] and LOST in ended.said.get(int(first[2]), ""):
@@ -116,7 +120,8 @@ def failed_rank(ended: Ended) -> re.Match | None:
 
 
 def killed_rank(ended: Ended) -> str:
-    "Return which process of a training was killed by which signal, and its last line; empty if none was."
+    """Return which process of a training was killed by which signal, and its last line; empty if
+    none was."""
     if ended.code < 0 and not ended.told:  # one process
         name, last = (
             signal.Signals(-ended.code).name,
@@ -143,7 +148,8 @@ PASSED_ON = {
 
 @contextlib.contextmanager
 def passing_on(process: subprocess.Popen) -> Iterator[list[str]]:
-    "Pass SIGTERM and SIGUSR2 on to a process and its group; yield the list of the names of those that came."
+    """Pass SIGTERM and SIGUSR2 on to a process and its group; yield the list of the names of those
+    that came."""
     told: list[str] = []
 
     def pass_on(number: int, frame: object) -> None:
@@ -171,7 +177,8 @@ def end_with_parent() -> None:
 def started(
     command: list[str], output: IO[bytes], held: tuple[int, ...], ranks: str
 ) -> subprocess.Popen:
-    "Start a command in a process group of its own: it writes to `output`, and torchrun's files are in `ranks`."
+    """Start a command in a process group of its own: it writes to `output`, and torchrun's files
+    are in `ranks`."""
     return subprocess.Popen(
         command,
         stdout=output,
@@ -188,7 +195,8 @@ def run_logged(
 ) -> Ended:
     """Run a command to its end; its output goes to `log` as it comes, and line by line to `watch`.
 
-    The files `held` stay open as long as the command runs: so a lock outlives this process if that is killed.
+    The files `held` stay open as long as the command runs: so a lock outlives this process if that
+    is killed.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     ranks = tempfile.TemporaryDirectory(
@@ -211,7 +219,8 @@ def run_logged(
 # %% ../../nbs/reproduction/02_launch.ipynb #9d44f242
 @dataclass(frozen=True)
 class Launch:
-    "How a run starts: its `command`, where `$NAME` is a variable, and this task's place among those of all nodes."
+    """How a run starts: its `command`, where `$NAME` is a variable, and this task's place among
+    those of all nodes."""
 
     command: str = ""  # empty: the run trains in this process
     rank: int = 0  # of this task
@@ -225,7 +234,8 @@ class Launch:
         return shlex.split(string.Template(self.command).safe_substitute(variables))
 
     def tell(self, lock: Path, word: str) -> None:
-        "Tell the other tasks whether to `join` the training or to `leave`; nothing happens if there are none."
+        """Tell the other tasks whether to `join` the training or to `leave`; nothing happens if
+        there are none."""
         if self.count > 1:
             write_text(lock.with_suffix(f".{self.attempt}"), word)
 
@@ -243,7 +253,8 @@ HERE = Launch()  # in this process, alone
 def train_in_subprocess(config: TrainConfig, launch: Launch, held: tuple[int, ...] = ()) -> None:
     """Train with `branchgrpo train`, started by the command of `launch`.
 
-    Raises `Preempted` if it was told to stop, else `RuntimeError` with the end of its log if it failed.
+    Raises `Preempted` if it was told to stop, else `RuntimeError` with the end of its log if it
+    failed.
     """
     given = {name: value for name, value in dataclasses.asdict(config).items() if value is not None}
     log = Path(config.output) / (f"log-{launch.rank}.txt" if launch.rank else "log.txt")

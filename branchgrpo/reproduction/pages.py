@@ -61,7 +61,8 @@ def base_config(
 
 # %% ../../nbs/reproduction/04_pages.ipynb #15156dd9
 def as_published(recipe: str) -> dict[str, Any]:
-    "Return the change of an arm that takes a recipe with its paper's own steps and pruning, whatever the model."
+    """Return the change of an arm that takes a recipe with its paper's own steps and pruning,
+    whatever the model."""
     values = recipes.get(recipe).values
     return {"recipe": recipe, "steps": values.steps} | (
         {"prune_at": dict(values.prune_at)} if values.prune_at else {}
@@ -125,7 +126,8 @@ def new_page(
 
 # %% ../../nbs/reproduction/04_pages.ipynb #a7f4baa7
 def templates(folder: str | Path) -> dict[str, Path]:
-    "Return the pages under `folder` as `{name: path}`; a name is the path below `folder` without its ending."
+    """Return the pages under `folder` as `{name: path}`; a name is the path below `folder` without
+    its ending."""
     paths = [
         path
         for path in sorted(Path(folder).rglob("*.ipynb"))
@@ -154,7 +156,8 @@ class Job:
 
     @property
     def done(self) -> bool:
-        "Whether the executed notebook exists, ended without an exception, and has this job's digest."
+        """Whether the executed notebook exists, ended without an exception, and has this job's
+        digest."""
         try:
             metadata = nbformat.read(self.executed, 4).metadata
         except Exception:  # missing or cut short
@@ -168,7 +171,8 @@ SCALES = ("smoke", "quickstart", "testbed", "paper")
 
 
 def scale_table(folder: str | Path) -> dict[str, dict[str, dict]]:
-    "Return the parameters of scales.yaml as `{page: {scale: {parameter: value}}}`; empty without such a file."
+    """Return the parameters of scales.yaml as `{page: {scale: {parameter: value}}}`; empty without
+    such a file."""
     path = Path(folder) / "scales.yaml"
     table = read_table(path, "folder") if path.is_file() and path.stat().st_size else {}
     for name, row in table.items():
@@ -189,7 +193,8 @@ KINDS |= {"str": (str | None, "a text")}
 
 
 def check_parameters(name: str, template: Path, parameters: dict) -> None:
-    "Raise `ValueError` if the page has no parameter of a given name, or if its value is of another kind."
+    """Raise `ValueError` if the page has no parameter of a given name, or if its value is of
+    another kind."""
     import warnings
 
     import papermill
@@ -223,7 +228,10 @@ def merged(known: dict, given: dict) -> dict:
 
 # %% ../../nbs/reproduction/04_pages.ipynb #b823d460
 def known_pages(scale: str, folder: str | Path) -> dict[str, Path]:
-    "Return the pages under a folder, `{name: path}`. Raise `ValueError` on an unknown scale, or if there is none."
+    """Return the pages under a folder, `{name: path}`.
+
+    Raise `ValueError` on an unknown scale, or if there is none.
+    """
     if scale not in SCALES:
         raise ValueError(f"scale: {scale!r} is not one of {', '.join(SCALES)}")
     if not Path(folder).is_dir():
@@ -241,7 +249,10 @@ def jobs(
     out: str | Path = "runs/reproduce",  # where executed notebooks go
     given: dict | None = None,  # parameters that replace those of the scale
 ) -> list[Job]:
-    "Return the jobs of pages at a scale. Raise `ValueError` on an unknown scale, page or parameter."
+    """Return the jobs of pages at a scale.
+
+    Raise `ValueError` on an unknown scale, page or parameter.
+    """
     found, table = known_pages(scale, folder), scale_table(folder)
     todo = []
     for name in names or [name for name in found if scale in table.get(name, {})]:
@@ -276,7 +287,10 @@ def planned_runs(job: Job) -> list[tuple[TrainConfig, str]]:
 
 # %% ../../nbs/reproduction/04_pages.ipynb #efdcfb71
 def wanted_runs(todo: list[Job]) -> Wanted:
-    "Return the runs of pages, each once, as `{folder: (config, root)}`. Raise `ValueError` on a wrong setting."
+    """Return the runs of pages, each once, as `{folder: (config, root)}`.
+
+    Raise `ValueError` on a wrong setting.
+    """
     wanted: Wanted = {}
     for job in todo:
         try:
@@ -293,7 +307,10 @@ def wanted_runs(todo: list[Job]) -> Wanted:
 
 # %% ../../nbs/reproduction/04_pages.ipynb #0b2c4a0a
 def missing_runs(todo: list[Job]) -> Wanted:
-    "Return the runs that are not finished, of the pages that are not done. Raise `ValueError` on a wrong setting."
+    """Return the runs that are not finished, of the pages that are not done.
+
+    Raise `ValueError` on a wrong setting.
+    """
     missing: Wanted = {}
     for path, (config, root) in wanted_runs([job for job in todo if not job.done]).items():
         readable = path.exists() and is_readable(Run(path), checkpoint=False)
@@ -303,7 +320,8 @@ def missing_runs(todo: list[Job]) -> Wanted:
 
 # %% ../../nbs/reproduction/04_pages.ipynb #5377533c
 def settings_today(job: Job) -> dict[str, dict] | None:
-    "Return the settings of the runs that a page would train, by the names of their folders; None if it trains none."
+    """Return the settings of the runs that a page would train, by the names of their folders; None
+    if it trains none."""
     arms = page_arms(job)
     if arms is None:
         return None
@@ -319,7 +337,8 @@ def differing(then: dict, today: dict) -> set[str]:
 
 # %% ../../nbs/reproduction/04_pages.ipynb #ac9825d0
 def changed_settings(then: dict[str, dict], today: dict[str, dict]) -> tuple[list[str], list[str]]:
-    "Return the names of settings that have other values today than in recorded runs, and of those that are new."
+    """Return the names of settings that have other values today than in recorded runs, and of those
+    that are new."""
     changed, known = set(), set()
     for settings in then.values():
         known |= settings.keys()
@@ -336,15 +355,22 @@ EARLIER = "Runs of earlier recipes"
 
 
 def earlier(record: dict, job: Job) -> str | None:
-    "Return a sentence on a record whose runs are not those that its page would train today; else None."
+    """Return a sentence on a record whose runs are not those that its page would train today; else
+    None."""
     today = settings_today(job)
     runs = [run for seeds in record.get("runs", {}).values() for run in seeds.values()]
     then = {Path(run["run"]).name: run["settings"] for run in runs}
     if today is None or then.keys() == today.keys():
         return None
-    what = f"{len(today.keys() - then.keys())} of the {len(today)} runs that it compares today are not in this record"
+    what = (
+        f"{len(today.keys() - then.keys())} of the {len(today)} runs that it compares today are not"
+        " in this record"
+    )
     for title, names in zip(("other values of", "new settings"), changed_settings(then, today)):
         if names:
             what += f"; {title} {', '.join(f'`{name}`' for name in names)}"
     again = f"`branchgrpo reproduce {job.name}` runs it anew"
-    return f"**{EARLIER}** ({record.get('date', 'no date')}). Since then the page has changed: {what}. {again}."
+    return (
+        f"**{EARLIER}** ({record.get('date', 'no date')}). Since then the page has changed: {what}."
+        f" {again}."
+    )

@@ -95,7 +95,8 @@ def record_path(page: str, output: str | Path) -> Path:
 
 # %% ../../nbs/reproduction/01_records.ipynb #38a2f3bd
 def table_of(record: str | Path) -> Path:
-    "Return the file of the runs that belong to a page's record, `runs/NAME.parquet` beside `NAME.json`."
+    """Return the file of the runs that belong to a page's record, `runs/NAME.parquet` beside
+    `NAME.json`."""
     record = Path(record)
     return record.parent / "runs" / f"{record.stem}.parquet"
 
@@ -145,7 +146,8 @@ def recorded_runs(record: dict[str, Any]) -> dict[str, list[RecordedRun]]:
 
 # %% ../../nbs/reproduction/01_records.ipynb #8548e748
 def run_record(run: Any) -> dict[str, Any]:
-    "Return what a record keeps of a run: metrics, folder, machine, comparable seconds, evaluations, settings."
+    """Return what a record keeps of a run: metrics, folder, machine, comparable seconds,
+    evaluations, settings."""
     device = (
         {"device": run.info["device"]} if run.info.get("device") else {}
     )  # some records do not say it

@@ -81,7 +81,8 @@ def numbers_of(record: dict) -> dict[str, list[dict]]:
 
 
 def beside_printed(rows: list[dict], printed: dict[str, dict[str, str]]) -> list[dict]:
-    "Return the rows and columns of a record that a paper prints too: ours, and in brackets what is printed."
+    """Return the rows and columns of a record that a paper prints too: ours, and in brackets what
+    is printed."""
     columns = {}  # a column of ours begins with the printed name, and says in brackets what is measured
     for ours in dict.fromkeys(name for row in rows for name in row):
         names = [
@@ -121,8 +122,9 @@ def models_of(records: list[dict]) -> str:
 def page_tables(page: str, records: list[dict], folder: Path, shown: bool) -> tuple[str, str]:
     """Return the tables that begin the part of a page, and those that a click opens.
 
-    The first are the tables of `folder` that its name names, with ours. The others are all its numbers, and printed
-    tables (also those of its record's `printed`) that have no row and column in common with them."""
+    The first are the tables of `folder` that its name names, with ours. The others are all its
+    numbers, and printed tables (also those of its record's `printed`) that have no row and column
+    in common with them."""
     tables = [
         (title, shown_rows(record, rows))
         for record in records
@@ -141,7 +143,8 @@ def page_tables(page: str, records: list[dict], folder: Path, shown: bool) -> tu
                     f"`branchgrpo reproduce {page}` makes ours again {models_of(records)}".strip()
                 )
                 first.append(
-                    f"**{table}**: ours, and *(in brackets)* the paper's. {made}.\n\n{markdown_table(both)}"
+                    f"**{table}**: ours, and *(in brackets)* the paper's."
+                    f" {made}.\n\n{markdown_table(both)}"
                 )
             else:
                 rows = [{"": row} | numbers for row, numbers in printed.items()]
@@ -165,14 +168,16 @@ def verdict_line(tested: dict) -> str:
 
 # %% ../../nbs/reproduction/13_report.ipynb #0e8c0048
 def verdicts(record: dict) -> list[str]:
-    "Return the verdicts of a record, one line each: registered claims, a page's own, then those of comparisons."
+    """Return the verdicts of a record, one line each: registered claims, a page's own, then those
+    of comparisons."""
     answers = list(record.get("sentences", []))
     own = [f"{claim}: **{verdict}**" for claim, verdict in (record.get("verdict") or {}).items()]
     return answers + own + [verdict_line(item) for item in record.get("verdicts", [])]
 
 
 def claim_lines(lines: list[str]) -> str:
-    "Return the verdicts of a page as a list; a click opens those on scores that fall by no more than seeds differ."
+    """Return the verdicts of a page as a list; a click opens those on scores that fall by no more
+    than seeds differ."""
     small = [f"- {line}" for line in lines if line.endswith(f"**{fall_verdict(0.0)}**")]
     title = f"{len(small)} scores end below the base model's, by no more than seeds differ"
     shown = [f"- {line}" for line in lines if f"- {line}" not in small]
@@ -180,7 +185,8 @@ def claim_lines(lines: list[str]) -> str:
 
 # %% ../../nbs/reproduction/13_report.ipynb #c8ddf2f9
 def seeds_text(counts: Collection[int]) -> str:
-    "Return how many seeds there are: 8 seeds, or 8 to 14 seeds where counts differ; empty without any."
+    """Return how many seeds there are: 8 seeds, or 8 to 14 seeds where counts differ; empty without
+    any."""
     if not counts:
         return ""
     words = " to ".join(dict.fromkeys(str(count) for count in (min(counts), max(counts))))
@@ -204,7 +210,8 @@ def origin(record: dict) -> str:
 # %% ../../nbs/reproduction/13_report.ipynb #bdd7576d
 @dataclass
 class ReportPart:
-    "The part of the report on one page: its `title`, its Markdown `text`, its `verdicts`, and whether it is `earlier`."
+    """The part of the report on one page: its `title`, its Markdown `text`, its `verdicts`, and
+    whether it is `earlier`."""
 
     title: str
     text: str
@@ -212,7 +219,8 @@ class ReportPart:
     earlier: bool = False
 
     def count(self, pattern: str) -> int:
-        "Return how many verdicts begin with a pattern; a verdict stands in bold at the end of its line, or begins it."
+        """Return how many verdicts begin with a pattern; a verdict stands in bold at the end of its
+        line, or begins it."""
         bold = rf"\*\*({pattern})[^*]*\*\*"
         return sum(
             bool(re.search(rf"^{bold}|{bold}$", line, re.IGNORECASE)) for line in self.verdicts
@@ -230,7 +238,8 @@ def page_files(page: str, figures: str | Path, kind: str) -> list[Path]:
 
 
 def captions(cells: list) -> dict[str, str]:
-    "Return the caption of each figure that a page draws: the text right before the cell of the first one."
+    """Return the caption of each figure that a page draws: the text right before the cell of the
+    first one."""
     found, text = {}, ""
     for cell in cells[1:]:
         if cell.cell_type == "markdown":
@@ -243,7 +252,8 @@ def captions(cells: list) -> dict[str, str]:
 
 
 def seen_from(text: str, page: Path, report: Path) -> str:
-    "Return Markdown of a page with its links as the report has them; addresses of other places and anchors stay."
+    """Return Markdown of a page with its links as the report has them; addresses of other places
+    and anchors stay."""
 
     def turned(match: re.Match) -> str:
         path, mark, anchor = match[0].partition("#")
@@ -324,25 +334,31 @@ FILES = {  # in the order of the table of all pages
     FIRST: "Every figure and number",
     "exploration": "Exploration",
 }
-BACK = "What a verdict and an interval are, and all pages in one table: [every figure and number](README.md). \
-In a figure a line is the mean over seeds; a band, or a bar at its end, is their range, not an interval."
+BACK = (
+    "What a verdict and an interval are, and all pages in one table: [every figure and"
+    " number](README.md). In a figure a line is the mean over seeds; a band, or a bar at its end,"
+    " is their range, not an interval."
+)
 
 
 def file_of(name: str) -> str:
-    "Return the file of the report that holds a page: that of its paper, the first for the study, or the exploration's."
+    """Return the file of the report that holds a page: that of its paper, the first for the study,
+    or the exploration's."""
     folder = name.partition("/")[0]
     return FIRST if folder == "study" else folder if folder in FILES else "exploration"
 
 
 def page_order(name: str) -> tuple[bool, str, int, str]:
-    "Return what sorts the pages of a file: Table 1, then figures and tables by number; pages without one by name."
+    """Return what sorts the pages of a file: Table 1, then figures and tables by number; pages
+    without one by name."""
     found = re.search(r"/(fig|table)s?(\d+)", name)
     kind, number = (found[1], int(found[2])) if found else ("", 0)
     return (kind, number) != ("table", 1), kind, number, name
 
 # %% ../../nbs/reproduction/13_report.ipynb #689103f3
 def summary(parts: dict[str, list[ReportPart]]) -> str:
-    "Return a table of all parts by file: how many claims have each verdict, and whether their runs are earlier ones."
+    """Return a table of all parts by file: how many claims have each verdict, and whether their
+    runs are earlier ones."""
     lines = [
         f"| page | {' | '.join(VERDICT_COLUMNS)} | runs |",
         "|---" * (2 + len(VERDICT_COLUMNS)) + "|",
@@ -353,7 +369,8 @@ def summary(parts: dict[str, list[ReportPart]]) -> str:
             link = f"#{anchor}" if file == FIRST else f"{file}.md#{anchor}"
             counts = [str(part.count(pattern) or "") for pattern in VERDICT_COLUMNS.values()]
             lines.append(
-                f"| [{part.title}]({link}) | {' | '.join(counts)} | {'earlier' if part.earlier else ''} |"
+                f"| [{part.title}]({link}) | {' | '.join(counts)} |"
+                f" {'earlier' if part.earlier else ''} |"
             )
     return "\n".join(lines)
 
@@ -364,7 +381,8 @@ def write_page(
     page: str
     | Path = "figures/README.md",  # the first file of the report; the others lie beside it
 ) -> int:
-    "Write the report on all pages that have written something, in one file a paper; return how many pages there are."
+    """Write the report on all pages that have written something, in one file a paper; return how
+    many pages there are."""
     found = templates(folder)
     parts: dict[str, list[ReportPart]] = {file: [] for file in FILES}
     for name in sorted(found, key=page_order):
@@ -385,7 +403,10 @@ def p_text(p: float) -> str:
 
 
 def answer_rows(registered: Registration, record: dict[str, Any]) -> list[dict[str, Any]]:
-    "Return each registered claim with its answer. Raise `ValueError` if the record has not its answer."
+    """Return each registered claim with its answer.
+
+    Raise `ValueError` if the record has not its answer.
+    """
     answers = {answer["claim"]: answer for answer in record["answers"]}
     rows = []
     for claim in registered.claims:
@@ -402,7 +423,8 @@ def answer_rows(registered: Registration, record: dict[str, Any]) -> list[dict[s
 
 
 def found_here(row: dict[str, Any], test: str = "found") -> str:
-    """Return an answer's difference with its 95 % interval, or one of each count if they differ; a dash without runs.
+    """Return an answer's difference with its 95 % interval, or one of each count if they differ; a
+    dash without runs.
 
     `test`: "first" for the difference in the first test, where an answer is of the second."""
     return (
@@ -411,14 +433,18 @@ def found_here(row: dict[str, Any], test: str = "found") -> str:
 
 
 def short_found(row: dict[str, Any]) -> str:
-    "Return an answer's difference by the engine's count of cost, in brackets; nothing without runs."
+    """Return an answer's difference by the engine's count of cost, in brackets; nothing without
+    runs."""
     return f" ({with_interval(row['found'][row['asked'][0]])})" if row["asked"] else ""
 
 
 def how_many(answers: list[dict[str, Any]]) -> str:
     "Return in words how many claims have each answer."
     counts = Counter(answer["answer"] for answer in answers)
-    return f"{len(answers)} registered claims: {', '.join(f'{n} {kind}' for kind, n in counts.most_common())}"
+    return (
+        f"{len(answers)} registered claims:"
+        f" {', '.join(f'{n} {kind}' for kind, n in counts.most_common())}"
+    )
 
 # %% ../../nbs/reproduction/13_report.ipynb #5f4c46ae
 RECORDS = {"record": "study_answers", "tuning": "study_tuning", "quick": "quickstart"}
@@ -431,7 +457,8 @@ def fill(template: str, **facts: Any) -> str:
 
 
 def report_facts(root: Path = ROOT) -> dict[str, Any]:
-    "Return what the report and the first page are filled with: the records of `root`, and the answers in words."
+    """Return what the report and the first page are filled with: the records of `root`, and the
+    answers in words."""
     paths = {name: root / f"figures/testbed/{file}.json" for name, file in RECORDS.items()}
     facts = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items()}
     registered, record = read_registration(root / "reproduce/registered.yaml"), facts["record"]
@@ -454,7 +481,8 @@ def report_facts(root: Path = ROOT) -> dict[str, Any]:
 
 # %% ../../nbs/reproduction/13_report.ipynb #ec628cd4
 def harm_words(record: dict[str, Any]) -> str:
-    "Return how many of the scores that were not trained fell, and on which task the largest part of them."
+    """Return how many of the scores that were not trained fell, and on which task the largest part
+    of them."""
     fell, asked = Counter(), Counter()
     for task, changes in record["changes"].items():
         others = [change["verdict"] for change in changes if not change["trained"]]
@@ -473,7 +501,8 @@ def guidance_words(record: dict[str, Any]) -> str:
 
 
 def right_images(quick: dict[str, Any]) -> dict[str, dict[str, str]]:
-    "Return the share of right images and the calls of each method of the quickstart, means over its seeds, as text."
+    """Return the share of right images and the calls of each method of the quickstart, means over
+    its seeds, as text."""
     found: dict[str, dict[str, str]] = {}
     for method in quick["runs"]:
         rows = [row for name, row in quick["numbers"].items() if name.rpartition("-")[0] == method]

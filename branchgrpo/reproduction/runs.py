@@ -59,7 +59,8 @@ NOT_HASHED = frozenset(
 
 # %% ../../nbs/reproduction/03_runs.ipynb #4abebe0f
 def key_value(value: object) -> object:
-    "Return a setting in a form that does not depend on whether it comes from a config or from a run.json."
+    """Return a setting in a form that does not depend on whether it comes from a config or from a
+    run.json."""
     if isinstance(value, float):
         return str(value)
     if isinstance(
@@ -94,9 +95,11 @@ LATER = {  # settings that came later, where they change nothing
 
 # %% ../../nbs/reproduction/03_runs.ipynb #11fdb941
 def hashed_settings(settings: dict) -> dict:
-    """Return the settings that decide the numbers of a run, without those at the default of `TrainConfig`.
+    """Return the settings that decide the numbers of a run, without those at the default of
+    `TrainConfig`.
 
-    A setting of `LATER` that is off is left out too, so that runs from before it was there keep their keys."""
+    A setting of `LATER` that is off is left out too, so that runs from before it was there keep
+    their keys."""
     defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
     kept = {}
     for name, value in settings.items():
@@ -112,7 +115,8 @@ def hashed_settings(settings: dict) -> dict:
 
 # %% ../../nbs/reproduction/03_runs.ipynb #c99b854c
 def cache_key(settings: dict) -> str:
-    "Return the folder name of a run with `settings` (`resolve(config).to_dict()`, or those of a run.json)."
+    """Return the folder name of a run with `settings` (`resolve(config).to_dict()`, or those of a
+    run.json)."""
     text = json.dumps([NUMBERS, hashed_settings(settings)], sort_keys=True, default=str)
     digest = hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
     recipe, place = (settings[name] for name in ("recipe", "backbone"))
@@ -126,7 +130,8 @@ def run_folder(config: TrainConfig, root: str | Path) -> Path:
 
 # %% ../../nbs/reproduction/03_runs.ipynb #d848f79c
 def is_readable(run: Run, checkpoint: bool = True) -> bool:
-    """Return whether a run's settings and metrics, and with `checkpoint` one of its checkpoints, are sound.
+    """Return whether a run's settings and metrics, and with `checkpoint` one of its checkpoints,
+    are sound.
 
     Raises `OSError` if a file is there and cannot be opened."""
     try:
@@ -145,7 +150,8 @@ def is_readable(run: Run, checkpoint: bool = True) -> bool:
 
 # %% ../../nbs/reproduction/03_runs.ipynb #075f0776
 def has_checkpoint(run: Run) -> bool:
-    "Return whether a checkpoint of a run is sound; a finished run needs none of this version's format."
+    """Return whether a checkpoint of a run is sound; a finished run needs none of this version's
+    format."""
     try:
         return newest(run.path) is not None
     except ValueError:
@@ -173,7 +179,8 @@ def set_run_aside(run: Run) -> None:
 # %% ../../nbs/reproduction/03_runs.ipynb #37e711e5
 @contextlib.contextmanager
 def lock_files(lock: FileLock) -> Iterator[tuple[int, ...]]:
-    "Yield the open file of a lock for the processes that shall hold it too; a copy, since filelock closes its own."
+    """Yield the open file of a lock for the processes that shall hold it too; a copy, since
+    filelock closes its own."""
     file = lock._context.lock_file_fd
     copies = () if file is None else (os.dup(file),)
     try:
@@ -184,13 +191,15 @@ def lock_files(lock: FileLock) -> Iterator[tuple[int, ...]]:
 
 # %% ../../nbs/reproduction/03_runs.ipynb #a7605dc1
 def check_prompts(run: Run, config: TrainConfig) -> None:
-    "Raise `ValueError` if the file of the prompts has changed since a run was trained; one that is gone has not."
+    """Raise `ValueError` if the file of the prompts has changed since a run was trained; one that
+    is gone has not."""
     if Path(config.prompts).exists():
         check_same_prompts(run.info, load_prompts(config.prompts))
 
 # %% ../../nbs/reproduction/03_runs.ipynb #56319cbc
 def _find_or_train(run: Run, config: TrainConfig, lock: FileLock, launch: Launch) -> Run:
-    "Return the run if it is finished; else continue it, or train it anew if it is missing or damaged."
+    """Return the run if it is finished; else continue it, or train it anew if it is missing or
+    damaged."""
     from branchgrpo.training.trainer import Trainer
 
     word = "leave"
@@ -210,7 +219,8 @@ def _find_or_train(run: Run, config: TrainConfig, lock: FileLock, launch: Launch
 
 # %% ../../nbs/reproduction/03_runs.ipynb #e6e2ca7f
 def _join(config: TrainConfig, lock: FileLock, launch: Launch) -> None:
-    "Train with the first task of this job, if it trains; that task reports how the training has ended."
+    """Train with the first task of this job, if it trains; that task reports how the training has
+    ended."""
     if launch.hear(Path(lock.lock_file)) == "join":
         with contextlib.suppress(RuntimeError):  # a failure, or a signal to stop
             train_in_subprocess(config, launch)
@@ -222,7 +232,8 @@ def get_or_train(
     wait: bool = True,  # wait while another process trains this run; otherwise return None
     launch: Launch = HERE,  # how a missing run starts
 ) -> Run | None:
-    """Return the finished run of `config`: from the cache, continued from its checkpoint, or trained now.
+    """Return the finished run of `config`: from the cache, continued from its checkpoint, or
+    trained now.
 
     Returns None also in a task that has joined the training of another node.
     Raises `ValueError` on a wrong setting, before anything is written.
@@ -244,7 +255,10 @@ Recorded = dict[str, tuple[Path, dict[str, Any]]]  # of each run's folder, its t
 
 
 def by_folder(tables: list[Path]) -> Recorded:
-    "Return the whole runs of tables by the name of their folder. Raise `ValueError` if a file is no table of runs."
+    """Return the whole runs of tables by the name of their folder.
+
+    Raise `ValueError` if a file is no table of runs.
+    """
     found: Recorded = {}
     for path in tables:
         for record in (record for seeds in read_runs(path).values() for record in seeds.values()):
@@ -278,7 +292,8 @@ Wanted = dict[
 
 
 def found_in_tables(wanted: Wanted, tables: list[Path]) -> dict[Path, tuple[Path, dict[str, Any]]]:
-    """Return the runs that are wanted, that tables hold whole, and that have no folder yet, with table and record.
+    """Return the runs that are wanted, that tables hold whole, and that have no folder yet, with
+    table and record.
 
     Raises `ValueError` if a file is no table of runs."""
     recorded, found = by_folder(tables), {}

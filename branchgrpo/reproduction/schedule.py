@@ -49,7 +49,8 @@ def say(text: str) -> None:
 
 # %% ../../nbs/reproduction/05_schedule.ipynb #c3ba397b
 def minutes_left(started: float, finished: int, total: int) -> str:
-    "Return the time left if the rest takes as long per item as the `finished` items took since `started`."
+    """Return the time left if the rest takes as long per item as the `finished` items took since
+    `started`."""
     left = (time.monotonic() - started) / finished * (total - finished)
     return f"{left / 60:5.1f} min left"
 
@@ -61,7 +62,8 @@ def iterations_done(path: Path) -> int:
 
 # %% ../../nbs/reproduction/05_schedule.ipynb #dbd7aa9c
 def run_names(runs: Wanted) -> dict[Path, str]:
-    "Return a name for a person: `dancegrpo seed 2`, with the model, and the end of its key, if two runs share it."
+    """Return a name for a person: `dancegrpo seed 2`, with the model, and the end of its key, if
+    two runs share it."""
     names = {
         path: f"{name_part(config.recipe)} seed {config.seed}" for path, (config, _) in runs.items()
     }
@@ -77,7 +79,8 @@ def run_names(runs: Wanted) -> dict[Path, str]:
 
 
 class IterationCount:
-    "The iterations of several runs: `totals {folder: iterations at its end}`, `names {folder: what is printed}`."
+    """The iterations of several runs: `totals {folder: iterations at its end}`, `names {folder:
+    what is printed}`."""
 
     def __init__(self, totals: dict[Path, int], names: dict[Path, str] | None = None):
         self.totals = totals
@@ -115,9 +118,11 @@ def progress_line(count: IterationCount, running: list[Path]) -> str:
 
 # %% ../../nbs/reproduction/05_schedule.ipynb #74cb09d1
 def worker_environments(workers: int, gpus: list[str] | None = None) -> list[dict[str, str]]:
-    """Return the environment of each worker: one per GPU with its share of the cores, or `workers` without a GPU.
+    """Return the environment of each worker: one per GPU with its share of the cores, or `workers`
+    without a GPU.
 
-    Models without a GPU are small, and several threads slow them down on busy cores: each worker has one."""
+    Models without a GPU are small, and several threads slow them down on busy cores: each worker
+    has one."""
     environments = [{"CUDA_VISIBLE_DEVICES": str(gpu)} for gpu in gpus or ()] or [
         {} for _ in range(max(1, workers))
     ]
@@ -198,7 +203,8 @@ def make_runs(
     log: Callable[[str], None] = say,
     every: float = 10.0,  # seconds between two lines of progress
 ) -> int:
-    """Train the missing runs of pages, with their progress and the time left; return how many failed.
+    """Train the missing runs of pages, with their progress and the time left; return how many
+    failed.
 
     A run that fails here is tried again by its page, which reports the error.
     """
@@ -219,14 +225,16 @@ def make_runs(
             as_they_finish(futures, count, len(environments), log, every), 1
         ):
             log(
-                f"run {n:3}/{len(futures)}  {count.names[futures[future]]:40} {end_of_run(future, time_left(count))}"
+                f"run {n:3}/{len(futures)}  {count.names[futures[future]]:40}"
+                f" {end_of_run(future, time_left(count))}"
             )
     return sum(future.exception() is not None for future in futures)
 
 # %% ../../nbs/reproduction/05_schedule.ipynb #c690a542
 @dataclass
 class Result:
-    "The end of a job: its `state` (done, found or failed), its seconds, its last error, and the notebook to open."
+    """The end of a job: its `state` (done, found or failed), its seconds, its last error, and the
+    notebook to open."""
 
     name: str
     state: str
@@ -236,7 +244,8 @@ class Result:
 
 # %% ../../nbs/reproduction/05_schedule.ipynb #b99e4bf6
 class PageLines:
-    "A text file for papermill: the lines of progress in a page's standard error go to `log`, under its name."
+    """A text file for papermill: the lines of progress in a page's standard error go to `log`,
+    under its name."""
 
     def __init__(self, name: str, log: Callable[[str], None]):
         self.name, self.log, self.text = name, log, ""
@@ -252,7 +261,10 @@ class PageLines:
 
 # %% ../../nbs/reproduction/05_schedule.ipynb #716d27f1
 def run_notebook(job: Job, target: Path, log: Callable[[str], None] = say) -> None:
-    "Execute the template of `job` in a kernel of its own and write the notebook `target`. Raise what a cell raises."
+    """Execute the template of `job` in a kernel of its own and write the notebook `target`.
+
+    Raise what a cell raises.
+    """
     import papermill
     from traitlets.config import Config
 
@@ -277,7 +289,10 @@ def mark_done(path: Path, digest: str) -> None:
 # %% ../../nbs/reproduction/05_schedule.ipynb #4d58cf81
 @contextlib.contextmanager
 def page_lock(job: Job, log: Callable[[str], None]) -> Iterator[None]:
-    "Hold the lock of a page; wait, and say so, while another process executes it. Files of killed ones are removed."
+    """Hold the lock of a page; wait, and say so, while another process executes it.
+
+    Files of killed ones are removed.
+    """
     locks = job.executed.parent / ".locks"
     locks.mkdir(parents=True, exist_ok=True)
     lock = FileLock(locks / f"{job.executed.stem}.lock")
@@ -346,7 +361,8 @@ def _execute_and_send(job: Job, environment: dict[str, str], sender) -> None:
 
 
 def execute_in_subprocess(job: Job, environment: dict[str, str]) -> Result:
-    "Execute a page in a process of its own with `environment` added; the death of the process is a failed page."
+    """Execute a page in a process of its own with `environment` added; the death of the process is
+    a failed page."""
     spawn = multiprocessing.get_context("spawn")
     receiver, sender = spawn.Pipe(duplex=False)
     process = spawn.Process(target=_execute_and_send, args=(job, environment, sender))
@@ -365,7 +381,8 @@ def execute_in_subprocess(job: Job, environment: dict[str, str]) -> Result:
 def _run_job(
     job: Job, free: queue.SimpleQueue, several: bool, log: Callable[[str], None]
 ) -> Result:
-    "Execute a page with an environment that is free: in this process, or one of `several` in a process of its own."
+    """Execute a page with an environment that is free: in this process, or one of `several` in a
+    process of its own."""
     if job.done:
         return Result(job.name, "found", notebook=str(job.executed))
     environment = free.get()
@@ -389,7 +406,8 @@ def run_all(
     gpus: list[str] | None = None,  # one page at a time per GPU
     log: Callable[[str], None] = say,
 ) -> list[Result]:
-    "Execute pages, with one line per page and the time left; a failed page does not stop the others."
+    """Execute pages, with one line per page and the time left; a failed page does not stop the
+    others."""
     environments, started, results = worker_environments(workers, gpus), time.monotonic(), []
     free: queue.SimpleQueue = queue.SimpleQueue()
     for environment in environments:
@@ -403,7 +421,8 @@ def run_all(
             results.append(result)
             error = f"   {result.error}" if result.error else ""
             log(
-                f"{n:3}/{len(todo)}  {result_line(result)}   {minutes_left(started, n, len(todo))}{error}"
+                f"{n:3}/{len(todo)}  {result_line(result)}  "
+                f" {minutes_left(started, n, len(todo))}{error}"
             )
     return results
 
@@ -430,7 +449,10 @@ def redrawn_job(job: Job, folder: Path) -> Job:
 
 
 def redraw(todo: list[Job], folder: Path, workers: int, keep: bool) -> list[Result]:
-    "Draw pages from their records. With `keep`, a page that cannot be drawn so keeps its figures; else it has failed."
+    """Draw pages from their records.
+
+    With `keep`, a page that cannot be drawn so keeps its figures; else it has failed.
+    """
     again, results = [], []
     for job in todo:
         try:

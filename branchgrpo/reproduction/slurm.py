@@ -28,7 +28,8 @@ from ..training.runs import Preempted
 
 # %% ../../nbs/reproduction/06_slurm.ipynb #e3083b39
 def launch_here(command: str) -> Launch:
-    "Return how a run starts in this task, with its place among the nodes of its job; outside of a job it is alone."
+    """Return how a run starts in this task, with its place among the nodes of its job; outside of a
+    job it is alone."""
     import submitit
 
     try:
@@ -75,7 +76,10 @@ class Resumed:
             raise
 
     def checkpoint(self, *args: Any):
-        "Return what submitit puts back into the queue. The work continues from the checkpoints of the runs."
+        """Return what submitit puts back into the queue.
+
+        The work continues from the checkpoints of the runs.
+        """
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self, *args)
@@ -85,7 +89,8 @@ Size = tuple[int, int]  # nodes, and GPUs of each
 
 
 def size_of(job: Job, nodes: int | None, gpus: int) -> Size:
-    "Return the size of a page's runs: as given, or as many nodes of `gpus` GPUs as the page's runs need."
+    """Return the size of a page's runs: as given, or as many nodes of `gpus` GPUs as the page's
+    runs need."""
     wanted = job.runner.get("gpus", gpus)
     count = nodes or max(1, math.ceil(wanted / max(gpus, 1)))
     return count, gpus if nodes else min(math.ceil(wanted / count), gpus)
@@ -98,7 +103,8 @@ def sbatch_options(text: str) -> dict[str, str]:
         if not re.fullmatch(r"[a-z][a-z0-9-]*", key) or not value or not value.isprintable():
             given = shown(f"{key}{equals}{value}")
             raise ValueError(
-                f"slurm_options: {given} is not OPTION=VALUE; they are written partition=a100,account=x"
+                f"slurm_options: {given} is not OPTION=VALUE; they are written"
+                " partition=a100,account=x"
             )
     return {key: value for key, _, value in pairs}
 
@@ -121,7 +127,8 @@ def runs_by_size(
 def task_lists(
     todo: list[Job], launch: str, nodes: int | None, gpus: int
 ) -> dict[str, tuple[list[tuple], Size]]:
-    "Return the tasks of all arrays and their sizes; a task is a tuple of a function and its arguments."
+    """Return the tasks of all arrays and their sizes; a task is a tuple of a function and its
+    arguments."""
     lists, sizes = {}, runs_by_size(todo, nodes, gpus)
     for size, runs in sizes.items():
         command = launch or torchrun(*size)
@@ -135,7 +142,10 @@ def task_lists(
 
 # %% ../../nbs/reproduction/06_slurm.ipynb #15f2e8d0
 def own_options(name: str, scale: str, size: Size) -> dict[str, Any]:
-    "Return the options that only one array has. If a task of a run fails, Slurm ends those of its other nodes."
+    """Return the options that only one array has.
+
+    If a task of a run fails, Slurm ends those of its other nodes.
+    """
     nodes, gpus = size
     stop_all = {"srun_args": ["--kill-on-bad-exit=1"]} if nodes > 1 else {}
     return {
@@ -199,7 +209,10 @@ def slurm_scripts(todo: list[Job], folder: str | Path, **options: Any) -> str:
 
 # %% ../../nbs/reproduction/06_slurm.ipynb #c0540e60
 def executor_class(cluster: str):
-    "Return submitit's executor of `slurm` or `local`. Raise `ValueError` if the cluster cannot be reached."
+    """Return submitit's executor of `slurm` or `local`.
+
+    Raise `ValueError` if the cluster cannot be reached.
+    """
     import submitit
 
     executors = {"slurm": submitit.SlurmExecutor, "local": submitit.LocalExecutor}
@@ -231,8 +244,9 @@ def submit(
 ) -> dict[str, list]:
     """Submit the missing runs, and the pages to start after them; return submitit's jobs by array.
 
-    `options` are those of `job_arrays`. On Slurm nothing waits. On `local`, processes of this machine,
-    the function waits between the two. Raises `ValueError` if the cluster cannot be reached.
+    `options` are those of `job_arrays`. On Slurm nothing waits. On `local`, processes of this
+    machine, the function waits between the two. Raises `ValueError` if the cluster cannot be
+    reached.
     """
     executor_of = executor_class(cluster)
     submitted: dict[str, list] = {}

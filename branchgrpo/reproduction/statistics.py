@@ -19,7 +19,8 @@ from scipy.stats import t as student
 
 # %% ../../nbs/reproduction/00_statistics.ipynb #3c2ead9a
 def mean_p(values: Sequence[float] | np.ndarray, alternative: str = "two-sided") -> float:
-    "Return the p value of a mean that is not zero, or `greater` or `less`; of equal values 0 if it is so, else 1."
+    """Return the p value of a mean that is not zero, or `greater` or `less`; of equal values 0 if
+    it is so, else 1."""
     if np.ptp(values) == 0:
         return float(
             not {"two-sided": values[0] != 0, "greater": values[0] > 0, "less": values[0] < 0}[
@@ -37,7 +38,8 @@ def t_interval(values: Sequence[float] | np.ndarray, level: float = 0.95) -> tup
 
 
 def mean_interval(values: list[float]) -> tuple[float, float | None, float | None]:
-    "Return the mean over seeds and the two ends of its t interval; for one seed, the value and no interval."
+    """Return the mean over seeds and the two ends of its t interval; for one seed, the value and no
+    interval."""
     if len(values) < 2:
         return values[0], None, None
     return float(np.mean(values)), *t_interval(values)
@@ -68,11 +70,13 @@ class Pair:
         )
 
     def above(self, margin: float) -> float:
-        "Return the one-sided p value of the statement that the true difference is above so many units."
+        """Return the one-sided p value of the statement that the true difference is above so many
+        units."""
         return mean_p(self.differences(-margin), "greater")
 
     def below(self, margin: float) -> float:
-        "Return the one-sided p value of the statement that the true difference is below so many units."
+        """Return the one-sided p value of the statement that the true difference is below so many
+        units."""
         return mean_p(self.differences(-margin), "less")
 
 # %% ../../nbs/reproduction/00_statistics.ipynb #230f1b37
@@ -80,7 +84,8 @@ HOLDS, FAILS, SAME, OPEN = "confirmed", "refuted", "the same", "undecided"
 
 
 def equivalence_p(pair: Pair, margin: float) -> float:
-    "Return the p value of the statement that the true difference is within ±`margin` (two one-sided tests)."
+    """Return the p value of the statement that the true difference is within ±`margin` (two
+    one-sided tests)."""
     return max(pair.above(-margin), pair.below(margin))
 
 
@@ -101,7 +106,8 @@ HIGHER, LOWER, UNCLEAR = "higher", "lower", "unclear"
 
 
 def verdict(low: float | None, high: float | None, near: bool = False) -> str:
-    "Return on which side of zero the interval of a difference lies (None: one seed); `near`: it is in the margin."
+    """Return on which side of zero the interval of a difference lies (None: one seed); `near`: it
+    is in the margin."""
     if low is None or high is None:
         return UNCLEAR
     if low > 0:
@@ -117,9 +123,11 @@ def difference(
     level: float = 0.95,
     gains: list[float] | None = None,  # what the other setting gains on each seed; None: no margin
 ) -> dict:
-    """Return the mean difference of two settings, its t interval, p value, number of seeds and the verdict.
+    """Return the mean difference of two settings, its t interval, p value, number of seeds and the
+    verdict.
 
-    Differences that are all 0 are equal. Raises `ValueError` if the lists differ in length or have under two seeds.
+    Differences that are all 0 are equal. Raises `ValueError` if the lists differ in length or have
+    under two seeds.
     """
     pair = Pair("ours", "theirs", ours, theirs, gains or [1.0] * len(ours))
     values = pair.differences()
@@ -142,7 +150,8 @@ def unmeasured(seeds: int) -> dict:
 
 # %% ../../nbs/reproduction/00_statistics.ipynb #2ba2de92
 def unpaired_difference(ours: list[float], theirs: list[float], level: float = 0.95) -> dict:
-    """Return the difference of two means, Welch's interval, p value, the seeds of both and the verdict.
+    """Return the difference of two means, Welch's interval, p value, the seeds of both and the
+    verdict.
 
     Raises `ValueError` if a list has under two seeds."""
     if min(len(ours), len(theirs)) < 2:
@@ -169,7 +178,8 @@ def unpaired_difference(ours: list[float], theirs: list[float], level: float = 0
 def power(
     seeds: int, size: float, spread: float, paired: bool = True, alpha: float = 0.05
 ) -> float:
-    "Return the chance that a t test with so many seeds (of each group, if not `paired`) sees a difference of `size`."
+    """Return the chance that a t test with so many seeds (of each group, if not `paired`) sees a
+    difference of `size`."""
     freedom, of_mean = (seeds - 1, seeds) if paired else (2 * seeds - 2, seeds / 2)
     centre = sqrt(of_mean) * abs(size) / spread
     bound = float(student.ppf(1 - alpha / 2, freedom))
@@ -193,7 +203,8 @@ def seeds_needed(
 
 # %% ../../nbs/reproduction/00_statistics.ipynb #172d5475
 def with_false_discovery(tested: list[dict]) -> list[dict]:
-    "Return tested claims; those with a `p` have `p_page`, adjusted for all of the page (Benjamini–Hochberg)."
+    """Return tested claims; those with a `p` have `p_page`, adjusted for all of the page
+    (Benjamini–Hochberg)."""
     p_values = [claim["p"] for claim in tested if "p" in claim]
     adjusted = iter(false_discovery_control(p_values) if p_values else [])
     return [
@@ -215,7 +226,8 @@ def sequence(
     alpha: float = 0.05,
     claims: int | None = None,  # how many are registered; None: those of the first look
 ) -> dict[str, tuple[str, int]]:
-    "Return each claim's answer and the seeds at which it was decided (or looked at last), over the looks made so far."
+    """Return each claim's answer and the seeds at which it was decided (or looked at last), over
+    the looks made so far."""
     answers: dict[str, tuple[str, int]] = {}
     for found, seeds, share in zip(at_looks, looks, spent(looks, alpha)):
         left = {

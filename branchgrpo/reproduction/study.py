@@ -99,21 +99,24 @@ class Registration:
         return list(range(self.first_seed, self.first_seed + count))
 
     def recipes(self, task: str, again: bool = False) -> list[str]:
-        "Return the recipes that the claims of a task need, each once; `again`: those that are tested a second time."
+        """Return the recipes that the claims of a task need, each once; `again`: those that are
+        tested a second time."""
         asked = [
             claim for claim in self.claims if claim.task == task and (claim.again or not again)
         ]
         return list(dict.fromkeys(recipe for claim in asked for recipe in claim.recipes))
 
     def most(self, task: str) -> int:
-        "Return how many seeds of a task are registered: those of the last look, and the new ones of a second test."
+        """Return how many seeds of a task are registered: those of the last look, and the new ones
+        of a second test."""
         return self.looks[-1] + max(
             [claim.again for claim in self.claims if claim.task == task], default=0
         )
 
     @property
     def levels(self) -> dict[int, float]:
-        "The p value that decides a claim at each look, by its number of seeds: its share of the error rate."
+        """The p value that decides a claim at each look, by its number of seeds: its share of the
+        error rate."""
         return {
             n: share / len(self.claims)
             for n, share in zip(self.looks, spent(self.looks, self.alpha))
@@ -126,7 +129,10 @@ class Registration:
 
 # %% ../../nbs/reproduction/12_study.ipynb #fd4ef601
 def read_claim(name: str, settings: dict[str, Any]) -> Claim:
-    "Return a claim of the file. Raise `ValueError`, in one line that begins with its name, for a wrong setting."
+    """Return a claim of the file.
+
+    Raise `ValueError`, in one line that begins with its name, for a wrong setting.
+    """
     needed = [
         part.name for part in dataclasses.fields(Claim) if part.default is dataclasses.MISSING
     ]
@@ -140,7 +146,10 @@ def read_claim(name: str, settings: dict[str, Any]) -> Claim:
 
 
 def read_registration(path: str | Path = REGISTERED) -> Registration:
-    "Return what a file registers. Raise `ValueError`, in one line, for a setting that is wrong or missing."
+    """Return what a file registers.
+
+    Raise `ValueError`, in one line, for a setting that is wrong or missing.
+    """
     table = read_table(path, "registered")
     for name in ("looks", "tasks", "claims"):
         if not table.get(name):
@@ -164,7 +173,8 @@ class StudyArms:
     def configs(self) -> dict[tuple[str, int], TrainConfig]:
         """Return `{(task: recipe, seed): config}`, seed by seed.
 
-        Raises `ValueError` on a wrong setting, an unknown task or more seeds than are registered."""
+        Raises `ValueError` on a wrong setting, an unknown task or more seeds than are registered.
+        """
         places, registered = {}, self.registered
         for name, count in self.seeds.items():
             if name not in registered.tasks:
@@ -191,7 +201,8 @@ Curves = dict[str, dict[int, Curve]]  # of each recipe and seed
 
 
 def with_counts(run: RecordedRun, config: TrainConfig) -> list[dict]:
-    "Return a run's evaluations with `cost`, where siblings share a call, and `nfe`, where every edge is one."
+    """Return a run's evaluations with `cost`, where siblings share a call, and `nfe`, where every
+    edge is one."""
     s = resolve(config)
     shared, edges = (
         plan_of(s).shared_calls * s.prompts_per_iteration,
@@ -213,7 +224,8 @@ def budget_of(claim: Claim, curves: Curves, seeds: list[int], count: str) -> flo
 
 
 def pair_of(claim: Claim, curves: Curves, seeds: list[int], count: str | None) -> Pair:
-    "Return the rewards of a claim's two methods at equal cost, by one of `COUNTS`, or at the end (None), and the unit."
+    """Return the rewards of a claim's two methods at equal cost, by one of `COUNTS`, or at the end
+    (None), and the unit."""
 
     def score(rows: Curve) -> float:
         if count is None:
@@ -236,7 +248,8 @@ NOT_LEARNED = "no comparison: the baseline did not learn"
 
 
 def counts_of(claim: Claim) -> list[str | None]:
-    "Return the counts of cost under which a claim is tested; None at the end, where no cost is asked for."
+    """Return the counts of cost under which a claim is tested; None at the end, where no cost is
+    asked for."""
     return [None] if claim.at == "end" else [*COUNTS]
 
 
@@ -299,7 +312,8 @@ class Answer:
 
 
 def differences(claim: Claim, curves: Curves, seeds: list[int]) -> dict[str, Difference]:
-    "Return how a claim's methods differ at the end and at equal cost, by both counts, whichever was registered."
+    """Return how a claim's methods differ at the end and at equal cost, by both counts, whichever
+    was registered."""
     found = {}
     for count in (None, *COUNTS):
         pair = pair_of(claim, curves, seeds, count)
@@ -322,7 +336,8 @@ def _answer(
     seeds: list[int],
     decided: dict[str, tuple[str, int]],  # by the looks
 ) -> Answer:
-    "Return the answer of the looks, or, where they leave a claim undecided, that of its second test."
+    """Return the answer of the looks, or, where they leave a claim undecided, that of its second
+    test."""
     last = registered.looks[-1]
     new, (answer, at) = seeds[last:], decided.get(claim.name, (OPEN, 0))
     if (
@@ -360,7 +375,8 @@ def answers(registered: Registration, runs: dict[str, Curves]) -> list[Answer]:
 
 # %% ../../nbs/reproduction/12_study.ipynb #7272efdb
 def change_table(changes: list[dict[str, Any]]) -> list[dict[str, str]]:
-    "Return the changes of one task as rows of a table: the base model first, then each recipe; a fall is bold."
+    """Return the changes of one task as rows of a table: the base model first, then each recipe; a
+    fall is bold."""
     rows: dict[str, dict[str, str]] = {"base model": {"": "base model"}}
     for one in changes:
         rows["base model"][one["score"]] = f"{one['base']:.3g}"

@@ -107,7 +107,8 @@ def cell_text(value: object) -> str:
 
 # %% ../../nbs/reproduction/10_tables.ipynb #8f4e2f0e
 def markdown_table(rows: list[dict]) -> str:
-    "Return dicts as the rows of a Markdown table, with a column for every key that any of them has."
+    """Return dicts as the rows of a Markdown table, with a column for every key that any of them
+    has."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     titles = PRINTED | {"seconds": "seconds per iteration"}
     lines = [[titles.get(column, column) for column in columns]]
@@ -117,7 +118,8 @@ def markdown_table(rows: list[dict]) -> str:
 
 # %% ../../nbs/reproduction/10_tables.ipynb #1f677edc
 def columns_of(c: Comparison) -> dict[str, str]:
-    "Return the columns `{title: key}` of the evaluations: the reward, held-out rewards and the checker's verdict."
+    """Return the columns `{title: key}` of the evaluations: the reward, held-out rewards and the
+    checker's verdict."""
     keys = next(iter(c.runs.values()))[0].evaluations[-1]
     columns = {"reward": "eval_reward"}
     columns |= {key.partition("/")[2]: key for key in keys if key.startswith("eval_reward/")}
@@ -127,7 +129,8 @@ def columns_of(c: Comparison) -> dict[str, str]:
 
 
 def table_rows(c: Comparison, columns: dict[str, str]) -> list[dict]:
-    "Return one row per label: its cost, and per column the mean over seeds with its interval, at the end."
+    """Return one row per label: its cost, and per column the mean over seeds with its interval, at
+    the end."""
     rows = []
     for label, runs in c.runs.items():
         last = runs[0].metrics[-1]
@@ -199,7 +202,8 @@ def hours_by_device(runs: Iterable[Any]) -> dict[str, float]:
 def write_comparison(
     path: str, c: Comparison, rows: list[dict], verdicts: list[dict], **more: Any
 ) -> None:
-    """Write a comparison: rows, verdicts, date, commit and machine, and `more` as JSON; its runs as a table.
+    """Write a comparison: rows, verdicts, date, commit and machine, and `more` as JSON; its runs as
+    a table.
 
     What is drawn again from a record keeps all of the record that is not written anew."""
     runs: Runs = {}
@@ -221,10 +225,11 @@ BASE = "base model"  # our label of the model before training
 
 
 def base_value(found: Comparison, metric: str) -> Any:
-    """Return a score before training; None for a cost, since nothing is trained, and for a score that no label has.
+    """Return a score before training; None for a cost, since nothing is trained, and for a score
+    that no label has.
 
-    Values that differ by less than 1e-5 of the score, or of 1, are one: other batch sizes round otherwise.
-    Raises `ValueError` if the labels began from different base models or rewards."""
+    Values that differ by less than 1e-5 of the score, or of 1, are one: other batch sizes round
+    otherwise. Raises `ValueError` if the labels began from different base models or rewards."""
     first = [runs[0].evaluations[0].get(metric) for runs in found.runs.values()]
     if not metric.startswith("eval_"):
         return None
@@ -245,7 +250,8 @@ def with_base(found: Comparison, rows: list[dict], columns: dict[str, str]) -> l
 
 
 def run_value(found: Comparison, label: str, metric: str) -> Any:
-    "Return a metric of a label at the end: a score with its interval over seeds, a cost as a number; else None."
+    """Return a metric of a label at the end: a score with its interval over seeds, a cost as a
+    number; else None."""
     runs = found.runs[label]
     if metric == "seconds":  # per iteration
         return float(np.mean([run.metrics[-1]["seconds"] / len(run.metrics) for run in runs]))
@@ -255,7 +261,8 @@ def run_value(found: Comparison, label: str, metric: str) -> Any:
 
 # %% ../../nbs/reproduction/10_tables.ipynb #ab88e240
 def scaled(value: Any, factor: float | None) -> Any:
-    "Return a number or an interval times a factor; without a factor, or without a value, the value."
+    """Return a number or an interval times a factor; without a factor, or without a value, the
+    value."""
     if factor is None or value is None:
         return value
     if isinstance(value, tuple):
@@ -265,7 +272,8 @@ def scaled(value: Any, factor: float | None) -> Any:
 # %% ../../nbs/reproduction/10_tables.ipynb #05623fbd
 @dataclass
 class Source:
-    "Where the cells of a table come from: `found` runs, and `values` `{label: {metric: value}}` that a page computes."
+    """Where the cells of a table come from: `found` runs, and `values` `{label: {metric: value}}`
+    that a page computes."""
 
     found: Comparison | None = None
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -304,7 +312,8 @@ class Source:
 
 # %% ../../nbs/reproduction/10_tables.ipynb #0273b349
 def measured(source: Source, metric: str) -> str:
-    "Return what a metric measures: a reward's name, an aspect that the checker decides, or a page's own; else nothing."
+    """Return what a metric measures: a reward's name, an aspect that the checker decides, or a
+    page's own; else nothing."""
     if source.found and metric == "eval_reward":
         return next(iter(source.found.runs.values()))[0].info["settings"]["reward"]
     if not metric.startswith("eval_") and any(metric in own for own in source.values.values()):
@@ -344,7 +353,8 @@ class WholeTable:
         ]
 
     def markdown(self) -> str:
-        "Return the table as Markdown, the printed value in italics, and below it what is not computed."
+        """Return the table as Markdown, the printed value in italics, and below it what is not
+        computed."""
         lines = [{name: cell_shown(cell) for name, cell in row.items()} for row in self.rows]
         reasons = [f"- {NOTHING} {item['not computed']}: {item['because']}" for item in self.why]
         return "\n".join([markdown_table(lines), "", *reasons])
@@ -354,7 +364,8 @@ class WholeTable:
 
 
 def cell_shown(cell: Any) -> Any:
-    "Return the text of a cell: ours, and the printed value in italics if there is one; a label is its own."
+    """Return the text of a cell: ours, and the printed value in italics if there is one; a label is
+    its own."""
     if not isinstance(cell, dict):
         return cell
     ours = cell_text(cell["ours"])
@@ -369,7 +380,8 @@ def row_reason(name: str, ours: Any, why: dict[str, str]) -> dict:
 
 
 def whole_row(source: Source, label: str | None, titles: dict, printed: dict[str, str]) -> dict:
-    "Return a row: per column of `titles` `{printed name: (title, metric)}` our value and the printed text."
+    """Return a row: per column of `titles` `{printed name: (title, metric)}` our value and the
+    printed text."""
     row = {}
     for name, (title, metric) in titles.items():
         value = source.value(label, metric) if label and metric else None
@@ -386,7 +398,10 @@ def whole_table(
     more: dict[str, str]
     | None = None,  # columns of ours that the paper lacks, {title: metric}, such as COSTS
 ) -> WholeTable:
-    "Return the whole table. Raise `ValueError` on a row that has no numbers, or a None without a reason."
+    """Return the whole table.
+
+    Raise `ValueError` on a row that has no numbers, or a None without a reason.
+    """
     labels = source.labels()
     for name, ours in rows.items():
         if ours and ours not in labels:
@@ -503,7 +518,8 @@ def device_here() -> str:
 
 # %% ../../nbs/reproduction/10_tables.ipynb #b4021ab2
 def scores_on(run: Run, name: str, evaluation: Evaluation) -> dict[str, float]:
-    "Return the mean of every reward and every check of an evaluation, made now or found: `{metric: mean}`."
+    """Return the mean of every reward and every check of an evaluation, made now or found:
+    `{metric: mean}`."""
     folder = Path(run.path) / "evaluations" / f"{name}-{evaluation.weights}"
     summary = Evaluator(evaluation, folder, device=device_here()).run()
     assert summary is not None, "one process draws all images"
@@ -520,7 +536,8 @@ def values_on(
     sets: dict[str, str],  # prompt sets by the paper's name, for example {"DrawBench": "drawbench"}
     limit: int | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Return `{'DrawBench: label': {metric: (mean, low, high)}}` of every label and of the model before training.
+    """Return `{'DrawBench: label': {metric: (mean, low, high)}}` of every label and of the model
+    before training.
 
     `eval_reward` is that of the training's own prompts: the papers print it in every block."""
     values: dict[str, dict[str, Any]] = {}
@@ -560,7 +577,8 @@ def part_scores(
     command: str,  # {images} and {results} are filled in
     samples: int = 1,  # images per prompt
 ) -> dict[str, float]:
-    "Return the scores of a finished run in a part of a benchmark, made now or found: `{name/score: value}`."
+    """Return the scores of a finished run in a part of a benchmark, made now or found:
+    `{name/score: value}`."""
     folder = Path(run.path) / "evaluations" / f"{name}-{weights}"
     written = folder / f"{tool}.json"
     if not written.is_file():

@@ -29,19 +29,22 @@ from .contract import check_prompt_count, frames_as_images, mean_over_frames
 
 # %% ../../nbs/rewards/04_clip.ipynb #45e88924
 def normalise(images: Tensor, processor: Any) -> Tensor:
-    "Return `(images − mean) / std` with a CLIP image processor's mean and standard deviation per channel."
+    """Return `(images − mean) / std` with a CLIP image processor's mean and standard deviation per
+    channel."""
     mean = torch.tensor(processor.image_mean, device=images.device)[:, None, None]
     std = torch.tensor(processor.image_std, device=images.device)[:, None, None]
     return (images - mean) / std
 
 # %% ../../nbs/rewards/04_clip.ipynb #3687af0e
 def as_bytes(images: Tensor) -> Tensor:
-    "Return images in [0, 1] with 8 bits per channel, as the originals get them from a picture's file."
+    """Return images in [0, 1] with 8 bits per channel, as the originals get them from a picture's
+    file."""
     return images.mul(255).round().clamp(0, 255).byte()
 
 
 def pillow_resize(images: Tensor, size: tuple[int, int]) -> Tensor:
-    "Return images `(B, 3, H, W)` in [0, 1], resized by Pillow (bicubic, 8 bits per channel) to `size` (rows, columns)."
+    """Return images `(B, 3, H, W)` in [0, 1], resized by Pillow (bicubic, 8 bits per channel) to
+    `size` (rows, columns)."""
     pictures = as_bytes(images).permute(0, 2, 3, 1).cpu().numpy()
     small = [
         np.asarray(Image.fromarray(x).resize(size[::-1], Image.Resampling.BICUBIC))
@@ -53,8 +56,9 @@ def pillow_resize(images: Tensor, size: tuple[int, int]) -> Tensor:
 def preprocess(images: Tensor, processor: Any, centre: Callable[[float], int] = round) -> Tensor:
     """Return images `(B, 3, H, W)` in [0, 1] as a CLIP image `processor` gives them.
 
-    The shortest edge is resized, the centre is cropped, and the channels are normalised. `centre` makes a whole number
-    of the crop's place: `round` in torchvision (OpenAI's CLIP, ImageReward), `math.floor` in transformers (PickScore).
+    The shortest edge is resized, the centre is cropped, and the channels are normalised. `centre`
+    makes a whole number of the crop's place: `round` in torchvision (OpenAI's CLIP, ImageReward),
+    `math.floor` in transformers (PickScore).
     """
     short = processor.size["shortest_edge"]
     crop = processor.crop_size
@@ -71,7 +75,8 @@ def preprocess(images: Tensor, processor: Any, centre: Callable[[float], int] = 
 
 # %% ../../nbs/rewards/04_clip.ipynb #39270b78
 def check_processor(processor: Any, folder: str) -> None:
-    "Raise `ValueError` if an image processor does something else than resize, crop and normalise as CLIP's do."
+    """Raise `ValueError` if an image processor does something else than resize, crop and normalise
+    as CLIP's do."""
     known = {
         "do_resize": True,
         "do_center_crop": True,
@@ -85,15 +90,19 @@ def check_processor(processor: Any, folder: str) -> None:
     if wrong is None and (short is None or short < max(crop["height"], crop["width"])):
         wrong = "size"
     if wrong:
-        what = f"{wrong} {getattr(processor, wrong)}, and only a bicubic resize of the shortest edge and a crop are known"
+        what = (
+            f"{wrong} {getattr(processor, wrong)}, and only a bicubic resize of the shortest edge"
+            " and a crop are known"
+        )
         raise ValueError(f"reward: the processor of {folder!r} has {what}")
 
 
 def open_clip_model(folder: str, processor_name: str | None = None) -> tuple:
     """Return the `CLIPModel` of a folder or hub name, in float32, and its processor.
 
-    `processor_name` says where the processor is, if it is not with the weights. Raises `OSError` if either is missing,
-    `ValueError` if a weight is missing, which would be drawn at random, and as `check_processor`.
+    `processor_name` says where the processor is, if it is not with the weights. Raises `OSError` if
+    either is missing, `ValueError` if a weight is missing, which would be drawn at random, and as
+    `check_processor`.
     """
     from transformers import CLIPModel, CLIPProcessor
 
@@ -122,9 +131,11 @@ def embed_images(model: Any, pixels: Tensor, max_batch: int) -> Tensor:
 
 # %% ../../nbs/rewards/04_clip.ipynb #38887e1c
 def mended(prompt: str) -> str:
-    """Return a prompt with its text mended by ftfy, HTML's names read, single spaces, and in lower case.
+    """Return a prompt with its text mended by ftfy, HTML's names read, single spaces, and in lower
+    case.
 
-    Source: `basic_clean` and `whitespace_clean` of openai/CLIP's simple_tokenizer.py; open_clip and hpsv2 copy them.
+    Source: `basic_clean` and `whitespace_clean` of openai/CLIP's simple_tokenizer.py; open_clip and
+    hpsv2 copy them.
     """
     text = html.unescape(html.unescape(ftfy.fix_text(prompt))).strip()
     return re.sub(r"\s+", " ", text).strip().lower()
@@ -143,14 +154,16 @@ def tokenise(
 def embed_texts(
     model: Any, tokenizer: Any, prompts: list[str], device: torch.device | str
 ) -> Tensor:
-    "Return the projected text embeddings `(B, E)`, not normalised, of `prompts`, cut to the model's length."
+    """Return the projected text embeddings `(B, E)`, not normalised, of `prompts`, cut to the
+    model's length."""
     length = model.config.text_config.max_position_embeddings
     ids, mask = tokenise(tokenizer, prompts, length, device)
     return model.text_projection(model.text_model(input_ids=ids, attention_mask=mask).pooler_output)
 
 # %% ../../nbs/rewards/04_clip.ipynb #07cb61c1
 class ClipTower:
-    "Embed images and prompts with a `CLIPModel` of a folder or hub name; each prompt is embedded once."
+    """Embed images and prompts with a `CLIPModel` of a folder or hub name; each prompt is embedded
+    once."""
 
     processor_name = None  # where the processor is, if it is not with the weights
     mend = staticmethod(mended)  # a prompt, before the tokeniser reads it
@@ -175,7 +188,8 @@ class ClipTower:
         return embed_images(self.model, self.pixels(images.to(self.device).float()), self.max_batch)
 
     def text(self, prompts: list[str]) -> Tensor:
-        "Return the text embeddings `(B, E)`, not normalised; each computed once and alone, whatever stands beside it."
+        """Return the text embeddings `(B, E)`, not normalised; each computed once and alone,
+        whatever stands beside it."""
         for prompt in prompts:
             if prompt not in self.texts:
                 text = self.mend(prompt)
@@ -229,7 +243,8 @@ CLIP_PIXELS = SimpleNamespace(  # of the channels, as a processor names them
 
 
 def checkpoint_path(where: str, file: str) -> str:
-    "Return `where` if it is a file, else the path of `file` in the folder, or else in the hub's repository `where`."
+    """Return `where` if it is a file, else the path of `file` in the folder, or else in the hub's
+    repository `where`."""
     for path in (Path(where), Path(where) / file):
         if path.is_file():
             return str(path)
@@ -243,7 +258,8 @@ DROPOUT = (0.2, 0.2, 0.1)  # after the first three layers
 
 
 class AestheticHead(nn.Module):
-    "Score embeddings `(B, E)` of length 1 with LAION's head: `(B,)`; `sizes` are the widths of its layers."
+    """Score embeddings `(B, E)` of length 1 with LAION's head: `(B,)`; `sizes` are the widths of
+    its layers."""
 
     def __init__(self, width: int = 768, sizes: tuple[int, ...] = (1024, 128, 64, 16)):
         super().__init__()
@@ -259,7 +275,10 @@ class AestheticHead(nn.Module):
 
 # %% ../../nbs/rewards/04_clip.ipynb #3e874ce4
 def read_head(path: Path) -> AestheticHead:
-    "Return the head of a file; its widths are those of the weights. Raises `FileNotFoundError` naming its source."
+    """Return the head of a file; its widths are those of the weights.
+
+    Raises `FileNotFoundError` naming its source.
+    """
     if not path.is_file():
         source = "github.com/christophschuhmann/improved-aesthetic-predictor"
         raise FileNotFoundError(
@@ -283,8 +302,9 @@ def clip_of(head: Path, default: str) -> str:
 class AestheticReward(ClipTower):
     """Score images by LAION's aesthetic predictor, about 4 to 7; prompts have no effect.
 
-    `folder`: the file of the head, or its folder. A `clip.json` beside it names a CLIP other than OpenAI's ViT-L/14.
-    Raises `FileNotFoundError` naming the source of the head. Source: christophschuhmann/improved-aesthetic-predictor.
+    `folder`: the file of the head, or its folder. A `clip.json` beside it names a CLIP other than
+    OpenAI's ViT-L/14. Raises `FileNotFoundError` naming the source of the head. Source:
+    christophschuhmann/improved-aesthetic-predictor.
     """
 
     clip = "openai/clip-vit-large-patch14"

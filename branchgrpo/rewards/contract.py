@@ -47,7 +47,8 @@ def as_scores(scores: Any, name: str, count: int, device: torch.device | str = "
         raise ValueError(f"reward: {name!r} returned complex numbers, not {count} real ones")
     if values.ndim == 1 and len(values) != count:
         raise ValueError(
-            f"reward: {name!r} returned {count_of(len(values), 'score')} for {count_of(count, 'image')}"
+            f"reward: {name!r} returned {count_of(len(values), 'score')} for"
+            f" {count_of(count, 'image')}"
         )
     if values.ndim != 1:
         raise ValueError(
@@ -69,7 +70,8 @@ def check_prompt_count(images: Tensor, prompts: list[str]) -> None:
 
 # %% ../../nbs/rewards/00_contract.ipynb #26d0b17a
 class Checked:
-    """Call `reward` and return its scores as a checked float32 tensor `(B,)` on the device of the images.
+    """Call `reward` and return its scores as a checked float32 tensor `(B,)` on the device of the
+    images.
 
     A reward of yours gets copies, and what it changes of the process is put back (`call_own`)."""
 
@@ -108,7 +110,8 @@ def label(reward: Reward) -> str:
 
 # %% ../../nbs/rewards/00_contract.ipynb #f447734a
 def frames_as_images(images: Tensor) -> tuple[Tensor, int]:
-    "Return the frames `(B·F, 3, H, W)` of clips `(B, 3, F, H, W)` and `F`; images `(B, 3, H, W)` are one frame each."
+    """Return the frames `(B·F, 3, H, W)` of clips `(B, 3, F, H, W)` and `F`; images `(B, 3, H, W)`
+    are one frame each."""
     if images.ndim == 5:
         return images.transpose(1, 2).flatten(0, 1), images.shape[2]
     return images, 1
@@ -120,12 +123,14 @@ def mean_over_frames(scores: Tensor, frames: int) -> Tensor:
 
 
 def members_of(reward: Reward) -> dict[str, tuple[float, Any]]:
-    "Return the weighted rewards `{name: (weight, reward)}` of a sum; a single reward alone, without a name."
+    """Return the weighted rewards `{name: (weight, reward)}` of a sum; a single reward alone,
+    without a name."""
     return getattr(reward, "members", {"": (1.0, reward)})
 
 
 def tell_frame_rate(reward: Reward, policy: Any) -> None:
-    "Set `fps` of a reward that has it, or of those of a sum, to the frames per second of a policy's clips."
+    """Set `fps` of a reward that has it, or of those of a sum, to the frames per second of a
+    policy's clips."""
     fps = getattr(policy, "fps", None)
     for _, member in members_of(reward).values():
         if fps is not None and hasattr(member, "fps"):
@@ -135,8 +140,8 @@ def tell_frame_rate(reward: Reward, policy: Any) -> None:
 def within_prompts(scores: Tensor, prompts: Sequence[Hashable], eps: float = 1e-6) -> Tensor:
     """Return `scores (B,)` less the mean of their prompt, over its standard deviation.
 
-    `prompts (B)` are texts, or numbers where one text has several trees. A prompt with one image, or with equal
-    scores, scores 0. NaN stay NaN and do not count.
+    `prompts (B)` are texts, or numbers where one text has several trees. A prompt with one image,
+    or with equal scores, scores 0. NaN stay NaN and do not count.
     """
     number = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
     group = torch.tensor([number[prompt] for prompt in prompts], device=scores.device)
@@ -161,7 +166,8 @@ def within_prompts(scores: Tensor, prompts: Sequence[Hashable], eps: float = 1e-
 # %% ../../nbs/rewards/00_contract.ipynb #71b6f5ce
 @contextmanager
 def within_memory(name: str, count: int) -> Iterator[None]:
-    "Name the reward and the setting in an error of a call that runs out of memory on `count` images."
+    """Name the reward and the setting in an error of a call that runs out of memory on `count`
+    images."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -172,7 +178,8 @@ def within_memory(name: str, count: int) -> Iterator[None]:
         )
         reason = " ".join(str(error).split())[:120]
         raise torch.OutOfMemoryError(
-            f"reward: {name!r} runs out of memory on {count_of(count, 'image')}; {advice} ({reason})"
+            f"reward: {name!r} runs out of memory on {count_of(count, 'image')}; {advice}"
+            f" ({reason})"
         ) from None
 
 # %% ../../nbs/rewards/00_contract.ipynb #0260fd7b
@@ -203,7 +210,8 @@ class RewardSum:
     def together(
         self, parts: dict[str, Tensor], prompts: Sequence[Hashable] | None = None
     ) -> Tensor:
-        "Return the sum `(B,)` of `parts`; normalised only among the images of `prompts` (held-out ones have one each)."
+        """Return the sum `(B,)` of `parts`; normalised only among the images of `prompts` (held-out
+        ones have one each)."""
         # r = Σ_j w_j r_j, or Σ_j w_j (r_j − r̄_j) / σ_j
         normalised = self.normalised and prompts is not None
         scores = {

@@ -23,7 +23,8 @@ from .clip import CLIP_H14, ClipReward, as_bytes, checkpoint_path, normalise
 
 # %% ../../nbs/rewards/05_hps.ipynb #fd9ef5b2
 def pad_square(images: Tensor, size: int) -> Tensor:
-    """Return images `(B, 3, H, W)` in [0, 1] with their longest side resized to `size`, padded with zeros to a square.
+    """Return images `(B, 3, H, W)` in [0, 1] with their longest side resized to `size`, padded with
+    zeros to a square.
 
     The resize is bicubic, antialiased and not clamped. Source: hpsv2's ResizeMaxSize.
     """
@@ -72,7 +73,8 @@ _LAYER = {
 
 
 def convert_layer(key: str, value: Tensor) -> dict[str, Tensor]:
-    "Return the weights that one weight of a transformer layer becomes; three for queries, keys and values."
+    """Return the weights that one weight of a transformer layer becomes; three for queries, keys
+    and values."""
     tower, _, rest = key.partition("transformer.resblocks.")
     number, _, name = rest.partition(".")
     stem, _, kind = name.rpartition(".")
@@ -88,7 +90,10 @@ def convert_layer(key: str, value: Tensor) -> dict[str, Tensor]:
 
 # %% ../../nbs/rewards/05_hps.ipynb #2f37de00
 def from_open_clip(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    "Return open_clip's weights under the names of transformers' `CLIPModel`. Raises `ValueError` on an unknown name."
+    """Return open_clip's weights under the names of transformers' `CLIPModel`.
+
+    Raises `ValueError` on an unknown name.
+    """
     out = {}
     for key, value in state.items():
         if key in _OUTER:
@@ -113,7 +118,10 @@ VIT_H14 = dict(text_config=_TEXT_H14, vision_config=_VISION_H14, projection_dim=
 
 # %% ../../nbs/rewards/05_hps.ipynb #9bb6b0ec
 def read_open_clip(path: str) -> Any:
-    "Return the ViT-H-14 `CLIPModel`, float32, of an open_clip checkpoint. Raises `ValueError` if weights are missing."
+    """Return the ViT-H-14 `CLIPModel`, float32, of an open_clip checkpoint.
+
+    Raises `ValueError` if weights are missing.
+    """
     from transformers import CLIPConfig, CLIPModel
 
     saved = torch.load(path, map_location="cpu", weights_only=True)
@@ -134,8 +142,8 @@ def read_open_clip(path: str) -> Any:
 class HPSReward(ClipReward):
     """Score images by HPS-v2.1: cosine, about 0.2 to 0.4.
 
-    `folder`: the hub name xswu/HPSv2, the file of the checkpoint, or a folder with a `CLIPModel` of that layout.
-    Source: HPSv2 (Wu et al.), version 2.1; the tokeniser is CLIP's own.
+    `folder`: the hub name xswu/HPSv2, the file of the checkpoint, or a folder with a `CLIPModel` of
+    that layout. Source: HPSv2 (Wu et al.), version 2.1; the tokeniser is CLIP's own.
     """
 
     checkpoint = "HPS_v2.1_compressed.pt"
@@ -164,7 +172,10 @@ json.dump(scores, open(sys.argv[2], "w"))
 
 
 def hpsv2_scores(rows: list[dict], python: str) -> list[float]:
-    "Return the scores of `rows` by the package hpsv2. Raises `ValueError` with the last line of a failing environment."
+    """Return the scores of `rows` by the package hpsv2.
+
+    Raises `ValueError` with the last line of a failing environment.
+    """
     with tempfile.TemporaryDirectory() as folder:
         question, answer, script = (
             Path(folder) / name for name in ("rows.json", "scores.json", "referee.py")

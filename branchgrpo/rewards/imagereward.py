@@ -37,7 +37,8 @@ _VISION = {
 
 
 def from_timm(key: str) -> str:
-    "Return the name in transformers' `BlipVisionModel` of a weight of BLIP's own vision transformer."
+    """Return the name in transformers' `BlipVisionModel` of a weight of BLIP's own vision
+    transformer."""
     if key.startswith("norm."):
         return key.replace("norm.", "post_layernorm.")
     for old, new in _VISION.items():
@@ -79,7 +80,8 @@ SCORE_STD = 1.0333394966054072
 
 # %% ../../nbs/rewards/07_imagereward.ipynb #177dc0dd
 class ImageRewardModel(nn.Module):
-    "Score `pixels (B, 3, 224, 224)` and token `ids (B, L)` with BLIP's two towers and the head: `(B,)`, normalised."
+    """Score `pixels (B, 3, 224, 224)` and token `ids (B, L)` with BLIP's two towers and the head:
+    `(B,)`, normalised."""
 
     def __init__(self, vision: dict, text: dict):
         super().__init__()
@@ -92,7 +94,8 @@ class ImageRewardModel(nn.Module):
         self.head = AestheticHead(self.text.config.hidden_size)
 
     def first_token(self, ids: Tensor, mask: Tensor, image: Tensor) -> Tensor:
-        "Return the last hidden state `(B, D)` of the first token, with cross-attention to `image (B, N, E)`."
+        """Return the last hidden state `(B, D)` of the first token, with cross-attention to `image
+        (B, N, E)`."""
         everywhere = torch.ones(image.shape[:2], device=image.device)
         inputs = dict(input_ids=ids, attention_mask=mask, is_decoder=False)
         out = self.text(encoder_hidden_states=image, encoder_attention_mask=everywhere, **inputs)
@@ -136,7 +139,8 @@ def image_processor(side: int) -> SimpleNamespace:
 # %% ../../nbs/rewards/07_imagereward.ipynb #c17528db
 @torch.no_grad()
 def score_batches(model: nn.Module, max_batch: int, *inputs: Tensor) -> Tensor:
-    "Return the scores `(B,)` of `inputs`, each of `B` rows, with at most `max_batch` rows per forward pass."
+    """Return the scores `(B,)` of `inputs`, each of `B` rows, with at most `max_batch` rows per
+    forward pass."""
     batches = zip(*(x.split(max_batch) for x in inputs))
     return torch.cat([model(*batch) for batch in batches])
 
@@ -144,8 +148,8 @@ def score_batches(model: nn.Module, max_batch: int, *inputs: Tensor) -> Tensor:
 class ImageReward:
     """Score images by ImageReward-v1.0, about −2 to 2; a clip by the mean over its frames.
 
-    `folder`: the hub name zai-org/ImageReward, or a folder with ImageReward.pt (and its tokeniser, if not BERT's).
-    Source: ImageReward (Xu et al.).
+    `folder`: the hub name zai-org/ImageReward, or a folder with ImageReward.pt (and its tokeniser,
+    if not BERT's). Source: ImageReward (Xu et al.).
     """
 
     checkpoint = "ImageReward.pt"

@@ -18,7 +18,14 @@ from typing import Any, NamedTuple
 import torch
 
 from ..files import from_home, is_there, refusal
-from ..registry import Registry, import_target, reason, shown, unknown_name_error
+from branchgrpo.registry import (
+    Registry,
+    docstring_summary,
+    import_target,
+    reason,
+    shown,
+    unknown_name_error,
+)
 from .contract import Checked, Reward, RewardSum, checked
 from branchgrpo.own import (
     binds,
@@ -96,14 +103,15 @@ REWARDS = Registry(
 
 # %% ../../nbs/rewards/02_names.ipynb #b4d76493
 def about(entry: Any) -> str:
-    "Return what a reward's number means: an entry's own text, else the first line of the docstring."
+    """Return what a reward's number means: an entry's own text, or its docstring's summary."""
     if isinstance(entry, Entry):
         return entry.about
-    return (inspect.getdoc(entry) or "").partition("\n")[0]
+    return docstring_summary(entry)
 
 # %% ../../nbs/rewards/02_names.ipynb #b371bbf0
 def makes_reward(entry: Callable) -> bool:
-    "Return whether a callable makes a reward: a class, or a function of `device` or of a place and `device`."
+    """Return whether a callable makes a reward: a class, or a function of `device` or of a place
+    and `device`."""
     return inspect.isclass(entry) or ("device" in parameters(entry) and len(parameters(entry)) <= 2)
 
 # %% ../../nbs/rewards/02_names.ipynb #c5325511
@@ -116,7 +124,10 @@ def parameters(entry: Callable) -> list[str]:
 def build_reward(
     entry: Callable, where: str | None, name: str, device: torch.device | str
 ) -> Reward:
-    "Call a class or factory with the place and the device, if it takes them. Raises `ValueError` if it needs more."
+    """Call a class or factory with the place and the device, if it takes them.
+
+    Raises `ValueError` if it needs more.
+    """
     place = () if where is None else (where,)
     options = {"device": device} if "device" in parameters(entry) else {}
     try:
@@ -136,7 +147,8 @@ def build_reward(
 
 # %% ../../nbs/rewards/02_names.ipynb #fcdbb46d
 def check_call(entry: Any, name: Any) -> None:
-    "Raise `ValueError` if an entry, or what a class makes, cannot be called with images and prompts."
+    """Raise `ValueError` if an entry, or what a class makes, cannot be called with images and
+    prompts."""
     if not callable(entry):
         raise ValueError(f"reward: {name!r} is not callable")
     if inspect.isclass(entry) and not any("__call__" in vars(cls) for cls in entry.__mro__):
@@ -153,9 +165,11 @@ def check_call(entry: Any, name: Any) -> None:
 
 # %% ../../nbs/rewards/02_names.ipynb #f895ce1b
 def make(entry: Any, where: str | None, name: str, device: torch.device | str) -> Reward:
-    """Return the reward of an entry, a class, a factory or a callable; one that is not ours has its scores checked.
+    """Return the reward of an entry, a class, a factory or a callable; one that is not ours has its
+    scores checked.
 
-    Raises `ValueError` if `entry` is none of them, or if a place is given to a reward that takes none.
+    Raises `ValueError` if `entry` is none of them, or if a place is given to a reward that takes
+    none.
     """
     if isinstance(entry, Entry):
         reward = import_target(entry.target)(where, device=device)
@@ -180,11 +194,12 @@ _SECRET = re.compile(
 
 
 def check_no_secret(name: str) -> None:
-    "Raise `ValueError`, which does not repeat the name, if an address in it holds a user, a password or a query."
+    """Raise `ValueError`, which does not repeat the name, if an address in it holds a user, a
+    password or a query."""
     if _SECRET.search(name):
         raise ValueError(
-            "reward: the address of a server holds a user, a password, a query or a fragment, and would be recorded; "
-            f"put the server's key into the variable {TOKEN}"
+            "reward: the address of a server holds a user, a password, a query or a fragment, and"
+            f" would be recorded; put the server's key into the variable {TOKEN}"
         )
 
 # %% ../../nbs/rewards/02_names.ipynb #e8b220d6
@@ -205,7 +220,8 @@ def place_of(entry: Any, where: str) -> str | None:
 
 # %% ../../nbs/rewards/02_names.ipynb #3c20a3df
 def split_name(name: str) -> Named:
-    """Return what `NAME[:WHERE]`, a folder with a CLIPModel, `module:function` or `file.py:function` stands for.
+    """Return what `NAME[:WHERE]`, a folder with a CLIPModel, `module:function` or
+    `file.py:function` stands for.
 
     Raises `ValueError` on any other name, and if the function cannot be imported.
     """
@@ -226,8 +242,8 @@ def split_name(name: str) -> Named:
             f"reward: {shown(name)} names a file and nothing in it; write file.py:function"
         )
     raise ValueError(
-        f"{unknown_name_error('reward', name, REWARDS.names())} "
-        "(also allowed: a folder with a CLIPModel, module:function, file.py:function, and sums of those)"
+        f"{unknown_name_error('reward', name, REWARDS.names())} (also allowed: a folder with a"
+        " CLIPModel, module:function, file.py:function, and sums of those)"
     )
 
 # %% ../../nbs/rewards/02_names.ipynb #87245832
@@ -271,7 +287,8 @@ def terms(name: str) -> tuple[list[tuple[float, str]], bool]:
 def load_one(name: str, device: torch.device | str = "cpu") -> Reward:
     """Return the one reward `name`.
 
-    Raises `ValueError` on an unknown name, and if its weights are neither on this machine nor can be fetched.
+    Raises `ValueError` on an unknown name, and if its weights are neither on this machine nor can
+    be fetched.
     """
     from pickle import UnpicklingError
 
@@ -302,7 +319,10 @@ def load_one(name: str, device: torch.device | str = "cpu") -> Reward:
 
 # %% ../../nbs/rewards/02_names.ipynb #82bdb98f
 def load_reward(reward: str | Reward, device: torch.device | str = "cpu") -> Reward:
-    "Return the reward of a name, or of a callable or class of yours. Raises `ValueError` as `load_one` and `terms` do."
+    """Return the reward of a name, or of a callable or class of yours.
+
+    Raises `ValueError` as `load_one` and `terms` do.
+    """
     if not isinstance(reward, str):
         return make(reward, None, reward_name(reward), device)
     parts, normalised = terms(reward)
@@ -315,7 +335,10 @@ def load_reward(reward: str | Reward, device: torch.device | str = "cpu") -> Rew
 
 # %% ../../nbs/rewards/02_names.ipynb #bb7b192c
 def check_name(reward: str | Reward) -> None:
-    "Raise `ValueError` if a reward's name is wrong. Loads no weights, but imports a module of yours."
+    """Raise `ValueError` if a reward's name is wrong.
+
+    Loads no weights, but imports a module of yours.
+    """
     if isinstance(reward, str):
         found = {part: split_name(part).entry for _, part in terms(reward)[0]}
     else:
@@ -336,7 +359,8 @@ def reward_name(reward: str | Reward) -> str:
 
 # %% ../../nbs/rewards/02_names.ipynb #eec7747f
 def source_digest(reward: str | Reward) -> str | None:
-    """Return a digest of the source of your own functions and classes in a reward, for the key of a cached run.
+    """Return a digest of the source of your own functions and classes in a reward, for the key of a
+    cached run.
 
     `None` for a name that holds only entries of the table and folders.
     """

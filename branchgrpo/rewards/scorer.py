@@ -60,8 +60,8 @@ def rows_by_prompt(rows: list[int], prompts: list[str]) -> list[list[int]]:
 class Scorer:
     """Call a reward, retrying up to `retries` times with exponential back-off from `wait` seconds.
 
-    Returns the scores `(B,)` and the scores `{name: (B,)}` of each part of a sum; NaN where every try failed.
-    `failures` counts the failed calls, `last_error` holds the latest message.
+    Returns the scores `(B,)` and the scores `{name: (B,)}` of each part of a sum; NaN where every
+    try failed. `failures` counts the failed calls, `last_error` holds the latest message.
     """
 
     def __init__(self, reward: Reward, retries: int = 2, wait: float = 1.0):
@@ -78,7 +78,8 @@ class Scorer:
         return self.total(parts, prompts), parts
 
     def total(self, parts: dict[str, Tensor], prompts: Sequence[Hashable] | None = None) -> Tensor:
-        "Return the scores `(B,)` of the whole reward from those of its parts; `prompts` as `RewardSum.together`."
+        """Return the scores `(B,)` of the whole reward from those of its parts; `prompts` as
+        `RewardSum.together`."""
         return (
             self.reward.together(parts, prompts) if hasattr(self.reward, "together") else parts[""]
         )
@@ -112,7 +113,8 @@ def last_reason(reward: Reward) -> str:
 def try_parts(
     scorer: Scorer, images: Tensor, prompts: list[str], metadata: list[dict] | None
 ) -> dict[str, Tensor]:
-    "Return the scores `{name: (B,)}` of one call; NaN for all of them, and one more failure, if the call fails."
+    """Return the scores `{name: (B,)}` of one call; NaN for all of them, and one more failure, if
+    the call fails."""
     try:
         parts = score_parts(scorer.reward, images, prompts, metadata)
         scorer.last_error = last_reason(scorer.reward) or scorer.last_error
@@ -136,7 +138,8 @@ def retry(
     metadata: list[dict] | None,
     per_prompt: bool,  # one call per prompt, so that one prompt cannot fail the others
 ) -> None:
-    "Call the reward for the unscored rows and fill in the scores that are missing; a score that is there stays."
+    """Call the reward for the unscored rows and fill in the scores that are missing; a score that
+    is there stays."""
     missing = unscored_rows(parts)
     for rows in rows_by_prompt(missing, prompts) if per_prompt else [missing]:
         known = None if metadata is None else [metadata[i] for i in rows]
@@ -167,7 +170,8 @@ PLACES = threading.BoundedSemaphore(32)  # calls of remote rewards that are on t
 def in_background(
     function: Callable, *arguments: Any, watch: Callable[[], None] = do_nothing
 ) -> Future:
-    "Call a function in a thread of its own, once there is a place; while it waits for one, it calls `watch`."
+    """Call a function in a thread of its own, once there is a place; while it waits for one, it
+    calls `watch`."""
     done = Future()
     done.set_running_or_notify_cancel()
     while not PLACES.acquire(timeout=0.5):

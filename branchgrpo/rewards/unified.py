@@ -31,14 +31,13 @@ from .names import TOKEN, check_no_secret
 
 # %% ../../nbs/rewards/09_unified.ipynb #80973708
 QUESTION = (
-    "You are given a text caption and a generated image based on that caption. "
-    "Your task is to evaluate this image based on two key criteria:\n"
-    "1. Alignment with the Caption: Assess how well this image aligns with the provided caption. "
-    "Consider the accuracy of depicted objects, their relationships, and attributes as described in the caption.\n"
-    "2. Overall Image Quality: Examine the visual quality of this image, "
-    "including clarity, detail preservation, color accuracy, and overall aesthetic appeal.\n"
-    "Based on the above criteria, assign a score from 1 to 5 after 'Final Score:'.\n"
-    "Your task is provided as follows:\nText Caption: [{prompt}]"
+    "You are given a text caption and a generated image based on that caption. Your task is to"
+    " evaluate this image based on two key criteria:\n1. Alignment with the Caption: Assess how"
+    " well this image aligns with the provided caption. Consider the accuracy of depicted objects,"
+    " their relationships, and attributes as described in the caption.\n2. Overall Image Quality:"
+    " Examine the visual quality of this image, including clarity, detail preservation, color"
+    " accuracy, and overall aesthetic appeal.\nBased on the above criteria, assign a score from 1"
+    " to 5 after 'Final Score:'.\nYour task is provided as follows:\nText Caption: [{prompt}]"
 )
 _SCORE = re.compile(r"Final Score:[\s*]{0,20}([1-5](?:\.\d+)?)\b(?![.,\-–]?\d)")
 
@@ -58,7 +57,10 @@ def read_answer(text: str) -> float:
 
 # %% ../../nbs/rewards/09_unified.ipynb #52bb20ff
 def image_url(image: Tensor, side: int) -> str:
-    "Return an image `(3, H, W)` in [0, 1], resized to `side` × `side` pixels, as a PNG data URL. Source: Flow-GRPO."
+    """Return an image `(3, H, W)` in [0, 1], resized to `side` × `side` pixels, as a PNG data URL.
+
+    Source: Flow-GRPO.
+    """
     from PIL import Image
 
     small = Image.fromarray(as_bytes(image.detach().float()).permute(1, 2, 0).cpu().numpy()).resize(
@@ -79,7 +81,10 @@ def chat_messages(image: Tensor, prompt: str, side: int) -> list[dict]:
 
 # %% ../../nbs/rewards/09_unified.ipynb #1b0fa35d
 def server_address(where: str) -> str:
-    "Return an address without the slash at its end. Raises `ValueError` if it is none, or holds a secret."
+    """Return an address without the slash at its end.
+
+    Raises `ValueError` if it is none, or holds a secret.
+    """
     check_no_secret(where)
     try:
         parts = urlsplit(where)
@@ -103,7 +108,10 @@ def on_this_machine(address: str) -> bool:
 
 # %% ../../nbs/rewards/09_unified.ipynb #6a351013
 def server_key() -> str:
-    "Return the key of the reward's server; empty if there is none. Raises `ValueError` if it is no key."
+    """Return the key of the reward's server; empty if there is none.
+
+    Raises `ValueError` if it is no key.
+    """
     key = os.environ.get(TOKEN, "").strip()
     if not re.fullmatch(r"[!-~]*", key):
         raise ValueError(f"{TOKEN}: the value is not one word of printable ASCII characters")
@@ -121,10 +129,14 @@ BUSY = (408, 409, 425, 429)  # of the 4xx
 
 
 def check_status(status: int, text: str, address: str) -> None:
-    "Raise `ValueError` if the server refuses a request. With a key set, its words, which may repeat it, are left out."
+    """Raise `ValueError` if the server refuses a request.
+
+    With a key set, its words, which may repeat it, are left out.
+    """
     if 300 <= status < 400:
         raise ValueError(
-            f"reward: the server at {address} redirects ({status}), which is not followed; name the new address"
+            f"reward: the server at {address} redirects ({status}), which is not followed; name the"
+            " new address"
         )
     if status in (401, 403):
         advice = "the key in" if server_key() else "it may ask for a key: set"
@@ -154,7 +166,8 @@ def finished(work: Coroutine) -> Any:
 
 # %% ../../nbs/rewards/09_unified.ipynb #f8bf42a7
 def open_client(address: str, timeout: float, retries: int) -> Any:
-    "Return OpenAI's client of a server, which follows no redirect; one on this machine is called without a proxy."
+    """Return OpenAI's client of a server, which follows no redirect; one on this machine is called
+    without a proxy."""
     import openai
 
     directly = (
@@ -176,7 +189,10 @@ SERVE = "vllm serve CodeGoat24/UnifiedReward-qwen-7b --served-model-name Unified
 
 
 async def check_server(client: Any, address: str, timeout: float) -> int:
-    "Return the status of the server's list of models. Raises `ValueError` if none answers, or if it refuses us."
+    """Return the status of the server's list of models.
+
+    Raises `ValueError` if none answers, or if it refuses us.
+    """
     import openai
 
     try:
@@ -199,7 +215,8 @@ LONGEST_WAIT = 8.0  # seconds between two tries, if the server asks for no other
 
 
 class UnifiedReward:
-    """Score images by UnifiedReward on a server, 1 to 5; NaN where every try failed, and `last_error` says why.
+    """Score images by UnifiedReward on a server, 1 to 5; NaN where every try failed, and
+    `last_error` says why.
 
     Raises `ValueError` if no server answers at the start, or if it refuses a request.
     Source: UnifiedReward (Wang et al.).

@@ -24,7 +24,10 @@ from .clip import CLIP_PIXELS, as_bytes, normalise
 
 # %% ../../nbs/rewards/08_videoalign.ipynb #9490da85
 class Sampling(NamedTuple):
-    "What VideoAlign looks at in a clip: the `data_config` of a checkpoint. Source: train.sh; vision_process.py."
+    """What VideoAlign looks at in a clip: the `data_config` of a checkpoint.
+
+    Source: train.sh; vision_process.py.
+    """
 
     fps: float = 2.0  # frames per second
     frames: int | None = None  # of every clip, instead of so many per second
@@ -36,7 +39,8 @@ PUBLISHED_SAMPLING = Sampling()
 
 
 def frame_count(total: int, clip_fps: float, sampling: Sampling = PUBLISHED_SAMPLING) -> int:
-    """Return how many of the `total` frames of a clip are looked at: an even number, if it has that many.
+    """Return how many of the `total` frames of a clip are looked at: an even number, if it has that
+    many.
 
     Raises `ValueError` if the clip has one frame. Source: vision_process.py, smart_nframes.
     """
@@ -50,7 +54,10 @@ def frame_count(total: int, clip_fps: float, sampling: Sampling = PUBLISHED_SAMP
 def fitted_size(
     h: int, w: int, sampling: Sampling = PUBLISHED_SAMPLING, unit: int = 28
 ) -> tuple[int, int]:
-    "Return the size in whole `unit`s near `(h, w)`, of the pixels allowed. Source: vision_process.py, smart_resize."
+    """Return the size in whole `unit`s near `(h, w)`, of the pixels allowed.
+
+    Source: vision_process.py, smart_resize.
+    """
     high, wide = (max(unit, round(n / unit) * unit) for n in (h, w))
     if high * wide > sampling.most:
         scale = math.sqrt(h * w / sampling.most)
@@ -62,9 +69,11 @@ def fitted_size(
 
 # %% ../../nbs/rewards/08_videoalign.ipynb #c8e715eb
 def normalised_frames(clips: Tensor, pair: int, size: tuple[int, int]) -> Tensor:
-    """Return the frames `(B, F, 3, *size)` of clips, normalised; the last is repeated until `pair` divides F.
+    """Return the frames `(B, F, 3, *size)` of clips, normalised; the last is repeated until `pair`
+    divides F.
 
-    Frames have 8 bits per channel before and after the resize, as torchvision's resize of a video's bytes."""
+    Frames have 8 bits per channel before and after the resize, as torchvision's resize of a video's
+    bytes."""
     frames = clips.transpose(1, 2)
     if frames.shape[1] % pair:
         frames = torch.cat([frames, frames[:, -1:]], 1)
@@ -94,7 +103,8 @@ def video_patches(
     grid_h = high // patch
     grid_w = wide // patch
     x = frames.reshape(b, t, pair, 3, grid_h // merge, merge, patch, grid_w // merge, merge, patch)
-    # to (b, t, block row, block column, row in block, column in block, channel, frame of the pair, y, x)
+    # to (b, t, block row, block column, row in block, column in block, channel, frame of the pair,
+    # y, x)
     x = x.permute(0, 1, 4, 7, 5, 8, 3, 2, 6, 9)
     return x.reshape(b * t * grid_h * grid_w, -1), torch.tensor(
         [[t, grid_h, grid_w]] * b, device=clips.device
@@ -117,7 +127,10 @@ def read_heads(
     special: list[int],  # ids of the three reward tokens
     head: nn.Module,  # D → 3, or D → 1 for all three
 ) -> Tensor:  # (B, 3)
-    "Return the head's output at each special token, by its own row. Raises `ValueError` if a token is missing."
+    """Return the head's output at each special token, by its own row.
+
+    Raises `ValueError` if a token is missing.
+    """
     found = torch.stack([ids == token for token in special], 1)
     if not (found.sum(-1) == 1).all():
         raise ValueError("videoalign: every prompt needs each of the three reward tokens once")
@@ -145,7 +158,10 @@ _PLACES = (
 
 
 def reward_folder(where: str) -> Path:
-    "Return the folder of VideoReward, fetched if `where` is a hub name. Raises `OSError` if it cannot be."
+    """Return the folder of VideoReward, fetched if `where` is a hub name.
+
+    Raises `OSError` if it cannot be.
+    """
     if Path(where).is_dir():
         return Path(where)
     from huggingface_hub import snapshot_download
@@ -159,7 +175,8 @@ def reward_folder(where: str) -> Path:
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    "Return the `checkpoint-N` of the highest N in a folder that holds weights; None if there is none."
+    """Return the `checkpoint-N` of the highest N in a folder that holds weights; None if there is
+    none."""
     places = [
         p
         for p in folder.glob("checkpoint-*")
@@ -169,14 +186,16 @@ def last_checkpoint(folder: Path) -> Path | None:
 
 
 def base_model(folder: Path) -> str:
-    "Return the folder or hub name of the model that a checkpoint changes; a folder of another machine counts as none."
+    """Return the folder or hub name of the model that a checkpoint changes; a folder of another
+    machine counts as none."""
     config = json.loads((folder / "model_config.json").read_text())
     named = (config.get("model_config") or {}).get("model_name_or_path") or QWEN
     return named if Path(named).is_dir() or not Path(named).is_absolute() else QWEN
 
 
 def todays_name(key: str) -> str:
-    "Return the name in `Qwen2VLModel` of a weight of the published model, with an adapter called default."
+    """Return the name in `Qwen2VLModel` of a weight of the published model, with an adapter called
+    default."""
     key = re.sub(
         r"\.(lora_[AB])\.weight$", r".\1.default.weight", key.removeprefix("base_model.model.")
     )
@@ -195,7 +214,8 @@ def checkpoint_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def adapter_numbers(folder: Path, config: dict) -> dict[str, Any]:
-    "Return rank, alpha and kind of a checkpoint's adapter, of `model_config.json` or of its own `adapter_config.json`."
+    """Return rank, alpha and kind of a checkpoint's adapter, of `model_config.json` or of its own
+    `adapter_config.json`."""
     kept = config.get("peft_lora_config") or {}
     if "lora_r" in kept:
         return {
@@ -212,10 +232,11 @@ def adapter_numbers(folder: Path, config: dict) -> dict[str, Any]:
 
 
 def open_checkpoint(folder: Path, config: dict) -> tuple:
-    """Return model, tokeniser and head of a checkpoint beside its base model; the adapter stays an adapter, as there.
+    """Return model, tokeniser and head of a checkpoint beside its base model; the adapter stays an
+    adapter, as there.
 
-    Raises `OSError` if a file is missing, and `ValueError` if weights are. Source: VideoAlign, utils.py and
-    train_reward.py.
+    Raises `OSError` if a file is missing, and `ValueError` if weights are. Source: VideoAlign,
+    utils.py and train_reward.py.
     """
     from peft import LoraConfig, inject_adapter_in_model
     from transformers import AutoTokenizer, Qwen2VLModel
@@ -244,7 +265,8 @@ def open_checkpoint(folder: Path, config: dict) -> tuple:
     wrong = [*left.unexpected_keys, *(key for key in left.missing_keys if "lora_" in key)]
     if wrong:
         raise ValueError(
-            f"reward: the checkpoint {str(folder)!r} and its base {base!r} differ in the weight {wrong[0]!r}"
+            f"reward: the checkpoint {str(folder)!r} and its base {base!r} differ in the weight"
+            f" {wrong[0]!r}"
         )
     return model, tokenizer, head
 
@@ -265,7 +287,8 @@ def open_parts(where: str) -> Parts:
         data.get("num_frames"),
         data.get("max_frame_pixels") or usual.most,
     )
-    # the frequencies of the rotary embedding, too, are rounded to bfloat16, as by `model.to` in train_reward.py
+    # the frequencies of the rotary embedding, too, are rounded to bfloat16, as by `model.to` in
+    # train_reward.py
     model, head = model.to(torch.bfloat16), head.to(torch.bfloat16)
     return Parts(model, tokenizer, head, config.get("inference_config") or {}, Sampling(*looks))
 
@@ -273,8 +296,9 @@ def open_parts(where: str) -> Parts:
 def token_inputs(tokenizer: Any, prompts: list[str], pads: int, device: Any) -> dict[str, Tensor]:
     """Return the token inputs of prompts, each after a clip of `pads` video tokens.
 
-    Positions count the tokens, those of the clip too: the published forward (trainer.py) passes none, and before
-    version 4.47 transformers made none of three axes there. The weights were trained so.
+    Positions count the tokens, those of the clip too: the published forward (trainer.py) passes
+    none, and before version 4.47 transformers made none of three axes there. The weights were
+    trained so.
     """
     video = "<|video_pad|>" * pads
     texts = [
@@ -302,11 +326,13 @@ def last_hidden(parts: Parts, clips: Tensor, prompts: list[str]) -> tuple[Tensor
 
 # %% ../../nbs/rewards/08_videoalign.ipynb #6b3a85e5
 class VideoAlignReward:
-    """Score clips by one aspect of VideoAlign, a z-score: MQ (motion quality), VQ, TA, or their sum (`Overall`).
+    """Score clips by one aspect of VideoAlign, a z-score: MQ (motion quality), VQ, TA, or their sum
+    (`Overall`).
 
-    `fps`: the frames per second that the clips are meant to be shown at; a run sets it to those of its model.
-    `parts`: in place of those of `folder`, as `open_parts` returns them.
-    Raises `ValueError` on images that are no clips. Source: VideoAlign (Liu et al.); BranchGRPO's motion quality.
+    `fps`: the frames per second that the clips are meant to be shown at; a run sets it to those of
+    its model. `parts`: in place of those of `folder`, as `open_parts` returns them.
+    Raises `ValueError` on images that are no clips. Source: VideoAlign (Liu et al.); BranchGRPO's
+    motion quality.
     """
 
     def __init__(

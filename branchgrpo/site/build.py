@@ -37,7 +37,8 @@ def prose(notebook: dict[str, Any]) -> str:
 
 
 def readme(index: dict[str, Any]) -> str:
-    "Return the text of `README.md`; raise `ValueError` if the first notebook has no marker, or several."
+    """Return the text of `README.md`; raise `ValueError` if the first notebook has no marker, or
+    several."""
     front, *rest = prose(index).split(README_END)
     if len(rest) != 1:
         raise ValueError(
@@ -86,7 +87,8 @@ def markdown_cell(text: str) -> dict[str, Any]:
 
 
 def module_of(notebook: dict[str, Any]) -> str:
-    "Return the module that a lesson exports to, `branchgrpo.plan`; an empty text if it exports nothing."
+    """Return the module that a lesson exports to, `branchgrpo.plan`; an empty text if it exports
+    nothing."""
     source = "\n".join(text_of(cell) for cell in notebook["cells"] if cell["cell_type"] == "code")
     named = re.search(r"^#\|\s*default_exp\s+(\S+)", source, re.MULTILINE)
     return (
@@ -110,7 +112,8 @@ WHOLE = """
 
 
 def front_page(notebook: dict[str, Any], contents: str) -> dict[str, Any]:
-    "Return the first notebook as the site's first page: the explorer below its first words, `contents` at its end."
+    """Return the first notebook as the site's first page: the explorer below its first words,
+    `contents` at its end."""
     first, *others = notebook["cells"]
     return {**notebook, "cells": [first, markdown_cell(TRY_IT), *others, markdown_cell(contents)]}
 
@@ -122,7 +125,8 @@ def shown_notebook(notebook: dict[str, Any], found: str = "") -> dict[str, Any]:
     leads = [f"Reference: {{py:mod}}`{module}`"] if module else []
     if found:
         leads += [
-            f"[What was found](/{found}). The notebook is stored without outputs; a click opens its code."
+            f"[What was found](/{found}). The notebook is stored without outputs; a click opens its"
+            " code."
         ]
         for cell in others:
             cell["metadata"]["tags"] = ["hide-input"] if cell["cell_type"] == "code" else []
@@ -160,7 +164,8 @@ def argument_comments(what: str, name: str, item: Any) -> list[str]:
 
 
 def describe(app, what: str, name: str, item: Any, options, lines: list[str]) -> None:
-    "Replace the docstring of an item: escaped, with the comments in its source, and the lesson that makes a module."
+    """Replace the docstring of an item: escaped, with the comments in its source, and the lesson
+    that makes a module."""
     lines[:] = [] if what == "data" else map(escaped, lines)
     lines += argument_comments(what, name, item)
     made = (

@@ -73,7 +73,8 @@ def plan_state(plan: RolloutPlan) -> dict[str, Any]:
 
 # %% ../../nbs/site/01_explorer.ipynb #7887b1b1
 def _window_start(s: MethodSettings, plan: RolloutPlan) -> int:
-    "Return the first step of a recipe's window at iteration 0; of the depths that pruning drops, if there is no other."
+    """Return the first step of a recipe's window at iteration 0; of the depths that pruning drops,
+    if there is no other."""
     inside = window_steps(s)
     if inside:
         return inside[0]

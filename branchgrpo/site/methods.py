@@ -47,7 +47,10 @@ def branches(s: MethodSettings) -> str:
     plan = plan_of(s)
     if s.side:
         where = places_text(s, s.side, plan.side)
-        return f"{s.branch_factor} side branches at {where} of {counted(s.roots, 'chain')} without noise"
+        return (
+            f"{s.branch_factor} side branches at {where} of {counted(s.roots, 'chain')} without"
+            " noise"
+        )
     if s.adaptive:
         return f"{s.branch_factor} children where previews differ most, {len(s.splits)} times"
     if plan.splits:
@@ -65,7 +68,10 @@ def draws(s: MethodSettings) -> str:
     if s.side:
         return f"the first step of each branch{extra}"
     if s.window != "none" and s.stochastic != "all":
-        return f"{'the splits and ' if 'splits' in s.stochastic else ''}a {s.window} window of {s.window_size}{extra}"
+        return (
+            f"{'the splits and ' if 'splits' in s.stochastic else ''}a {s.window} window of"
+            f" {s.window_size}{extra}"
+        )
     return f"steps {steps_text(plan.drawn)} of {plan.steps}{extra}"
 
 # %% ../../nbs/methods/06_index.ipynb #0b14d142
@@ -74,7 +80,8 @@ def scores(s: MethodSettings) -> str:
     parts = ["the images"]
     if s.prune_at:
         parts.append(
-            f"x̂₀ at steps {steps_text(s.prune_at)}, of which {s.selection} keeps {list(s.prune_at.values())[-1]}"
+            f"x̂₀ at steps {steps_text(s.prune_at)}, of which {s.selection} keeps"
+            f" {list(s.prune_at.values())[-1]}"
         )
     if s.adaptive:
         parts.append("x̂₀ of every step, until the splits are placed")
@@ -133,7 +140,8 @@ def what_it_does(name: str) -> str:
 
 
 def settings_table(name: str) -> str:
-    "Return the values that a method uses, where each comes from, and the paper's words where they are kept."
+    """Return the values that a method uses, where each comes from, and the paper's words where they
+    are kept."""
     recipe, rows = recipes.get(name), []
     for setting, value, source in recipe.rows():
         words = "<br>".join(f"{q.place}: {quoted(q)}" for q in quotes_of(recipe, setting, QUOTES))
@@ -147,7 +155,8 @@ def settings_table(name: str) -> str:
 def costs(*names: str) -> str:
     """Return what one prompt costs with some methods, at their own sizes, against the last of them.
 
-    Trained calls are those that pruning and selection leave, a mean over trees with random rewards."""
+    Trained calls are those that pruning and selection leave, a mean over trees with random rewards.
+    """
     from branchgrpo.machine.estimate import calls_after_pruning
 
     found = []
@@ -164,9 +173,11 @@ def costs(*names: str) -> str:
 
 # %% ../../nbs/methods/06_index.ipynb #b74111ad
 def differ_table(paper: str, code: str | dict[str, tuple[Any, str]]) -> str:
-    """Return the settings in which a paper's recipe and its released code differ, each with its source.
+    """Return the settings in which a paper's recipe and its released code differ, each with its
+    source.
 
-    `code` is the recipe of that code, or `{setting: (value, file and line)}` if no recipe follows it."""
+    `code` is the recipe of that code, or `{setting: (value, file and line)}` if no recipe follows
+    it."""
     stated, rows = recipes.get(paper), []
     found = (
         code if isinstance(code, dict) else {name: rest for name, *rest in recipes.get(code).rows()}
@@ -186,7 +197,8 @@ def errata(paper: str) -> str:
 
 
 def results(*names: str, root: str | Path = "../..") -> str:
-    "Return what the registered study found of all claims that compare one of some recipes with another."
+    """Return what the registered study found of all claims that compare one of some recipes with
+    another."""
     claims = read_table(Path(root) / "reproduce/registered.yaml")["claims"]
     record = json.loads(
         (Path(root) / "figures/testbed/study_answers.json").read_text(encoding="utf-8")

@@ -33,7 +33,8 @@ def cut_cells(images: Tensor) -> Tensor:
 
 # %% ../../nbs/testbed/02_checker.ipynb #9d750df1
 def labels(drawn: list[Scene]) -> Tensor:
-    "Return each cell's digit (10: empty), colour and texture, `(B, 9, 3)`; −1 where there is no colour or texture."
+    """Return each cell's digit (10: empty), colour and texture, `(B, 9, 3)`; −1 where there is no
+    colour or texture."""
     out = torch.full((len(drawn), 9, 3), -1)
     out[..., 0] = EMPTY_CELL
     names, colours = list(CELLS), list(GLYPH_COLOURS)
@@ -108,13 +109,15 @@ def load_checker() -> CellNet:
 # %% ../../nbs/testbed/02_checker.ipynb #ad5a1c37
 @torch.no_grad()
 def read_cells(images: Tensor) -> Tensor:  # (B, 9, 3)
-    "Return the checker's reading of images `(B, 3, 32, 32)`: each cell's digit (10: empty), colour, texture."
+    """Return the checker's reading of images `(B, 3, 32, 32)`: each cell's digit (10: empty),
+    colour, texture."""
     logits = load_checker()(cut_cells(images.float().cpu()).flatten(0, 1))
     return torch.stack([logit.argmax(-1) for logit in logits], -1).unflatten(0, (len(images), 9))
 
 # %% ../../nbs/testbed/02_checker.ipynb #a24e4fc7
 def swapped(wanted: Tensor, seen: Tensor, filled: Tensor) -> Tensor:
-    "Tell which pairs have their glyphs exchanged, `(B,)`; false for other scenes and for two equal glyphs."
+    """Tell which pairs have their glyphs exchanged, `(B,)`; false for other scenes and for two
+    equal glyphs."""
     places = filled.float().topk(2, dim=1).indices[..., None].expand(-1, -1, 3)
     wanted_pair = wanted.gather(1, places)
     seen_pair = seen.gather(1, places)
@@ -128,7 +131,8 @@ CHECKED_ASPECTS = ("digit", "colour", "texture", "count", "position", "all")
 
 
 def aspect_scores(seen: Tensor, captions: list[str]) -> dict[str, Tensor]:
-    "Compare cells that were read, `(B, 9, 3)`, with captions: `(B,)` per name of `CHECKED_ASPECTS`, in [0, 1]."
+    """Compare cells that were read, `(B, 9, 3)`, with captions: `(B,)` per name of
+    `CHECKED_ASPECTS`, in [0, 1]."""
     if len(seen) != len(captions):
         raise ValueError(f"captions: {len(captions)} for {len(seen)} images")
     wanted = labels([parse_caption(caption) for caption in captions]).to(seen.device)
@@ -146,12 +150,14 @@ def aspect_scores(seen: Tensor, captions: list[str]) -> dict[str, Tensor]:
 
 
 def check(images: Tensor, captions: list[str]) -> dict[str, Tensor]:
-    "Score images `(B, 3, 32, 32)` in [0, 1] against captions: `(B,)` per name of `CHECKED_ASPECTS`, in [0, 1]."
+    """Score images `(B, 3, 32, 32)` in [0, 1] against captions: `(B,)` per name of
+    `CHECKED_ASPECTS`, in [0, 1]."""
     return aspect_scores(read_cells(images), captions)
 
 # %% ../../nbs/testbed/02_checker.ipynb #028c426d
 def expected_right(logits: list[Tensor], captions: list[str]) -> Tensor:
-    "Return R(x) `(B,)` from the logits `(B, 9, …)` of digit (10: empty), colour and texture of each cell."
+    """Return R(x) `(B,)` from the logits `(B, 9, …)` of digit (10: empty), colour and texture of
+    each cell."""
     wanted = labels([parse_caption(caption) for caption in captions]).to(logits[0].device)
     filled = wanted[..., 0] != EMPTY_CELL
     answers = []
@@ -165,7 +171,8 @@ def expected_right(logits: list[Tensor], captions: list[str]) -> Tensor:
 
 # %% ../../nbs/testbed/02_checker.ipynb #d18ce59c
 class VerifiableReward:
-    "The expected share of a caption that a cell reader finds right, in [0, 1]; `folder` holds its weights."
+    """The expected share of a caption that a cell reader finds right, in [0, 1]; `folder` holds its
+    weights."""
 
     def __init__(self, folder: str | Path, device: torch.device | str = "cpu"):
         self.device = torch.device(device)
@@ -177,7 +184,10 @@ class VerifiableReward:
         return [logit.unflatten(0, (len(images), 9)) for logit in self.net(cells)]
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: Any = None) -> Tensor:
-        "Score images `(B, 3, 32, 32)`: `(B,)`. Raises `ValueError` on clips and on captions of other scenes."
+        """Score images `(B, 3, 32, 32)`: `(B,)`.
+
+        Raises `ValueError` on clips and on captions of other scenes.
+        """
         if images.ndim != 4:
             raise ValueError(
                 f"reward: tiny-geneval scores images (B, 3, 32, 32), not {tuple(images.shape)}"

@@ -104,7 +104,8 @@ def misheard_clip(clip: Clip, share: float, rng: np.random.Generator) -> Clip:
 
 # %% ../../nbs/testbed/03_clips.ipynb #18055022
 def random_start(velocity: tuple[int, int], rng: np.random.Generator) -> list[int]:
-    "Draw the corner `(y, x)` of the digit in the first frame, among the places from which it stays on the page."
+    """Draw the corner `(y, x)` of the digit in the first frame, among the places from which it
+    stays on the page."""
     corner = []
     for v in velocity:
         path = v * (FRAMES - 1)
@@ -180,14 +181,18 @@ def mean_change(tones: Tensor) -> Tensor:
 
 
 def background_change(clips: Tensor, ink: Tensor) -> Tensor:
-    "Return the mean absolute change of the pixels that hold no ink in two successive frames: `(B,)`."
+    """Return the mean absolute change of the pixels that hold no ink in two successive frames:
+    `(B,)`."""
     bare = ((ink[:, 1:] == 0) & (ink[:, :-1] == 0))[:, None]
     change = (clips.float().diff(dim=2).abs() * bare).flatten(1).sum(1)
     return change / (3 * bare.flatten(1).sum(1)).clamp(min=1)
 
 # %% ../../nbs/testbed/03_clips.ipynb #74c63991
 def motion_scores(clips: Tensor, captions: list[str]) -> dict[str, Tensor]:
-    "Score how clips `(B, 3, F, H, W)` move: `(B,)` in [0, 1] per score. Raises `ValueError` on other captions."
+    """Score how clips `(B, 3, F, H, W)` move: `(B,)` in [0, 1] per score.
+
+    Raises `ValueError` on other captions.
+    """
     if len(clips) != len(captions):
         raise ValueError(f"captions: {len(captions)} for {len(clips)} clips")
     seen = measure_track(clips)
@@ -207,13 +212,17 @@ def motion_scores(clips: Tensor, captions: list[str]) -> dict[str, Tensor]:
 
 # %% ../../nbs/testbed/03_clips.ipynb #e015c7e0
 class MotionReward:
-    "The exact motion reward of the testbed's clips, in [0, 1]: the mean of `velocity` and `smoothness`."
+    """The exact motion reward of the testbed's clips, in [0, 1]: the mean of `velocity` and
+    `smoothness`."""
 
     def __init__(self, folder=None, device="cpu"):
         pass  # nothing to load
 
     def __call__(self, images: Tensor, prompts: list[str], metadata=None) -> Tensor:
-        "Score clips `(B, 3, F, H, W)`: `(B,)`. Raises `ValueError` on images and on other captions."
+        """Score clips `(B, 3, F, H, W)`: `(B,)`.
+
+        Raises `ValueError` on images and on other captions.
+        """
         if images.ndim != 5:
             raise ValueError(
                 f"reward: motion scores clips (B, 3, F, H, W), not {tuple(images.shape)}"
@@ -231,12 +240,14 @@ def ink_middle(line: Tensor) -> Tensor:
 
 # %% ../../nbs/testbed/03_clips.ipynb #9e4154e5
 def box_centre(ink: Tensor) -> Tensor:
-    "Return the centre `(B, F, 2)` of the box around `ink (B, F, H, W)`: the centre of the digit's cell."
+    """Return the centre `(B, F, 2)` of the box around `ink (B, F, H, W)`: the centre of the digit's
+    cell."""
     return torch.stack([ink_middle(ink.amax(-1)), ink_middle(ink.amax(-2))], -1)
 
 # %% ../../nbs/testbed/03_clips.ipynb #443ecbc7
 def cut_windows(clips: Tensor) -> Tensor:
-    "Return a window around the ink of each frame, `(B·F, 3, 20, 20)`, cut as the checker's cells are."
+    """Return a window around the ink of each frame, `(B·F, 3, 20, 20)`, cut as the checker's cells
+    are."""
     side = CELL + 2 * CELL_MARGIN
     frames = clips.float().transpose(1, 2).flatten(0, 1).cpu()
     frames = F.pad(frames, (side // 2,) * 4, mode="replicate")
@@ -251,7 +262,8 @@ def cut_windows(clips: Tensor) -> Tensor:
 # %% ../../nbs/testbed/03_clips.ipynb #57f37bb6
 @torch.no_grad()
 def read_frames(clips: Tensor) -> Tensor:
-    "Return the checker's reading around the ink of each frame: digit (10: nothing), colour, texture `(B, F, 3)`."
+    """Return the checker's reading around the ink of each frame: digit (10: nothing), colour,
+    texture `(B, F, 3)`."""
     logits = load_checker()(cut_windows(clips))
     return torch.stack([logit.argmax(-1) for logit in logits], -1).unflatten(0, clips.shape[0:3:2])
 
@@ -270,7 +282,8 @@ CLIP_ASPECTS = (
 
 
 def check_clips(clips: Tensor, captions: list[str]) -> dict[str, Tensor]:
-    "Score clips `(B, 3, F, H, W)` in [0, 1] against captions: `(B,)` per name of `CLIP_ASPECTS`, in [0, 1]."
+    """Score clips `(B, 3, F, H, W)` in [0, 1] against captions: `(B,)` per name of `CLIP_ASPECTS`,
+    in [0, 1]."""
     scores = motion_scores(clips, captions)
     wanted = []
     for caption in captions:
@@ -299,7 +312,8 @@ def distinct_captions(kind: str, n: int, split: str) -> tuple[str, ...]:
 def digit_prompts(
     kind: str = "digits", train: int = 2000, test: int = 256, skip: int = 0
 ) -> PromptSet:
-    "Return distinct captions of a kind, with the exact checker; the first `skip` test captions are left out."
+    """Return distinct captions of a kind, with the exact checker; the first `skip` test captions
+    are left out."""
     held_out = distinct_captions(kind, skip + test, "test")[skip:]
     return PromptSet(
         list(distinct_captions(kind, train, "train")), list(held_out), check, shuffled=True
@@ -332,7 +346,8 @@ def clip_captions(n: int, split: str) -> list[str]:
 
 # %% ../../nbs/testbed/03_clips.ipynb #04905e58
 def first_frames(prompts: list[str]) -> Tensor:
-    "Return a first frame `(P, 3, 32, 32)` in [0, 1] of each caption, drawn with a seed made of the caption."
+    """Return a first frame `(P, 3, 32, 32)` in [0, 1] of each caption, drawn with a seed made of
+    the caption."""
     clips = [
         render_clips([parse_clip(prompt)], "test", seed=zlib.crc32(prompt.encode()))
         for prompt in prompts
@@ -341,7 +356,8 @@ def first_frames(prompts: list[str]) -> Tensor:
 
 # %% ../../nbs/testbed/03_clips.ipynb #4f5badab
 def clip_prompts(train: int = 800, test: int = 128, skip: int = 0) -> PromptSet:
-    "Return distinct captions of clips, with their exact check and first frames; `skip` test captions are left out."
+    """Return distinct captions of clips, with their exact check and first frames; `skip` test
+    captions are left out."""
     held_out = clip_captions(skip + test, "test")[skip:]
     return PromptSet(
         clip_captions(train, "train"), held_out, check_clips, first_frames, shuffled=True

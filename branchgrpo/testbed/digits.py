@@ -112,7 +112,10 @@ def parse_glyph(words: list[str]) -> Glyph:
 
 # %% ../../nbs/testbed/01_digits.ipynb #265f9efc
 def parse_caption(caption: str) -> Scene:
-    "Return the scene that a caption of the digits testbed describes. Raises `ValueError` on any other text."
+    """Return the scene that a caption of the digits testbed describes.
+
+    Raises `ValueError` on any other text.
+    """
     words = caption.split()
     if words and words[0] in GLYPH_COUNTS:
         glyph = parse_glyph([*words[1:-1], words[-1].removesuffix("s")])
@@ -133,7 +136,10 @@ SPLITS = {
 
 @cache
 def handwriting(split: str = "train") -> list[Tensor]:
-    "Return the ink masks of one split, per digit `(n, 14, 14)` in [0, 1]. Raises `ValueError` on an unknown split."
+    """Return the ink masks of one split, per digit `(n, 14, 14)` in [0, 1].
+
+    Raises `ValueError` on an unknown split.
+    """
     from sklearn.datasets import load_digits  # not above: captions need no handwriting
 
     if split not in SPLITS:
@@ -152,7 +158,8 @@ def handwriting(split: str = "train") -> list[Tensor]:
 
 # %% ../../nbs/testbed/01_digits.ipynb #a26d1828
 def texture_masks() -> Tensor:
-    "Return where each texture keeps the ink, `(3, 32, 32)`: everywhere, in stripes of two rows, in a grid of 2×2 dots."
+    """Return where each texture keeps the ink, `(3, 32, 32)`: everywhere, in stripes of two rows,
+    in a grid of 2×2 dots."""
     y, x = torch.meshgrid(torch.arange(SIZE), torch.arange(SIZE), indexing="ij")
     stripes = (y // 2) % 2 == 0
     dots = (y // 2 + x // 2) % 2 == 0
@@ -162,7 +169,8 @@ def texture_masks() -> Tensor:
 def draw_glyph(
     image: Tensor, glyph: Glyph, place: str, split: str, rng: np.random.Generator
 ) -> None:
-    "Draw one digit into `image (3, 32, 32)`, in place, at the cell `place` and in the handwriting of `split`."
+    """Draw one digit into `image (3, 32, 32)`, in place, at the cell `place` and in the handwriting
+    of `split`."""
     hands = handwriting(split)[glyph.digit]
     y, x = (corner + 1 + int(shift) for corner, shift in zip(CELLS[place], rng.integers(-1, 2, 2)))
     mask = texture_masks()[TEXTURES.index(glyph.texture), :GLYPH, :GLYPH]
@@ -187,7 +195,8 @@ def render(
 
 # %% ../../nbs/testbed/01_digits.ipynb #ebf76eba
 def is_test(caption: str) -> bool:
-    "Tell whether a caption is held out of every training set: a fixed fifth of all captions, by hash."
+    """Tell whether a caption is held out of every training set: a fixed fifth of all captions, by
+    hash."""
     return hashlib.sha256(caption.encode()).digest()[0] % 5 == 0
 
 # %% ../../nbs/testbed/01_digits.ipynb #a0484b0d
@@ -204,7 +213,8 @@ def random_glyph(rng: np.random.Generator) -> Glyph:
 
 # %% ../../nbs/testbed/01_digits.ipynb #5aa18f3a
 def random_scene(rng: np.random.Generator) -> Scene:
-    "Draw one scene: 30 % one digit, 40 % a pair in one of four relations, 30 % two to four equal digits."
+    """Draw one scene: 30 % one digit, 40 % a pair in one of four relations, 30 % two to four equal
+    digits."""
     kind = rng.random()
     if kind < 0.3:
         return Scene("one", (random_glyph(rng),))
@@ -215,7 +225,10 @@ def random_scene(rng: np.random.Generator) -> Scene:
 
 # %% ../../nbs/testbed/01_digits.ipynb #d6b1063f
 def scenes(n: int, split: str = "train", seed: int = 0) -> list[Scene]:
-    "Draw `n` scenes whose captions belong to `split`. Raises `ValueError` unless it is `train` or `test`."
+    """Draw `n` scenes whose captions belong to `split`.
+
+    Raises `ValueError` unless it is `train` or `test`.
+    """
     if split not in ("train", "test"):
         raise ValueError(f"split: {split!r} is not 'train' or 'test'")
     rng = np.random.default_rng(seed)
@@ -228,7 +241,8 @@ def scenes(n: int, split: str = "train", seed: int = 0) -> list[Scene]:
 
 # %% ../../nbs/testbed/01_digits.ipynb #9c75cc1c
 def misheard(scene: Scene, share: float, rng: np.random.Generator) -> Scene:
-    "Return the scene with other digits: each named digit is drawn anew, from all ten, with probability `share`."
+    """Return the scene with other digits: each named digit is drawn anew, from all ten, with
+    probability `share`."""
     heard = {}
     for glyph in dict.fromkeys(scene.glyphs):
         wrong, digit = rng.random() < share, int(rng.integers(10))
@@ -266,7 +280,8 @@ def learn_merges(words: tuple[str, ...], end: str) -> dict:
 
 # %% ../../nbs/testbed/01_digits.ipynb #53a70bc0
 def clip_tokenizer():
-    "Return a `CLIPTokenizer` with one token per word of the digits testbed; other text is split into letters."
+    """Return a `CLIPTokenizer` with one token per word of the digits testbed; other text is split
+    into letters."""
     from tokenizers import pre_tokenizers
     from transformers import CLIPTokenizer
 

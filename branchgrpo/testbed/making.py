@@ -31,7 +31,8 @@ WEIGHTS_FOLDER = (
 
 # %% ../../nbs/testbed/06_making.ipynb #89ce7cc6
 def warmup_cosine(step: int, steps: int) -> float:
-    "Return the factor of the learning rate: linear over the first twentieth of `steps`, then a cosine down to 1 %."
+    """Return the factor of the learning rate: linear over the first twentieth of `steps`, then a
+    cosine down to 1 %."""
     warm = max(1, steps // 20)
     if step < warm:
         return (step + 1) / warm
@@ -68,7 +69,8 @@ def train_model(
 
 # %% ../../nbs/testbed/06_making.ipynb #4adc46f1
 def round_to_half(model: nn.Module) -> nn.Module:
-    "Round every float parameter and buffer to float16 and back, in place; return the model in evaluation mode."
+    """Round every float parameter and buffer to float16 and back, in place; return the model in
+    evaluation mode."""
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             if tensor.is_floating_point():
@@ -77,7 +79,8 @@ def round_to_half(model: nn.Module) -> nn.Module:
 
 # %% ../../nbs/testbed/06_making.ipynb #680ad705
 def loss_curve(losses: list[float]) -> list[float]:
-    "Return about 60 block means of `losses`: enough to draw, small enough to keep beside the weights."
+    """Return about 60 block means of `losses`: enough to draw, small enough to keep beside the
+    weights."""
     size = max(1, len(losses) // 60)
     blocks = [losses[i : i + size] for i in range(0, len(losses), size)]
     return [round(sum(block) / len(block), 5) for block in blocks]
@@ -101,7 +104,8 @@ def two_lines(caption: str) -> str:
 
 # %% ../../nbs/testbed/06_making.ipynb #53b3d34c
 def show_images(images: Tensor, titles: list[str], columns: int = 8, height: float = 1.5):
-    "Return a display of images `(B, 3, H, W)` in [0, 1], each under its title; `height` of a row in inches."
+    """Return a display of images `(B, 3, H, W)` in [0, 1], each under its title; `height` of a row
+    in inches."""
     rows = -(-len(images) // columns)
     fig, axes = plt.subplots(rows, columns, figsize=(1.45 * columns, height * rows), squeeze=False)
     for ax in axes.flat:
@@ -151,7 +155,8 @@ def print_rates(rows: dict[str, dict[str, float]]) -> None:
 
 # %% ../../nbs/testbed/06_making.ipynb #65a72cdd
 def quiet() -> None:
-    "Silence progress bars and warnings of transformers, diffusers and huggingface_hub; errors are still printed."
+    """Silence progress bars and warnings of transformers, diffusers and huggingface_hub; errors are
+    still printed."""
     for library in ("transformers", "diffusers"):
         switches = importlib.import_module(f"{library}.utils.logging")
         switches.set_verbosity_error()

@@ -21,7 +21,8 @@ def scaled_step(step: int, steps_from: int, steps_to: int) -> int:
 
 # %% ../../nbs/testbed/05_scaling.ipynb #7f478bca
 def scale_splits(splits: Iterable[int], steps_from: int, steps_to: int) -> tuple[int, ...]:
-    """Return as many split steps at about the same fraction of another number of steps, all before the last.
+    """Return as many split steps at about the same fraction of another number of steps, all before
+    the last.
 
     Raises `ValueError` if there are fewer places than splits.
     """
@@ -33,7 +34,8 @@ def scale_splits(splits: Iterable[int], steps_from: int, steps_to: int) -> tuple
     places = [min(place, last - later) for place, later in zip(places, reversed(range(count)))]
     if places and places[0] < 0:
         raise ValueError(
-            f"splits: {count} splits do not fit into {steps_to} steps, of which the last cannot split"
+            f"splits: {count} splits do not fit into {steps_to} steps, of which the last cannot"
+            " split"
         )
     return tuple(places)
 
@@ -59,7 +61,10 @@ SIZES_OF_BACKBONE: dict[str, dict[str, Sourced]] = {
     "tiny-sd": {
         "learning_rate": (
             5e-5,
-            "testbed: 5e-5, 1e-4 and 2e-4 are alike, and at 5e-5 the fewest edges are clipped (reproduce/study/tuning)",
+            (
+                "testbed: 5e-5, 1e-4 and 2e-4 are alike, and at 5e-5 the fewest edges are clipped"
+                " (reproduce/study/tuning)"
+            ),
         ),
     },
 }
@@ -67,7 +72,10 @@ ITERATIONS = 10  # the papers' iterations per one of the testbed: 300 / 30
 ETA_OF_TRANSITION: dict[str, Sourced] = {  # the other transitions keep their own noise
     "dance": (
         0.9,
-        "testbed: 0.5 and 0.9 are alike in the tuning; at 0.9 half as many edges are clipped (reproduce/study/tuning)",
+        (
+            "testbed: 0.5 and 0.9 are alike in the tuning; at 0.9 half as many edges are clipped"
+            " (reproduce/study/tuning)"
+        ),
     )
 }
 
@@ -78,7 +86,8 @@ def scaled_source(recipe: Recipe, key: str, steps: int) -> str:
 
 # %% ../../nbs/testbed/05_scaling.ipynb #661f905b
 def scaled_window(recipe: Recipe, old: int, new: int) -> dict[str, Sourced]:
-    "Return the window's settings for `new` instead of `old` steps; nothing if the recipe has no window."
+    """Return the window's settings for `new` instead of `old` steps; nothing if the recipe has no
+    window."""
     s, changes = recipe.values, {}
     if recipe.sources["window_every"] != "off":
         size = (
@@ -112,7 +121,8 @@ PILOTED: dict[str, Sourced] = {  # two pruning steps of 12, by backbone
 
 # %% ../../nbs/testbed/05_scaling.ipynb #6f65432a
 def scaled_pruning(recipe: Recipe, backbone: str, new: int) -> dict[str, Sourced]:
-    "Return the pruning steps among `new` steps: with a tree's splits, else by the pilot; nothing if there are none."
+    """Return the pruning steps among `new` steps: with a tree's splits, else by the pilot; nothing
+    if there are none."""
     s = recipe.values
     if not s.prune_at:
         return {}
@@ -137,7 +147,8 @@ TINY_ELEMENTS = {"tiny-wan": 1536, "tiny-wan-i2v": 1536}  # 8 × 3 × 8 × 8; an
 
 
 def paper_elements(recipe: Recipe) -> int:
-    "Return the number of elements of the latent that the recipe's own size gives with its published model."
+    """Return the number of elements of the latent that the recipe's own size gives with its
+    published model."""
     channels = LATENT_CHANNELS.get(recipe.sizes_for.get("height", ""), 16)
     frames = 1 + ((recipe.values.frames or 1) - 1) // 4
     return channels * frames * (recipe.values.height // 8) * (recipe.values.width // 8)
@@ -167,7 +178,8 @@ def scaled_average(recipe: Recipe) -> dict[str, Sourced]:
 
 # %% ../../nbs/testbed/05_scaling.ipynb #1d947a61
 def scaled_rate(recipe: Recipe) -> dict[str, Sourced]:
-    "Return the learning rate of a recipe that draws noise in a window of steps only; nothing for the others."
+    """Return the learning rate of a recipe that draws noise in a window of steps only; nothing for
+    the others."""
     return (
         {"learning_rate": (1.5e-4, TUNED)}
         if recipe.values.stochastic in ("window", "splits+window")
@@ -191,7 +203,8 @@ def scaled_steps(recipe: Recipe, old: int, new: int) -> dict[str, Sourced]:
 
 # %% ../../nbs/testbed/05_scaling.ipynb #62f5a5ae
 def scaled_merging(recipe: Recipe, old: int, new: int) -> dict[str, Sourced]:
-    "Return the merged steps among `new` steps: as many of as many, one after the other; nothing if there are none."
+    """Return the merged steps among `new` steps: as many of as many, one after the other; nothing
+    if there are none."""
     merged, end = {}, 0
     for first, count in sorted(recipe.values.merged.items()):
         first = max(scaled_step(first, old, new), end)
@@ -200,7 +213,8 @@ def scaled_merging(recipe: Recipe, old: int, new: int) -> dict[str, Sourced]:
 
 # %% ../../nbs/testbed/05_scaling.ipynb #57bf38f8
 def scaled_factors(recipe: Recipe, old: int, new: int) -> dict[str, Sourced]:
-    "Return the factors of noise among `new` steps; those of a window's steps stay, nothing if there are none."
+    """Return the factors of noise among `new` steps; those of a window's steps stay, nothing if
+    there are none."""
     factors = recipe.values.noise_factors
     if not factors or recipe.values.window != "none":
         return {}

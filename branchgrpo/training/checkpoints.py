@@ -85,7 +85,10 @@ class Damaged(Exception):
 
 # %% ../../nbs/training/10_checkpoints.ipynb #0541d91b
 def read_manifest(folder: Path) -> dict[str, Any]:
-    "Return a checkpoint's manifest. Raise `Damaged`, or `ValueError` if another version wrote it in another format."
+    """Return a checkpoint's manifest.
+
+    Raise `Damaged`, or `ValueError` if another version wrote it in another format.
+    """
     try:
         table = json.loads((folder / MANIFEST).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
@@ -100,8 +103,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if old or table["format"] != FORMAT:
         writer = "0.1.0 of before December 2026" if old else table["version"]
         raise ValueError(
-            f"checkpoint: {str(folder)!r} was written by branchgrpo {writer} in format {table.get('format', 1)}; "
-            f"this is branchgrpo {branchgrpo.__version__}, which reads format {FORMAT}; start the run in another folder"
+            f"checkpoint: {str(folder)!r} was written by branchgrpo {writer} in format"
+            f" {table.get('format', 1)}; this is branchgrpo {branchgrpo.__version__}, which reads"
+            f" format {FORMAT}; start the run in another folder"
         )
     return table
 
@@ -115,7 +119,8 @@ def file_damage(path: Path, size: int) -> str | None:
 
 # %% ../../nbs/training/10_checkpoints.ipynb #774a1d68
 def damage(folder: Path, contents: bool = True) -> str | None:
-    """Return what is wrong with a checkpoint's sizes, or (`contents`) with its digests; None if nothing is.
+    """Return what is wrong with a checkpoint's sizes, or (`contents`) with its digests; None if
+    nothing is.
 
     Raises `ValueError` as `read_manifest` does."""
     if not folder.is_dir():
@@ -149,7 +154,8 @@ def checkpoints_of(run: Path) -> list[Path]:
 def put_in_place(
     temporary: Path, folder: Path, facts: dict[str, Any], files: dict[str, Any]
 ) -> None:
-    "Write a checkpoint's manifest, `facts` and its `files` as `described`, and rename it to `folder`."
+    """Write a checkpoint's manifest, `facts` and its `files` as `described`, and rename it to
+    `folder`."""
     write_manifest(temporary, facts, files)
     to_disk(temporary)
     replace_folder(temporary, folder)
@@ -167,14 +173,16 @@ def remove_leftovers(run: Path) -> None:
 
 # %% ../../nbs/training/10_checkpoints.ipynb #1542e56b
 def set_aside(folder: Path) -> Path:
-    "Rename a damaged checkpoint to `000010.damaged`, or `000010.damaged2`, …; return its new place."
+    """Rename a damaged checkpoint to `000010.damaged`, or `000010.damaged2`, …; return its new
+    place."""
     names = (folder.with_name(f"{folder.name}.damaged{n if n > 1 else ''}") for n in range(1, 1000))
     place = next(path for path in names if not path.exists())
     return folder.rename(place)
 
 # %% ../../nbs/training/10_checkpoints.ipynb #01902ac2
 def newest(run: Path, contents: bool = False, aside: bool = False) -> Path | None:
-    """Return a run's newest sound checkpoint, with a warning for each damaged one; None if there is none.
+    """Return a run's newest sound checkpoint, with a warning for each damaged one; None if there is
+    none.
 
     Compares sizes, and with `contents` digests; `aside` renames what is damaged.
     Raises `ValueError` if another version wrote it in another format."""
@@ -194,7 +202,8 @@ def newest(run: Path, contents: bool = False, aside: bool = False) -> Path | Non
 
 # %% ../../nbs/training/10_checkpoints.ipynb #dc3eecfe
 def superfluous(folders: list[Path], keep: int, keep_every: int) -> list[Path]:
-    "Return which checkpoints to delete: all but the newest `keep` and those of every `keep_every`-th iteration."
+    """Return which checkpoints to delete: all but the newest `keep` and those of every
+    `keep_every`-th iteration."""
     old = folders[:-keep]
     return [folder for folder in old if not keep_every or int(folder.name) % keep_every]
 
@@ -204,7 +213,8 @@ ORIGIN = ("recipe", "backbone", "lora_rank", "lora_alpha")  # settings that a ch
 
 # %% ../../nbs/training/10_checkpoints.ipynb #15c643b8
 def check_origin(place: str, manifest: dict[str, Any], settings: Settings) -> None:
-    "Raise `ValueError` if a manifest belongs to another recipe, model or numbers; `place` names the checkpoint."
+    """Raise `ValueError` if a manifest belongs to another recipe, model or numbers; `place` names
+    the checkpoint."""
     for name in ORIGIN:
         found, here = manifest["origin"].get(name), getattr(settings, name)
         if found != here:
@@ -213,8 +223,9 @@ def check_origin(place: str, manifest: dict[str, Any], settings: Settings) -> No
             )
     if manifest["numbers"] != NUMBERS:
         raise ValueError(
-            f"checkpoint: {place!r} was written by branchgrpo {manifest['version']} (numbers {manifest['numbers']}); "
-            f"this is {branchgrpo.__version__} (numbers {NUMBERS}), which computes others; start in another folder"
+            f"checkpoint: {place!r} was written by branchgrpo {manifest['version']} (numbers"
+            f" {manifest['numbers']}); this is {branchgrpo.__version__} (numbers {NUMBERS}), which"
+            " computes others; start in another folder"
         )
 
 # %% ../../nbs/training/10_checkpoints.ipynb #7e242d76
@@ -251,7 +262,8 @@ def flat(tables: dict[str, Any], prefix: str = "") -> dict[str, Tensor]:
 
 # %% ../../nbs/training/10_checkpoints.ipynb #24b22eb4
 def file_numbers(tables: dict[str, Any], size: int) -> dict[str, int]:
-    "Return in which file each tensor is written, from 1, so that a file has about `size` bytes of whole tensors."
+    """Return in which file each tensor is written, from 1, so that a file has about `size` bytes of
+    whole tensors."""
     numbers, written = {}, 0
     for name, tensor in flat(tables).items():
         numbers[name] = 1 + written // size
@@ -285,7 +297,8 @@ def packed(tables: dict[str, Any]) -> dict[str, Any]:
 # %% ../../nbs/training/10_checkpoints.ipynb #fcf08ac5
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    "Raise what DCP's processes have met in place of its `CheckpointException`, and no warning about one process."
+    """Raise what DCP's processes have met in place of its `CheckpointException`, and no warning
+    about one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is")
         try:
@@ -304,14 +317,20 @@ def write_tensors(writer: TensorWriter, tables: dict[str, Any]) -> None:
 
 # %% ../../nbs/training/10_checkpoints.ipynb #edcede3b
 def read_tensors(folder: Path, tables: dict[str, Any], alone: bool = False) -> None:
-    "Read a checkpoint's tensors into those of `tables`, which may be slices. Collective, unless `alone`."
+    """Read a checkpoint's tensors into those of `tables`, which may be slices.
+
+    Collective, unless `alone`.
+    """
     with plain_errors():
         reader = dcp.HuggingFaceStorageReader(str(folder))
         dcp.load(tables, storage_reader=reader, no_dist=alone or not dist.is_initialized())
 
 # %% ../../nbs/training/10_checkpoints.ipynb #02bc780d
 def saved_shapes(folder: Path) -> Shapes:
-    "Return the tensors in a checkpoint, from its files' headers. Raise `ValueError` if a header is wrong."
+    """Return the tensors in a checkpoint, from its files' headers.
+
+    Raise `ValueError` if a header is wrong.
+    """
     try:
         known: dict[str, Any] = dict(
             dcp.HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
@@ -329,7 +348,8 @@ def shapes_of(tables: dict[str, Any]) -> Shapes:
 
 # %% ../../nbs/training/10_checkpoints.ipynb #be5a7f07
 def read_saved_table(folder: Path, table: str) -> dict[str, Tensor]:
-    "Return `weights` or `averages` of a checkpoint as whole tensors on the CPU, in one process, by parameter."
+    """Return `weights` or `averages` of a checkpoint as whole tensors on the CPU, in one process,
+    by parameter."""
     wanted = {
         name: kind for name, kind in saved_shapes(folder).items() if name.startswith(f"{table}.")
     }
@@ -377,8 +397,8 @@ def check_weights(learner: Learner, iteration: int) -> None:
     )
     if any_process(learner.accelerator, not torch.stack(norms).sum().isfinite()):
         raise ValueError(
-            f"learning_rate: {learner.settings.learning_rate} leads to weights that are not finite at iteration "
-            f"{iteration}; the last checkpoint is kept"
+            f"learning_rate: {learner.settings.learning_rate} leads to weights that are not finite"
+            f" at iteration {iteration}; the last checkpoint is kept"
         )
 
 # %% ../../nbs/training/10_checkpoints.ipynb #dad3e0b6
@@ -419,7 +439,11 @@ def make_anew(folder: Path) -> None:
 
 # %% ../../nbs/training/10_checkpoints.ipynb #d6ab34a1
 def write_checkpoint(folder: Path, learner: Learner, progress: Progress) -> None:
-    "Write the learner's state under a temporary name, and rename it when all processes have written. Collective."
+    """Write the learner's state under a temporary name, and rename it when all processes have
+    written.
+
+    Collective.
+    """
     temporary, accelerator = folder.with_name(f"{folder.name}.tmp"), learner.accelerator
     try:
         from_main(accelerator, lambda: make_anew(temporary))
@@ -438,14 +462,18 @@ def write_checkpoint(folder: Path, learner: Learner, progress: Progress) -> None
 
 # %% ../../nbs/training/10_checkpoints.ipynb #9c7fdc92
 def delete_old(saver: Saver) -> None:
-    "Delete the checkpoints that are no longer kept; one of a later iteration than the last is not counted."
+    """Delete the checkpoints that are no longer kept; one of a later iteration than the last is not
+    counted."""
     earlier = [path for path in checkpoints_of(saver.run) if int(path.name) <= saver.saved]
     for old in superfluous(earlier, saver.settings.keep_checkpoints, saver.settings.keep_every):
         remove_folder(old)
 
 # %% ../../nbs/training/10_checkpoints.ipynb #360eb9cf
 def chosen(run: Path, settings: Settings, shapes: Shapes) -> tuple[Path | None, dict[str, Any]]:
-    "Return a run's newest sound checkpoint and its manifest, or None. Raise `ValueError` if it is of another run."
+    """Return a run's newest sound checkpoint and its manifest, or None.
+
+    Raise `ValueError` if it is of another run.
+    """
     folder = newest(run, contents=True, aside=True)
     if folder is None:
         return None, {}
@@ -456,7 +484,11 @@ def chosen(run: Path, settings: Settings, shapes: Shapes) -> tuple[Path | None, 
 
 # %% ../../nbs/training/10_checkpoints.ipynb #8f4aabac
 def load_checkpoint(run: Path, learner: Learner) -> Progress:
-    "Restore the learner from a run's newest checkpoint; return its progress, or a fresh one without any. Collective."
+    """Restore the learner from a run's newest checkpoint; return its progress, or a fresh one
+    without any.
+
+    Collective.
+    """
     tables = state_of(learner)
     shapes = shapes_of(tables)
     folder, saved = from_main(

@@ -79,7 +79,8 @@ class Collector:
 # %% ../../nbs/training/06_collection.ipynb #b4c05ef2
 @dataclass
 class RewardJudge(Judge):
-    "Judges nodes by the rewards of their x̂₀: who survives, whether to split, and what a preview is worth."
+    """Judges nodes by the rewards of their x̂₀: who survives, whether to split, and what a preview
+    is worth."""
 
     settings: Settings
     rewards_of: RolloutRewards
@@ -98,7 +99,8 @@ class RewardJudge(Judge):
         return self.selected + (self.splits.previews * groups if self.splits else 0)
 
     def completed(self, plan: RolloutPlan) -> dict[int, Tensor]:
-        "Return the scores (P, W_d, m) of the plan's previews, by depth; NaN for nodes that are not completed."
+        """Return the scores (P, W_d, m) of the plan's previews, by depth; NaN for nodes that are
+        not completed."""
         completed = {}
         for depth, of_completions in self.scores.items():
             scores = torch.stack(of_completions, 2)
@@ -135,7 +137,8 @@ class RewardJudge(Judge):
 
 # %% ../../nbs/training/06_collection.ipynb #c0614fec
 def seen_by(s: Settings, rule: str, rewards_of: RolloutRewards, prompts: int) -> Seen | None:
-    "Return what a selection rule sees of the images that were scored last; None if it looks at none."
+    """Return what a selection rule sees of the images that were scored last; None if it looks at
+    none."""
     if not looks_at_images(rule):
         return None
     features = (
@@ -167,7 +170,10 @@ class TooManyUnscored(ValueError):
 def count_unscored(
     settings: Settings, accelerator, rewards_of: RolloutRewards, iteration: int
 ) -> int:
-    "Return how many prompts of all processes have no reward. Raise `TooManyUnscored` if they are too many."
+    """Return how many prompts of all processes have no reward.
+
+    Raise `TooManyUnscored` if they are too many.
+    """
     total = accelerator.reduce(rewards_of.unscored.sum().float(), "sum")
     unscored = round(float(total) / settings.ranks_per_prompt)
     everyone = settings.prompts_per_iteration
@@ -176,8 +182,8 @@ def count_unscored(
     reason = first_fault(rewards_of, accelerator)
     if unscored > settings.max_unscored * everyone:
         raise TooManyUnscored(
-            f"max_unscored: {unscored} of {everyone} prompts could not be scored at iteration {iteration}, "
-            f"more than a share of {settings.max_unscored}: {reason}"
+            f"max_unscored: {unscored} of {everyone} prompts could not be scored at iteration"
+            f" {iteration}, more than a share of {settings.max_unscored}: {reason}"
         )
     warnings.warn(
         f"prompts are left out (unscored_prompts in metrics.jsonl): {reason}", stacklevel=2
@@ -200,7 +206,10 @@ def roll(
 
 
 def collect(c: Collector, iteration: int) -> Experience:
-    "Return one rollout with its images and rewards. Raise `TooManyUnscored` if too many prompts have no reward."
+    """Return one rollout with its images and rewards.
+
+    Raise `TooManyUnscored` if too many prompts have no reward.
+    """
     prompts, noise = c.draw(iteration), c.noise(iteration)
     conditioning = c.conditioner(prompts)
     is_kept = c.accelerator.is_main_process and tree_is_due(c.settings, iteration + 1)

@@ -46,7 +46,8 @@ def text_parts(pipeline) -> dict[str, Any]:
 
 # %% ../../nbs/training/04_conditioning.ipynb #e435e296
 def fingerprint(pipeline, more: Iterable[str] = ()) -> str:
-    """Return a short name for how a pipeline encodes prompts: encoders' configurations, sampled weights, tokenizers.
+    """Return a short name for how a pipeline encodes prompts: encoders' configurations, sampled
+    weights, tokenizers.
 
     `more` names the further parts that encode: those of first frames."""
     key = hashlib.blake2b(digest_size=12)
@@ -84,7 +85,8 @@ def write_entry(path: Path, tensors: dict[str, Tensor]) -> None:
 # %% ../../nbs/training/04_conditioning.ipynb #7a59d999
 @dataclass
 class EmbeddingCache:
-    """Embeddings of prompts on disk, named by content: `ahead(prompts)` writes what is missing, `get(prompts)` reads.
+    """Embeddings of prompts on disk, named by content: `ahead(prompts)` writes what is missing,
+    `get(prompts)` reads.
 
     Tensors whose names begin with `negative` are the same for all prompts, and stored once."""
 
@@ -113,7 +115,8 @@ class EmbeddingCache:
         return self.named(f"\0negative\n{self.negative}")
 
     def missing(self, prompts: list[str]) -> list[str]:
-        "Return the prompts without a readable entry, each once; one prompt if only what they share is missing."
+        """Return the prompts without a readable entry, each once; one prompt if only what they
+        share is missing."""
         found = [p for p in dict.fromkeys(prompts) if read_entry(self.path(p)) is None]
         return found if found or read_entry(self.common) is not None else prompts[:1]
 
@@ -169,7 +172,8 @@ class Conditioner:
 
 # %% ../../nbs/training/04_conditioning.ipynb #0e00b0b4
 def encoder(policy: Any, device, folder: str, reader: bool) -> Callable:
-    "Return a function that encodes prompts with the encoders on the device, or refuses in a process without them."
+    """Return a function that encodes prompts with the encoders on the device, or refuses in a
+    process without them."""
 
     def encode(prompts: list[str]) -> dict[str, Tensor]:
         if not reader:
@@ -183,7 +187,10 @@ def encoder(policy: Any, device, folder: str, reader: bool) -> Callable:
 
 # %% ../../nbs/training/04_conditioning.ipynb #ccff6dc5
 def make_conditioner(s: Settings, policy: Any, device) -> Conditioner:
-    "Return the conditioner, with a folder of embeddings if the settings name one. All processes call it together."
+    """Return the conditioner, with a folder of embeddings if the settings name one.
+
+    All processes call it together.
+    """
     if not s.embeddings:
         return Conditioner(policy, device)
     encode = encoder(policy, device, s.embeddings, is_reader())
@@ -207,10 +214,11 @@ def turns() -> list[bool]:
 
 # %% ../../nbs/training/04_conditioning.ipynb #988d7282
 def encode_ahead(conditioner: Conditioner, prompts: list[str]) -> None:
-    """Encode the prompts of all processes into the run's folder of embeddings, and leave the encoders on the CPU.
+    """Encode the prompts of all processes into the run's folder of embeddings, and leave the
+    encoders on the CPU.
 
-    The processes meet after every batch, so nobody waits for longer than one takes. Does nothing without a folder.
-    All processes call it together."""
+    The processes meet after every batch, so nobody waits for longer than one takes. Does nothing
+    without a folder. All processes call it together."""
     store, pipeline = conditioner.store, getattr(conditioner.policy, "pipeline", None)
     if store is None:
         return

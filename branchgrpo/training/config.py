@@ -97,7 +97,8 @@ class MemorySettings:
 # %% ../../nbs/training/00_config.ipynb #5pee1c0de
 @dataclass(frozen=True)
 class SpeedSettings:
-    "Speed (on a CPU a small model computes in one thread; the variable OMP_NUM_THREADS sets another number)"
+    """Speed (on a CPU a small model computes in one thread; the variable OMP_NUM_THREADS sets
+    another number)"""
 
     compile: bool = False  # compile the denoiser's repeated blocks with torch.compile
     attention: str | None = (

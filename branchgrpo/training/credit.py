@@ -38,7 +38,8 @@ from ..tree import Tree, first_leaves
 def counted_leaves(
     s: Settings, rewards: Tensor, unscored: Tensor, noise: Noise, seen: Seen | None = None
 ) -> Tensor:
-    """Return which leaves count, (P, leaves) bool: all, or those of a group selection; none of an unscored prompt.
+    """Return which leaves count, (P, leaves) bool: all, or those of a group selection; none of an
+    unscored prompt.
 
     `seen` is for selections that look at the leaves' images."""
     scored = ~unscored.to(rewards.device)[:, None]
@@ -73,9 +74,11 @@ def advantages_of(
     parts: dict[str, tuple[float, Tensor]] | None = None,
     previews: dict[int, Tensor] | None = None,  # {depth: (P, W_d, m)}
 ) -> list[Tensor]:
-    """Return the advantage of every node, a list over depths of (P, W_d); `reduce` sums over processes.
+    """Return the advantage of every node, a list over depths of (P, W_d); `reduce` sums over
+    processes.
 
-    `parts` are a sum's rewards `{name: (weight, (P, leaves))}`; a single reward is always normalised as it is."""
+    `parts` are a sum's rewards `{name: (weight, (P, leaves))}`; a single reward is always
+    normalised as it is."""
     beta = fusion_beta(s, tree)
     options = CreditOptions(
         beta, s.weights, leaf_mask, sibling_s(s), s.std, s.min_nodes, reduce, previews=previews
@@ -119,7 +122,10 @@ def std(process: Transition, step: int) -> float:
 # %% ../../nbs/training/07_credit.ipynb #3ba3475d
 @STEP_WEIGHTS.register("inverse-gradient")
 def inverse_gradient(process: Transition, step: int) -> float:
-    "Return std / |∂μ/∂v|, for any step whose mean is linear in the model's output v. Source: Flash-GRPO."
+    """Return std / |∂μ/∂v|, for any step whose mean is linear in the model's output v.
+
+    Source: Flash-GRPO.
+    """
     zero, one = torch.zeros(1, 1), torch.ones(1, 1)
     dist = process.step(step, zero, one)
     slope = (dist.mean - process.step(step, zero, zero).mean).abs()
@@ -128,12 +134,18 @@ def inverse_gradient(process: Transition, step: int) -> float:
 # %% ../../nbs/training/07_credit.ipynb #6d1f0a37
 @STEP_WEIGHTS.register("inverse-step")
 def inverse_step(process: Transition, step: int) -> float:
-    "Return 1 / h, with h the fall of a flow's σ. Source: GRPO-Guard, train_sd3_GRPO_Guard.py l. 932."
+    """Return 1 / h, with h the fall of a flow's σ.
+
+    Source: GRPO-Guard, train_sd3_GRPO_Guard.py l. 932.
+    """
     return 1 / float(process.levels[step] - process.levels[step + 1])
 
 # %% ../../nbs/training/07_credit.ipynb #f53a86d5
 def raw_weight(rule: str, process: Transition, step: int) -> float:
-    "Return the weight of a step before the mean is made 1. Raise `ValueError` if it is not finite, or below 0."
+    """Return the weight of a step before the mean is made 1.
+
+    Raise `ValueError` if it is not finite, or below 0.
+    """
     weight = float(STEP_WEIGHTS.get(rule)(process, step))
     if not (math.isfinite(weight) and weight >= 0):
         allowed = "a finite number of at least 0"
@@ -168,7 +180,8 @@ def weights_of(
 def weighted_advantages(
     s: MethodSettings, policy, process: Transition, steps: Iterable[int], advantages: list[Tensor]
 ):
-    "Return the advantages `(P, W_d)` per depth times the weight of the step into them, at the trained `steps`."
+    """Return the advantages `(P, W_d)` per depth times the weight of the step into them, at the
+    trained `steps`."""
     if s.step_weights == "equal":
         return advantages
     weights = weights_of(s, policy, process, steps)
@@ -289,21 +302,28 @@ LOSS_MEANS = (
 
 @STEP_UNITS.register("prompts")
 def of_prompts(tree: Tree, edge_mask: list[Tensor], parts: int, noise: Noise) -> list[Tensor]:
-    "Return the part of every edge: the place of its prompt in the iteration, modulo the number of parts."
+    """Return the part of every edge: the place of its prompt in the iteration, modulo the number of
+    parts."""
     place = torch.tensor(noise.prompts, device=tree.device)[:, None] % parts
     return [place.expand(-1, mask.shape[1]) for mask in edge_mask]
 
 # %% ../../nbs/training/07_credit.ipynb #4d232de6
 @STEP_UNITS.register("edges")
 def of_edges(tree: Tree, edge_mask: list[Tensor], parts: int, noise: Noise) -> list[Tensor]:
-    "Return the part of every edge, dealt one by one. Source: released BranchGRPO, train_branchgrpo_flux.py l. 1481."
+    """Return the part of every edge, dealt one by one.
+
+    Source: released BranchGRPO, train_branchgrpo_flux.py l. 1481.
+    """
     dealt = deal(torch.cat(edge_mask, 1), parts, noise)
     return list(dealt.split([mask.shape[1] for mask in edge_mask], 1))
 
 # %% ../../nbs/training/07_credit.ipynb #6780d24d
 @STEP_UNITS.register("trajectories")
 def of_trajectories(tree: Tree, edge_mask: list[Tensor], parts: int, noise: Noise) -> list[Tensor]:
-    "Return the part of every edge: that of the first leaf below it. Source: Flow-GRPO, train_sd3.py l. 829."
+    """Return the part of every edge: that of the first leaf below it.
+
+    Source: Flow-GRPO, train_sd3.py l. 829.
+    """
     owners = [owner.clamp(max=tree.parents[-1].shape[1] - 1) for owner in first_leaves(tree)]
     used = torch.zeros_like(tree.parents[-1], dtype=torch.int64)
     for owner, mask in zip(owners, edge_mask):
@@ -334,7 +354,8 @@ def part_mask(edge_mask: list[Tensor], parts: list[Tensor] | None, part: int) ->
 
 # %% ../../nbs/training/07_credit.ipynb #4cb88f0e
 def assign_credit(learner: Learner, x: Experience) -> None:
-    "Add to an iteration's experience which leaves count, and the advantage, mask and optimiser step of every edge."
+    """Add to an iteration's experience which leaves count, and the advantage, mask and optimiser
+    step of every edge."""
     s, tree = learner.settings, x.tree
     processes = learner.accelerator
 

@@ -18,7 +18,8 @@ from ..tree import Tree
 # %% ../../nbs/training/05_experience.ipynb #27051edf
 @dataclass
 class Experience:
-    "One iteration of this process's P prompts: what was drawn and scored, and then what every edge learns from it."
+    """One iteration of this process's P prompts: what was drawn and scored, and then what every
+    edge learns from it."""
 
     # collection
     iteration: int  # from 0

@@ -54,7 +54,8 @@ def plain_denoiser(policy, state: dict[str, torch.Tensor]) -> Any:
 
 # %% ../../nbs/training/13_export.ipynb #db1c6f95
 def scales(denoiser: Any) -> dict[str, float]:
-    "Return the scale α / r of a denoiser's adapter in every layer that has it, by the layer's name."
+    """Return the scale α / r of a denoiser's adapter in every layer that has it, by the layer's
+    name."""
     layers: Any = denoiser.named_modules()
     return {
         name: layer.scaling["default"]
@@ -64,7 +65,8 @@ def scales(denoiser: Any) -> dict[str, float]:
 
 
 def write_lora(policy, folder: Path, state: dict[str, torch.Tensor]) -> None:
-    "Write the adapter in a denoiser's `state` as diffusers does, with its scale in the second factor, so that α = r."
+    """Write the adapter in a denoiser's `state` as diffusers does, with its scale in the second
+    factor, so that α = r."""
     from diffusers.training_utils import _collate_lora_metadata
     from peft import get_peft_model_state_dict
 
@@ -97,7 +99,8 @@ def forget_last_call(pipeline: Any) -> None:
 def write_model(
     policy, folder: Path, state: dict[str, torch.Tensor], sharded: bool = False, **parts: Any
 ) -> None:
-    "Write a policy's pipeline with the weights `state` and other `parts`, or the weights alone of one without any."
+    """Write a policy's pipeline with the weights `state` and other `parts`, or the weights alone of
+    one without any."""
     if hasattr(policy, "pipeline"):
         forget_last_call(policy.pipeline)
         with instead(
@@ -146,9 +149,15 @@ def how_to_draw(policy, s: Settings, scheduler: Any) -> str:
     note = rounded if s.vae_dtype not in (None, s.base_dtype) else ""
     others = " and ".join(declared(type(policy), "adapter_unread_by")) if s.lora_rank else ""
     if others:
-        note += f"\nThe adapter's names are those of diffusers. {others} does not know them for this family, "
+        note += (
+            f"\nThe adapter's names are those of diffusers. {others} does not know them for this"
+            " family, "
+        )
         note += "and would draw as without it.\n"
-    return f"# How to draw\n\nRun it in this folder, or with a name in place of `.`:\n\n```python\n{code}\n```\n{note}"
+    return (
+        "# How to draw\n\nRun it in this folder, or with a name in place of"
+        f" `.`:\n\n```python\n{code}\n```\n{note}"
+    )
 
 # %% ../../nbs/training/13_export.ipynb #58edd57b
 def write_result(learner: Learner, target: Path, state: dict[str, torch.Tensor]) -> None:
@@ -188,7 +197,8 @@ def exported_state(learner: Learner) -> dict[str, torch.Tensor]:
 
 # %% ../../nbs/training/13_export.ipynb #d0a73f50
 def export(learner: Learner, folder: Path, averaged: bool = False) -> Path:
-    """Write `model/` or `lora/` into a run's folder and return its place; `averaged` takes the averaged weights.
+    """Write `model/` or `lora/` into a run's folder and return its place; `averaged` takes the
+    averaged weights.
 
     Collective: all processes gather the weights, the main process writes."""
     target = folder / ("lora" if learner.settings.lora_rank > 0 else "model")

@@ -25,7 +25,8 @@ from .experience import Experience
 
 # %% ../../nbs/training/12_kept_trees.ipynb #8a8c22a3
 def tree_is_due(s: Settings, iteration: int) -> bool:
-    "Return whether the tree of an iteration, counted from 1, is kept: the first, every `tree_every`-th, the last."
+    """Return whether the tree of an iteration, counted from 1, is kept: the first, every
+    `tree_every`-th, the last."""
     every = s.evaluate_every if s.tree_every is None else s.tree_every
     return bool(every) and (iteration in (1, s.iterations) or iteration % every == 0)
 
@@ -35,7 +36,8 @@ MOST_INNER = 32  # nodes before the last depth whose image is kept
 
 
 def is_sketched(plan: RolloutPlan, step: int) -> bool:
-    "Return whether the nodes before a step are kept: a few roots, those of a new width, and those that are pruned."
+    """Return whether the nodes before a step are kept: a few roots, those of a new width, and those
+    that are pruned."""
     if step == 0:
         return plan.roots <= FEW_ROOTS or 0 in plan.prune_at
     return step in plan.prune_at or plan.populations[step] != plan.populations[step - 1]
@@ -43,7 +45,8 @@ def is_sketched(plan: RolloutPlan, step: int) -> bool:
 
 @dataclass
 class Sketch:
-    "The x̂₀ of some nodes of the first prompt's tree: `x0_hats {depth: (n, …)}` of its first n nodes."
+    """The x̂₀ of some nodes of the first prompt's tree: `x0_hats {depth: (n, …)}` of its first n
+    nodes."""
 
     left: int = MOST_INNER
     x0_hats: dict[int, Tensor] = field(default_factory=dict)
@@ -62,7 +65,8 @@ LARGEST_SIDE = 64  # pixels
 
 
 def small_jpeg(image: Tensor) -> str:
-    "Return an image (3, H, W) in [0, 1], or the middle frame of a clip (3, F, H, W), as a small JPEG in base64."
+    """Return an image (3, H, W) in [0, 1], or the middle frame of a clip (3, F, H, W), as a small
+    JPEG in base64."""
     from PIL import Image
 
     image = image[:, image.shape[1] // 2] if image.ndim == 4 else image

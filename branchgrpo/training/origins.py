@@ -50,7 +50,8 @@ KINDS = (".json", ".safetensors", ".bin", ".txt", ".model")  # of files that a p
 
 
 def files_of(place: str | Path) -> dict[str, str]:
-    "Return a digest of each file of an adapter, or of a pipeline's folder by its parts; nothing of anything else."
+    """Return a digest of each file of an adapter, or of a pipeline's folder by its parts; nothing
+    of anything else."""
     place = Path(place)
     if place.is_file():
         return {place.name: file_digest(place)}
@@ -79,7 +80,8 @@ ORIGINS = ("backbone", "lora")  # settings that name weights
 
 
 def place_now(setting: str, name: str) -> Path | None:
-    "Return the folder or file on this machine that a name of weights means now; None if there is none."
+    """Return the folder or file on this machine that a name of weights means now; None if there is
+    none."""
     from huggingface_hub import try_to_load_from_cache
 
     from branchgrpo.backbones.loading import (
@@ -99,7 +101,8 @@ def place_now(setting: str, name: str) -> Path | None:
 
 
 def origins_of(settings: dict[str, Any], run: str | Path) -> dict[str, Any]:
-    "Return what a run records of the weights that it begins from: places, and a digest of each file."
+    """Return what a run records of the weights that it begins from: places, and a digest of each
+    file."""
     found: dict[str, Any] = {"folder": os.getcwd()}
     for setting in ORIGINS:
         name = settings.get(setting)
@@ -111,7 +114,8 @@ def origins_of(settings: dict[str, Any], run: str | Path) -> dict[str, Any]:
 
 # %% ../../nbs/training/15_origins.ipynb #d0b1000a
 def difference(before: dict[str, str], place: str | Path) -> str | None:
-    "Return the first recorded file that is missing or differs at a place; None if all are there, beside others or not."
+    """Return the first recorded file that is missing or differs at a place; None if all are there,
+    beside others or not."""
     now = files_of(place)
     return next((name for name, digest in before.items() if now.get(name) != digest), None)
 
@@ -149,13 +153,15 @@ def weights_place(setting: str, name: str, info: dict[str, Any], run: str | Path
     if same is None:
         place, file = next(iter(differ.items()))
         raise ValueError(
-            f"{said}, and at {str(place)!r} is another one now (differs in {file}); put the old one back"
+            f"{said}, and at {str(place)!r} is another one now (differs in {file}); put the old one"
+            " back"
         )
     return name if is_named(setting, name) else str(same)
 
 
 def place_of_old(setting: str, name: str, said: str) -> str:
-    "Return the place of weights of a run that recorded no more than a name; warn if it was a relative one."
+    """Return the place of weights of a run that recorded no more than a name; warn if it was a
+    relative one."""
     if is_own_name(name) or is_named(setting, name) or Path(from_home(name, setting)).is_absolute():
         return name
     if not is_there(name):
@@ -170,9 +176,11 @@ def place_of_old(setting: str, name: str, said: str) -> str:
 def settings_from(
     info: dict[str, Any], run: str | Path, needed: tuple[str, ...] = ORIGINS
 ) -> dict[str, Any]:
-    """Return the settings in the run.json of a run, with the places that they name as seen from here.
+    """Return the settings in the run.json of a run, with the places that they name as seen from
+    here.
 
-    Raises `ValueError` naming the run if weights that it began from, and that are `needed`, are gone or others."""
+    Raises `ValueError` naming the run if weights that it began from, and that are `needed`, are
+    gone or others."""
     settings = dict(info["settings"])
     for setting in needed:
         if settings.get(setting) is not None and not is_own_name(settings[setting]):
@@ -194,12 +202,16 @@ def settings_from(
 
 # %% ../../nbs/training/15_origins.ipynb #d0b1000c
 def check_same_origins(info: dict[str, Any], settings: dict[str, Any], run: str | Path) -> None:
-    "Raise `ValueError` if a run would go on from other weights than it began from; an old one does not know them."
+    """Raise `ValueError` if a run would go on from other weights than it began from; an old one
+    does not know them."""
     now = origins_of(settings, run)
     for setting in ORIGINS:
         before, after = info.get("origins", {}).get(setting), now.get(setting)
         if before is None or after is None:
             continue
         if file := difference(before["files"], after["place"]):
-            where = f"{settings[setting]!r} is not what this run began from: {file} differs in {after['place']!r}"
+            where = (
+                f"{settings[setting]!r} is not what this run began from: {file} differs in"
+                f" {after['place']!r}"
+            )
             raise ValueError(f"{setting}: {where}; put the old one back, or choose another output")

@@ -32,7 +32,8 @@ def check_launch() -> None:
     for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):
         if os.environ.get(f"ACCELERATE_USE_{kind}", "false").lower() in ("true", "1"):
             raise ValueError(
-                f"launch: accelerate's {kind} is not supported; start with --multi_gpu, and set sharding"
+                f"launch: accelerate's {kind} is not supported; start with --multi_gpu, and set"
+                " sharding"
             )
     variable(
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", 1, most=1
@@ -43,7 +44,8 @@ def check_launch() -> None:
 
 # %% ../../nbs/training/02_processes.ipynb #377b18af
 def check_processes(processes: int) -> None:
-    "Raise `ValueError` if more processes were started than accelerate sees: each would train a run of its own."
+    """Raise `ValueError` if more processes were started than accelerate sees: each would train a
+    run of its own."""
     started = variable("WORLD_SIZE", 1, least=1)
     if started > processes:
         raise ValueError(
@@ -53,7 +55,8 @@ def check_processes(processes: int) -> None:
 
 # %% ../../nbs/training/02_processes.ipynb #c9a5175f
 def check_ranks(s: Settings, processes: int) -> None:
-    "Raise `ValueError` if the processes do not form whole groups, or if the prompts cannot be shared evenly."
+    """Raise `ValueError` if the processes do not form whole groups, or if the prompts cannot be
+    shared evenly."""
     if processes % s.ranks_per_prompt:
         raise ValueError(
             f"ranks_per_prompt: {s.ranks_per_prompt} does not divide the {processes} processes"
@@ -124,7 +127,8 @@ def make_group(s: Settings, accelerator: Any) -> RankGroup:
 # %% ../../nbs/training/02_processes.ipynb #e26e7ee2
 @dataclass
 class SharedPredictor(Predictor):
-    "Predicts this process's part of a depth's nodes, and gathers the outputs of all processes of its group."
+    """Predicts this process's part of a depth's nodes, and gathers the outputs of all processes of
+    its group."""
 
     group: RankGroup = RankGroup()
 
@@ -133,7 +137,8 @@ class SharedPredictor(Predictor):
             return super().__call__(latents, time)
         own = self.group.part(latents)
         spare = ceil(latents.shape[1] / self.group.ranks) - own.shape[1]
-        # all processes make the same calls, as sharded weights need: a spare place repeats the last node
+        # all processes make the same calls, as sharded weights need: a spare place repeats the last
+        # node
         own = (
             torch.cat([own, latents[:, -1:].expand(-1, spare, *latents.shape[2:])], 1)
             if spare
@@ -170,7 +175,10 @@ def from_main(accelerator: Any, decide: Callable[[], Any]) -> Any:
 
 # %% ../../nbs/training/02_processes.ipynb #fd9cd1c8
 def raise_together(accelerator: Any, error: Exception | None) -> None:
-    "Raise this process's error, or else that of the first process that has one. All processes call it."
+    """Raise this process's error, or else that of the first process that has one.
+
+    All processes call it.
+    """
     if accelerator.num_processes > 1:
         failed = torch.tensor(float(error is not None), device=accelerator.device)
         if not reduce(failed, "sum"):
@@ -192,7 +200,10 @@ def raise_together(accelerator: Any, error: Exception | None) -> None:
 # %% ../../nbs/training/02_processes.ipynb #badefbb7
 @contextmanager
 def together(accelerator: Any) -> Iterator[None]:
-    "Run what may fail on one process alone; its error is raised on all. No exchange may happen inside."
+    """Run what may fail on one process alone; its error is raised on all.
+
+    No exchange may happen inside.
+    """
     failed = None
     try:
         yield
@@ -206,13 +217,17 @@ LATE = ("Timed out", "timed out", "timeout")
 
 
 def lost_process_error(error: BaseException, rank: int, minutes: float) -> str | None:
-    "Return in one line that an exchange failed since another process is gone or stuck; None for any other error."
+    """Return in one line that an exchange failed since another process is gone or stuck; None for
+    any other error."""
     text = str(error)
     if not isinstance(error, dist.DistError) and not re.search(r"gloo|NCCL|TCPStore", text):
         return None
     again = "started again, the run goes on from its last checkpoint"
     if any(word in text for word in LATE):
-        return f"timeout_minutes: process {rank} waited {minutes:g} minutes for another, which is stuck or slow; {again}"
+        return (
+            f"timeout_minutes: process {rank} waited {minutes:g} minutes for another, which is"
+            f" stuck or slow; {again}"
+        )
     return (
         f"process {rank} lost another one, which has ended; {again}"
         if any(w in text for w in GONE)

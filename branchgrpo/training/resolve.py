@@ -81,7 +81,8 @@ def kind_of(backbone: str, policy: Any = None) -> str:
 
 
 def fitted(name: str, backbone: str, policy: Any = None) -> Recipe:
-    "Return the recipe `name` with its published base fitted to a model; what a recipe of your own states stays."
+    """Return the recipe `name` with its published base fitted to a model; what a recipe of your own
+    states stays."""
     kind = kind_of(backbone, policy)
 
     def fit(recipe: Recipe) -> Recipe:
@@ -102,13 +103,15 @@ def object_names(policy=None, reward=None, prompts=None) -> dict[str, Any]:
 
 
 def given_policy(backbone: Any, policy: Any = None) -> Any:
-    "Return the policy that is given, or the one of your own that the name of a backbone stands for, or None."
+    """Return the policy that is given, or the one of your own that the name of a backbone stands
+    for, or None."""
     own = policy is None and isinstance(backbone, str) and is_own_name(backbone)
     return own_policy(backbone) if own else policy
 
 # %% ../../nbs/training/01_resolve.ipynb #04b6a467
 def fill_in(config: TrainConfig, policy=None, reward=None, prompts=None) -> tuple[Settings, str]:
-    """Return the settings with the recipe's values in the empty ones, not yet checked, and the model's kind.
+    """Return the settings with the recipe's values in the empty ones, not yet checked, and the
+    model's kind.
 
     Raises `ValueError` on a value outside its type or bounds, or an unknown recipe or model."""
     table = read_settings(
@@ -149,7 +152,8 @@ class Fit:
 
 
 def fit_of(config: TrainConfig, policy: Any = None) -> Fit | None:
-    "Return what the model changes of the recipe's published base, without the values that you give; None for nothing."
+    """Return what the model changes of the recipe's published base, without the values that you
+    give; None for nothing."""
     asked = recipes.get(config.recipe)
     with warnings.catch_warnings(action="ignore"):  # `fitted` says it again
         here = fitted(config.recipe, config.backbone, policy)
@@ -200,7 +204,8 @@ OFF = {"group_selection": "all", "window": "none"}  # words that name no entry
 
 
 def check_choices(s: Settings) -> None:
-    """Raise `ValueError` naming the first setting that names nothing, or an object of yours that cannot be used.
+    """Raise `ValueError` naming the first setting that names nothing, or an object of yours that
+    cannot be used.
 
     A file of yours is read anew here, and stays as it is now."""
     for setting, known in CLOSED_CHOICES.items():
@@ -220,16 +225,19 @@ def check_choices(s: Settings) -> None:
 
 # %% ../../nbs/training/01_resolve.ipynb #6cd9379a
 def check_previews(s: Settings) -> None:
-    "Raise `ValueError` if an advantage that learns from previews has none, or has them of a sum taken apart."
+    """Raise `ValueError` if an advantage that learns from previews has none, or has them of a sum
+    taken apart."""
     if not getattr(ADVANTAGES.get(s.advantage), "needs_previews", False):
         return
     if s.previews == "none":
         raise ValueError(
-            f"previews: 'none' gives the advantage {s.advantage!r} no scores; x0 costs no denoiser call"
+            f"previews: 'none' gives the advantage {s.advantage!r} no scores; x0 costs no denoiser"
+            " call"
         )
     if s.reward_sum != "together":
         raise ValueError(
-            f"reward_sum: {s.reward_sum!r} takes a sum apart, and previews have its total; use together"
+            f"reward_sum: {s.reward_sum!r} takes a sum apart, and previews have its total; use"
+            " together"
         )
     if not all(plan_of(at).previews for at in at_places(s)):
         what = f"no latent to complete, and the advantage {s.advantage!r} learns from previews"
@@ -263,8 +271,8 @@ def check_size(s: MethodSettings, plan: RolloutPlan) -> None:
     if plan.nodes * grown > MOST_NODES:
         name = "branch_factor" if (s.splits or s.side) and s.branch_factor > 1 else "roots"
         raise ValueError(
-            f"{name}: {getattr(s, name)} makes trees of more than {MOST_NODES} nodes "
-            f"(steps {s.steps}, roots {s.roots}, splits {s.splits}, branch_factor {s.branch_factor})"
+            f"{name}: {getattr(s, name)} makes trees of more than {MOST_NODES} nodes (steps"
+            f" {s.steps}, roots {s.roots}, splits {s.splits}, branch_factor {s.branch_factor})"
         )
 
 # %% ../../nbs/training/01_resolve.ipynb #a9d3e860
@@ -320,7 +328,8 @@ MOST_PLACES = 10_000  # iterations whose place is checked
 
 
 def check_own_window(s: Settings) -> None:
-    "Raise `ValueError` naming the first iteration at which a window of your own is at no place of the window."
+    """Raise `ValueError` naming the first iteration at which a window of your own is at no place of
+    the window."""
     for iteration in range(min(s.iterations, MOST_PLACES) if is_own_name(s.window) else 0):
         window_steps(s, iteration)
 
@@ -343,7 +352,8 @@ MOST_COMPARED = 2_048  # images of one prompt, each with each
 
 
 def check_compared(s: Settings) -> None:
-    "Raise `ValueError` if images of one prompt shall be compared that are on several processes, or too many."
+    """Raise `ValueError` if images of one prompt shall be compared that are on several processes,
+    or too many."""
     for name in ("selection", "group_selection") if s.prune_at else ("group_selection",):
         rule = getattr(s, name)
         if not looks_at_images(rule):
@@ -355,12 +365,14 @@ def check_compared(s: Settings) -> None:
         group = max(*plan.populations, leaves_of(s, plan))
         if group > MOST_COMPARED:
             raise ValueError(
-                f"{name}: {rule!r} compares all pairs of at most {MOST_COMPARED} images, not of {group}"
+                f"{name}: {rule!r} compares all pairs of at most {MOST_COMPARED} images, not of"
+                f" {group}"
             )
 
 # %% ../../nbs/training/01_resolve.ipynb #49c874df
 def check_repeats(s: Settings) -> None:
-    "Raise `ValueError` if copies of a node would stay equal, since the step behind them draws no noise."
+    """Raise `ValueError` if copies of a node would stay equal, since the step behind them draws no
+    noise."""
     if not s.prune_at or not repeats_nodes(s.selection):
         return
     for at in at_places(s):
@@ -374,7 +386,8 @@ def check_together(s: Settings) -> None:
     "Raise `ValueError` if settings contradict each other."
     if s.base_dtype != "float32" and not s.lora_rank:
         raise ValueError(
-            f"base_dtype: {s.base_dtype!r} needs an adapter (lora_rank); trained weights stay float32"
+            f"base_dtype: {s.base_dtype!r} needs an adapter (lora_rank); trained weights stay"
+            " float32"
         )
     if s.sharding != "none" and s.mixed_precision == "fp16":
         raise ValueError(f"sharding: {s.sharding!r} needs mixed_precision no or bf16, not fp16")
@@ -391,7 +404,8 @@ def check_together(s: Settings) -> None:
     leaves = check_plans(s)
     if leaves < 2:
         raise ValueError(
-            f"splits: {s.splits!r} with roots {s.roots} leave one image of a prompt, none to compare"
+            f"splits: {s.splits!r} with roots {s.roots} leave one image of a prompt, none to"
+            " compare"
         )
     if s.group_selection != "all" and not 1 <= s.group_keep <= leaves:
         raise ValueError(
@@ -433,7 +447,8 @@ def too_little_noise_error(s: MethodSettings, step: int, std: float) -> ValueErr
     "Return the error for a step that draws too little noise."
     if step == taken_steps(s) - 1:
         return ValueError(
-            f"noisy_last: True needs noise at the last step, where {s.transition!r} has a std of {std:g}"
+            f"noisy_last: True needs noise at the last step, where {s.transition!r} has a std of"
+            f" {std:g}"
         )
     return ValueError(
         f"{noise_setting(s)} gives noise of std {std:.2g} at step {step}, too little to train on"
@@ -444,7 +459,8 @@ UP_TO_ONE = ("cps", "ddim")  # transitions whose η is a share of the noise
 
 
 def check_noise_settings(s: MethodSettings) -> None:
-    "Raise `ValueError` if η or a factor draws no noise or more than its transition takes, or `s` scales none."
+    """Raise `ValueError` if η or a factor draws no noise or more than its transition takes, or `s`
+    scales none."""
     for at in at_places(s) if s.noise_factors else ():
         factors = noise_factors(at)
         for step in sorted(drawn_steps(at, plan_of(at)) & factors.keys()):
@@ -474,12 +490,14 @@ LARGEST_LATENT = 1e4  # latents begin at about 1
 
 
 def check_steps(s: MethodSettings, process: Transition, drawn: Iterable[int], least: float) -> None:
-    "Raise `ValueError` if a step of `drawn` has a std below `least`, or if latents grow beyond all bounds."
+    """Raise `ValueError` if a step of `drawn` has a std below `least`, or if latents grow beyond
+    all bounds."""
     first_solved = process.steps if process.tail is None else process.tail.start
     solved = [i for i in drawn if i >= first_solved]
     if solved:
         raise ValueError(
-            f"tail_ratio: {s.tail_ratio} lets a solver take step {solved[0]}, which shall draw noise"
+            f"tail_ratio: {s.tail_ratio} lets a solver take step {solved[0]}, which shall draw"
+            " noise"
         )
     if not (process.levels.diff() < 0).all() and not (process.levels.diff() > 0).all():
         raise ValueError(f"shift: {s.shift} makes noise levels of {process.steps} steps equal")
@@ -495,9 +513,11 @@ def check_steps(s: MethodSettings, process: Transition, drawn: Iterable[int], le
 
 # %% ../../nbs/training/01_resolve.ipynb #66191e52
 def check_noise(s: MethodSettings, kind: str, policy=None, precision: str = "no") -> None:
-    """Raise `ValueError` if a model of `kind` (flow or diffusion) gets no noise or too much, at any iteration.
+    """Raise `ValueError` if a model of `kind` (flow or diffusion) gets no noise or too much, at any
+    iteration.
 
-    The levels of a diffusion model are its own: without the `policy`, only η and its factors are checked."""
+    The levels of a diffusion model are its own: without the `policy`, only η and its factors are
+    checked."""
     check_noise_settings(s)
     policy = GaussianFlow() if kind == "flow" else policy
     if policy is None:
@@ -515,19 +535,22 @@ def check_noise(s: MethodSettings, kind: str, policy=None, precision: str = "no"
 
 
 def check_model(s: Settings, policy: Any) -> None:
-    "Raise `ValueError` if the noise levels in the files of a model, once it is loaded, do not suit its training."
+    """Raise `ValueError` if the noise levels in the files of a model, once it is loaded, do not
+    suit its training."""
     if s.shift == "scheduler" or policy.kind == "diffusion":
         check_noise(s, policy.kind, policy, s.mixed_precision)
         check_step_weights(s, policy.kind, policy)
 
 # %% ../../nbs/training/01_resolve.ipynb #86d78947
 def is_rule_of_ours(entry: Any) -> bool:
-    "Return whether an entry of a registry is a rule of this package, which may hold functions of yours."
+    """Return whether an entry of a registry is a rule of this package, which may hold functions of
+    yours."""
     return dataclasses.is_dataclass(entry) and not isinstance(entry, type) and is_ours(entry)
 
 
 def own_code(entry: Any) -> list[Any]:
-    "Return your own functions and classes in an entry of a registry: itself, or those that a rule of ours holds."
+    """Return your own functions and classes in an entry of a registry: itself, or those that a rule
+    of ours holds."""
     held = vars(entry).values() if is_rule_of_ours(entry) else [entry]
     return [value for value in held if callable(value) and not is_ours(value)]
 
@@ -543,7 +566,8 @@ def code_digests(table: Registry, name: str) -> list[str]:
 
 # %% ../../nbs/training/01_resolve.ipynb #8a3912e8
 def digests(config: TrainConfig, reward=None, prompts=None) -> dict[str, str]:
-    "Return a digest of every function and class of your own, by setting, and of prompts given as an object."
+    """Return a digest of every function and class of your own, by setting, and of prompts given as
+    an object."""
     own = {"reward": source_digest(config.reward if reward is None else reward)}
     if prompts is not None and not isinstance(prompts, str):
         texts = json.dumps(
@@ -563,7 +587,8 @@ def digests(config: TrainConfig, reward=None, prompts=None) -> dict[str, str]:
 
 # %% ../../nbs/training/01_resolve.ipynb #da2e4a0b
 def resolve(config: TrainConfig, policy=None, reward=None, prompts=None) -> Settings:
-    """Return all settings; `policy`, `reward` and `prompts` may be objects that take the place of names.
+    """Return all settings; `policy`, `reward` and `prompts` may be objects that take the place of
+    names.
 
     Raises `ValueError` naming the setting, the value and what is allowed.
     """

@@ -102,7 +102,8 @@ def rewind(run: Run, iterations: int) -> None:
     rows = run.metrics[:iterations]
     if len(rows) < iterations:
         warnings.warn(
-            f"output: {str(run.path)!r} has lost the metrics of iterations {len(rows) + 1} to {iterations}",
+            f"output: {str(run.path)!r} has lost the metrics of iterations {len(rows) + 1} to"
+            f" {iterations}",
             stacklevel=2,
         )
     run.write_rows("metrics", rows)
@@ -169,7 +170,10 @@ def lock_holder(text: str) -> str:
 
 # %% ../../nbs/training/09_runs.ipynb #0d340a87
 def locked_file(path: Path, kind: int) -> int | None:
-    "Return a lock's file, locked as `kind`; None where the disk has no locks. Raise `Refused` if another holds it."
+    """Return a lock's file, locked as `kind`; None where the disk has no locks.
+
+    Raise `Refused` if another holds it.
+    """
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
@@ -188,14 +192,18 @@ def locked_file(path: Path, kind: int) -> int | None:
 
 # %% ../../nbs/training/09_runs.ipynb #0a6e4d35
 class RunLock:
-    "The lock of a run's folder: `take()` on the main process, then `join()` on the others, and `release()`."
+    """The lock of a run's folder: `take()` on the main process, then `join()` on the others, and
+    `release()`."""
 
     def __init__(self, folder: str | Path):
         self.path = Path(folder) / LOCK
         self.file: int | None = None
 
     def take(self) -> None:
-        "Hold the lock, and make the folder if it is missing. Raise `Refused` if a training holds it."
+        """Hold the lock, and make the folder if it is missing.
+
+        Raise `Refused` if a training holds it.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         while self.file is None:
             self.file = locked_file(self.path, fcntl.LOCK_EX)
@@ -230,7 +238,8 @@ class RunLock:
 
 # %% ../../nbs/training/09_runs.ipynb #87b30d01
 def is_empty(path: Path) -> bool:
-    "Return whether a folder holds nothing but the lock, the logs and the leftovers of attempts that did not begin."
+    """Return whether a folder holds nothing but the lock, the logs and the leftovers of attempts
+    that did not begin."""
 
     def counts(file: Path) -> bool:
         return file.name != LOCK and not file.name.startswith("log") and not is_temporary(file)
@@ -254,7 +263,8 @@ FREE = ("iterations", "tree_every")  # settings that may differ when a run conti
 
 
 def changed_code(old: dict[str, str], new: dict[str, str]) -> str:
-    "Return the settings whose code of yours has changed, as the end of a message; empty if none has."
+    """Return the settings whose code of yours has changed, as the end of a message; empty if none
+    has."""
     names = sorted(
         name for name in old.keys() & new.keys() if not same_as_recorded(old[name], new[name])
     )
@@ -291,9 +301,11 @@ def prompt_facts(prompts: Any) -> dict[str, Any]:
 
 
 def as_recorded(prompts: Any, facts: dict[str, Any] | None) -> Any:
-    """Return a prompt set as a record of it was made: `facts` are those of `prompt_facts`, None without a record.
+    """Return a prompt set as a record of it was made: `facts` are those of `prompt_facts`, None
+    without a record.
 
-    A record of an earlier version took the first prompts for a few, and a repeated line of a file once."""
+    A record of an earlier version took the first prompts for a few, and a repeated line of a file
+    once."""
     if facts is None or "few" in facts:
         return prompts
     once = prompts.without_repeats()
@@ -306,7 +318,8 @@ def as_recorded(prompts: Any, facts: dict[str, Any] | None) -> Any:
 
 # %% ../../nbs/training/09_runs.ipynb #b539fd98
 def check_same_prompts(info: dict, prompts: Any) -> None:
-    "Raise `ValueError` if the prompts are others than when the run of a run.json began; an old one does not know them."
+    """Raise `ValueError` if the prompts are others than when the run of a run.json began; an old
+    one does not know them."""
     old = info.get("prompts")
     new = prompt_facts(as_recorded(prompts, old))
     if old and old["digest"] != new["digest"]:
@@ -321,7 +334,8 @@ def check_same_prompts(info: dict, prompts: Any) -> None:
 
 # %% ../../nbs/training/09_runs.ipynb #e569cc82
 def holds_nothing(run: Run) -> bool:
-    "Return whether a run has no row and no checkpoint yet: a first reward failed, say, and other settings may begin."
+    """Return whether a run has no row and no checkpoint yet: a first reward failed, say, and other
+    settings may begin."""
     begun = (run.path / "run.json").exists() and (
         run.metrics or run.evaluations or any(run.path.glob("checkpoints/*"))
     )
@@ -329,7 +343,8 @@ def holds_nothing(run: Run) -> bool:
 
 # %% ../../nbs/training/09_runs.ipynb #dc42b0aa
 def prompts_of_run(path: str | Path, prompts: Any) -> Any:
-    "Return a prompt set as the run in a folder was begun with it; unchanged if no run has begun there."
+    """Return a prompt set as the run in a folder was begun with it; unchanged if no run has begun
+    there."""
     run = Run(Path(path))
     if holds_nothing(run):
         return prompts
@@ -342,7 +357,10 @@ def open_run(
     prompts: Any = None,  # the set that was read, to notice a changed file
     base: dict[str, Any] | None = None,  # what the model changes of the published recipe
 ) -> Run:
-    "Return the run at `path`, made now or found. Raise `ValueError` if the folder holds something else."
+    """Return the run at `path`, made now or found.
+
+    Raise `ValueError` if the folder holds something else.
+    """
     run = Run(Path(path))
     settings = json.loads(json.dumps(settings))
     check_folder(path)
@@ -377,7 +395,8 @@ class Preempted(RuntimeError):
 
 # %% ../../nbs/training/09_runs.ipynb #f78a7648
 class StopSignal:
-    "Records a signal to stop: `with StopSignal() as stop: … stop.received`; one may be inside itself."
+    """Records a signal to stop: `with StopSignal() as stop: … stop.received`; one may be inside
+    itself."""
 
     def __init__(self):
         self.received: str | None = None  # the signal's name

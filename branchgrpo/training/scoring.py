@@ -67,7 +67,8 @@ def decode_and_score(
     size: int | None,  # images per call; None: all
     watch: Callable[[], None] = do_nothing,  # called before each chunk; it may raise
 ) -> tuple[Tensor, dict[str, list[Future]]]:
-    """Return the images of latents, and their scores of every scorer as they arrive, one future per chunk.
+    """Return the images of latents, and their scores of every scorer as they arrive, one future per
+    chunk.
 
     An image that is not finite is NaN in all places, and a reward sees a black one."""
     images = []
@@ -90,7 +91,10 @@ def decode_and_score(
 def joined_scores(
     waiting: list[Future], scorer: Scorer, watch: Callable[[], None] = do_nothing
 ) -> dict[str, Tensor]:
-    "Wait for the chunks, and return the scores `{name: (B,)}` of every part. Raise what a chunk or `watch` raised."
+    """Wait for the chunks, and return the scores `{name: (B,)}` of every part.
+
+    Raise what a chunk or `watch` raised.
+    """
     for future in waiting:
         while not wait([future], LOOK).done:
             watch()
@@ -103,10 +107,11 @@ def joined_scores(
 # %% ../../nbs/training/05_scoring.ipynb #b9880355
 @dataclass
 class RolloutRewards:
-    """Rewards of the nodes of P trees: `rewards_of(latents (P, W, …)) -> rewards (P, W), {part: (P, W)}`.
+    """Rewards of the nodes of P trees: `rewards_of(latents (P, W, …)) -> rewards (P, W), {part: (P,
+    W)}`.
 
-    `unscored (P,)` marks prompts without a finite image or reward; they count 0. `faults` say why, in the order in
-    which they were found. `images` are the last ones of this process."""
+    `unscored (P,)` marks prompts without a finite image or reward; they count 0. `faults` say why,
+    in the order in which they were found. `images` are the last ones of this process."""
 
     policy: Any
     scorer: Scorer
@@ -136,7 +141,8 @@ class RolloutRewards:
 
 # %% ../../nbs/training/05_scoring.ipynb #f01e8485
 def own_scores(r: RolloutRewards, nodes: Tensor) -> dict[str, Tensor]:
-    "Return the scores `{part: (P, n)}` of this process's nodes `(P, n, …)`; an error of one is an error of all."
+    """Return the scores `{part: (P, n)}` of this process's nodes `(P, n, …)`; an error of one is an
+    error of all."""
     names = [p for p in r.prompts for _ in range(nodes.shape[1])]
     r.scorer.last_error = ""  # what an earlier call met is not the cause
     with together(r.processes):
@@ -155,7 +161,8 @@ def own_scores(r: RolloutRewards, nodes: Tensor) -> dict[str, Tensor]:
 
 # %% ../../nbs/training/05_scoring.ipynb #5c0a7e11
 def shared_scores(r: RolloutRewards, nodes: Tensor) -> dict[str, Tensor]:
-    "Return the scores `{part: (P, W)}` of all nodes `(P, W, …)`; each process of a group scores its part of them."
+    """Return the scores `{part: (P, W)}` of all nodes `(P, W, …)`; each process of a group scores
+    its part of them."""
     if r.group.ranks == 1:
         return own_scores(r, nodes)
     own = own_scores(r, r.group.part(nodes))
@@ -191,7 +198,8 @@ def first_fault(r: RolloutRewards, accelerator) -> str:
 
 # %% ../../nbs/training/05_scoring.ipynb #46a9f17e
 def look_at_tree(r: RolloutRewards, tree: Tree) -> None:
-    "Leave out the prompts with a latent or log-density that is not finite: the cause of what else was found."
+    """Leave out the prompts with a latent or log-density that is not finite: the cause of what else
+    was found."""
     wrong = [~(finite_rows(x) & finite_rows(p)) for x, p in zip(tree.latents, tree.log_probs)]
     dtype = str(tree.latents[-1].dtype).removeprefix("torch.")
     hint = "; use bf16 or no for mixed_precision" if dtype == "float16" else ""
@@ -201,7 +209,8 @@ def look_at_tree(r: RolloutRewards, tree: Tree) -> None:
 
 # %% ../../nbs/training/05_scoring.ipynb #7fbc1ca7
 def emptied(tree: Tree, conditioning: dict[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
-    "Put zeros into the trees of the marked prompts `rows (P,)`, in place; return finite conditioning."
+    """Put zeros into the trees of the marked prompts `rows (P,)`, in place; return finite
+    conditioning."""
     held = [*tree.latents, *tree.log_probs, *([] if tree.x0_hat is None else [tree.x0_hat])]
     for values in held:
         values[rows.to(values.device)] = 0.0

@@ -38,7 +38,10 @@ class SeedOptions:
 
 
 def read_seeds(value: Any) -> list[int]:
-    "Return seeds, written as 0,1,2 or as a list. Raise `ValueError` if one is none, or is there twice."
+    """Return seeds, written as 0,1,2 or as a list.
+
+    Raise `ValueError` if one is none, or is there twice.
+    """
     bounds = MethodSettings.__dataclass_fields__["seed"].metadata["bounds"]
     items = list(value) if isinstance(value, (list, tuple)) else [value]
     words: list[Any] = []
@@ -57,16 +60,21 @@ SEED = "{seed}"  # in a folder's name: here the seed stands
 
 
 def seed_folder(output: str, seed: int | str) -> str:
-    "Return the folder of one seed: `runs/mine` becomes runs/mine-0, `runs/{seed}/mine` runs/0/mine."
+    """Return the folder of one seed: `runs/mine` becomes runs/mine-0, `runs/{seed}/mine`
+    runs/0/mine."""
     return output.replace(SEED, str(seed)) if SEED in output else f"{output.rstrip('/')}-{seed}"
 
 
 def configs_of(given: dict[str, Any]) -> list[TrainConfig]:
-    "Return the config of each seed from options with `seeds`. Raise `ValueError` if there is `seed`, too."
+    """Return the config of each seed from options with `seeds`.
+
+    Raise `ValueError` if there is `seed`, too.
+    """
     seeds = read_seeds(given["seeds"])
     if given.get("seed") is not None:
         raise ValueError(
-            f"seeds: {shown(given['seeds'])} is given beside seed {given['seed']}; give one of the two"
+            f"seeds: {shown(given['seeds'])} is given beside seed {given['seed']}; give one of"
+            " the two"
         )
     base = TrainConfig.from_dict({name: value for name, value in given.items() if name != "seeds"})
     return [replace(base, seed=seed, output=seed_folder(base.output, seed)) for seed in seeds]
@@ -108,7 +116,8 @@ def seed_line(configs: list[TrainConfig], n: int) -> str:
 
 
 def seeds_words(output: str, runs: list[Run]) -> list[str]:
-    "Return what the runs of several seeds end with: each change, the mean with its interval, and what to do next."
+    """Return what the runs of several seeds end with: each change, the mean with its interval, and
+    what to do next."""
     from branchgrpo.reproduction.statistics import mean_interval
 
     lines = [
@@ -118,7 +127,8 @@ def seeds_words(output: str, runs: list[Run]) -> list[str]:
     if len(ends) > 1:
         mean, low, high = mean_interval(ends)
         lines.append(
-            f"held-out reward after training: {mean:.4f} [{low:.4f}, {high:.4f}] (95 %, {len(ends)} seeds)"
+            f"held-out reward after training: {mean:.4f} [{low:.4f}, {high:.4f}] (95 %, {len(ends)}"
+            " seeds)"
         )
     pattern = seed_folder(output, "*")
     name = Path(output.replace(SEED, "")).name.strip("-_.") or "mine"
@@ -127,7 +137,8 @@ def seeds_words(output: str, runs: list[Run]) -> list[str]:
 
 # %% ../../nbs/training/17_seeds.ipynb #f554b5cc
 def make_trainer(config: TrainConfig, stop: StopSignal, last: bool) -> Any:
-    "Return the trainer of one of several runs, which `stop` stops; only the `last` ends the processes' connection."
+    """Return the trainer of one of several runs, which `stop` stops; only the `last` ends the
+    processes' connection."""
     from branchgrpo.training.trainer import Tracking, Trainer
 
     free_memory()

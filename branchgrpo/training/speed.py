@@ -37,7 +37,8 @@ def check_speed(s: Settings) -> None:
         raise ValueError("compile: True needs max_batch, so that few sizes of batches are compiled")
     if s.compile and s.tf32 and TORCH < (2, 13):
         raise ValueError(
-            "tf32: True cannot be compiled by torch below 2.13 (pytorch#166387); leave one of them out"
+            "tf32: True cannot be compiled by torch below 2.13 (pytorch#166387); leave one of"
+            " them out"
         )
     if s.checkpoint_blocks > 1 and not s.gradient_checkpointing:
         raise ValueError(f"checkpoint_blocks: {s.checkpoint_blocks} needs gradient_checkpointing")
@@ -69,7 +70,8 @@ def compile_blocks(denoiser: nn.Module, backend: str = "inductor") -> None:
     blocks = blocks_of(denoiser)
     if not blocks:
         raise ValueError(
-            f"compile: {type(denoiser).__name__} declares no repeated blocks, so it cannot be compiled"
+            f"compile: {type(denoiser).__name__} declares no repeated blocks, so it cannot be"
+            " compiled"
         )
     torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
     torch._dynamo.config.optimize_ddp = (
@@ -80,11 +82,15 @@ def compile_blocks(denoiser: nn.Module, backend: str = "inductor") -> None:
 
 # %% ../../nbs/training/16_speed.ipynb #2c75206d
 def set_attention(denoiser: nn.Module, name: str) -> None:
-    "Set the attention kernel of all layers. Raise `ValueError` if the model or this machine cannot use it."
+    """Set the attention kernel of all layers.
+
+    Raise `ValueError` if the model or this machine cannot use it.
+    """
     layers = [getattr(module, "processor", None) for module in denoiser.modules()]
     if not any(hasattr(layer, "_attention_backend") for layer in layers):
         raise ValueError(
-            f"attention: {name!r} cannot be set, {type(denoiser).__name__} uses PyTorch's kernel only"
+            f"attention: {name!r} cannot be set, {type(denoiser).__name__} uses PyTorch's kernel"
+            " only"
         )
     try:
         denoiser.set_attention_backend(name)  # pyrefly: ignore[not-callable] a method of every diffusers model
@@ -111,7 +117,8 @@ def use_one_thread(denoiser: nn.Module, device: torch.device) -> None:
 
 # %% ../../nbs/training/16_speed.ipynb #6557f84d
 def every_nth(n: int) -> Callable[..., Any]:
-    "Return a checkpointing function that computes every n-th block again and keeps the activations of the others."
+    """Return a checkpointing function that computes every n-th block again and keeps the
+    activations of the others."""
     places: dict[int, int] = {}  # block -> its place among the blocks
 
     def call(block: nn.Module, *inputs: Any) -> Any:
@@ -124,7 +131,10 @@ def every_nth(n: int) -> Callable[..., Any]:
 
 # %% ../../nbs/training/16_speed.ipynb #3b991f4f
 def checkpoint_blocks(denoiser: nn.Module, n: int) -> None:
-    "Compute the activations of every n-th block again in the backward pass. Raise `ValueError` if the model cannot."
+    """Compute the activations of every n-th block again in the backward pass.
+
+    Raise `ValueError` if the model cannot.
+    """
     if not getattr(denoiser, "_supports_gradient_checkpointing", False):
         raise ValueError(
             f"gradient_checkpointing: {type(denoiser).__name__} cannot compute activations again"
@@ -158,7 +168,8 @@ def speed_up(policy: Any, s: Settings) -> None:
 
 # %% ../../nbs/training/16_speed.ipynb #0c1fcbdb
 def mesh_of(device_type: str, hybrid: bool = False) -> "DeviceMesh":
-    "Return the processes as a row (all share the weights), or as nodes × GPUs of a node (`hybrid`)."
+    """Return the processes as a row (all share the weights), or as nodes × GPUs of a node
+    (`hybrid`)."""
     from torch.distributed.device_mesh import init_device_mesh
 
     if (
@@ -176,7 +187,10 @@ def mesh_of(device_type: str, hybrid: bool = False) -> "DeviceMesh":
 
 # %% ../../nbs/training/16_speed.ipynb #d05a4c59
 def shard(module: nn.Module, mesh: "DeviceMesh", dtype: torch.dtype = torch.float32) -> nn.Module:
-    "Shard a module in place over `mesh`: computed in `dtype`, kept and reduced in float32. Source: PyTorch FSDP2."
+    """Shard a module in place over `mesh`: computed in `dtype`, kept and reduced in float32.
+
+    Source: PyTorch FSDP2.
+    """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     compute = None if dtype == torch.float32 else dtype
@@ -190,7 +204,8 @@ def shard(module: nn.Module, mesh: "DeviceMesh", dtype: torch.dtype = torch.floa
 
 # %% ../../nbs/training/16_speed.ipynb #d93571f9
 def fill_sharded(module: nn.Module, state: dict[str, Tensor], device: torch.device) -> None:
-    "Give a sharded module the weights `state` of the first process; the others' `state` is not read."
+    """Give a sharded module the weights `state` of the first process; the others' `state` is not
+    read."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     if any(p.is_meta for p in module.parameters()):
@@ -240,7 +255,11 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
 # %% ../../nbs/training/16_speed.ipynb #980f7f25
 def full_state(module: nn.Module) -> dict[str, Tensor]:
-    "Return the whole state of a module on the CPU, empty on all but the first process if it is sharded. Collective."
+    """Return the whole state of a module on the CPU, empty on all but the first process if it is
+    sharded.
+
+    Collective.
+    """
     if not sharded_parts(module):
         return module.state_dict()
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict

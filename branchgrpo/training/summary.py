@@ -22,7 +22,8 @@ from .runs import Run
 
 # %% ../../nbs/training/15_summary.ipynb #fe65968f
 def prompt_rewards(run: Run, iteration: float) -> list[float | None]:
-    "Return the reward of every held-out prompt at an evaluation; nothing without its file, or of a damaged one."
+    """Return the reward of every held-out prompt at an evaluation; nothing without its file, or of
+    a damaged one."""
     with contextlib.suppress(OSError, ValueError, LookupError):
         return json.loads((run.path / "samples" / f"{iteration:06.0f}.json").read_text())["reward"]
     return []
@@ -31,7 +32,8 @@ def prompt_rewards(run: Run, iteration: float) -> list[float | None]:
 def change_line(run: Run) -> str:
     """Return the held-out reward before and after training in one line.
 
-    Both evaluations draw the same prompts from the same noises, so the error is that of the mean of paired changes."""
+    Both evaluations draw the same prompts from the same noises, so the error is that of the mean of
+    paired changes."""
     rows = [row for row in run.evaluations if "eval_reward" in row]
     if len(rows) < 2:
         return "held-out reward: not measured (evaluate_every)"
@@ -49,7 +51,8 @@ def change_line(run: Run) -> str:
 
 # %% ../../nbs/training/15_summary.ipynb #54761e54
 def last_words(run: Run, prompt: str) -> list[str]:
-    "Return what a training ends with: how the held-out reward changed, where the images are, and what to do next."
+    """Return what a training ends with: how the held-out reward changed, where the images are, and
+    what to do next."""
     lines = [change_line(run)]
     for last in run.metrics[-1:]:
         lines += [
@@ -79,7 +82,8 @@ def end_lines(t: Any, run: Run) -> list[str]:
 
 
 def is_script(accelerator: Any) -> bool:
-    "Return whether this is the main process of a script; a notebook is none, nor is a process that another started."
+    """Return whether this is the main process of a script; a notebook is none, nor is a process
+    that another started."""
     has_parent = multiprocessing.parent_process() is not None
     return accelerator.is_main_process and not has_parent and not hasattr(builtins, "__IPYTHON__")
 

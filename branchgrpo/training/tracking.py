@@ -43,7 +43,8 @@ PROJECT = "branchgrpo"
 
 
 def read_state(folder: str | Path, name: str) -> dict[str, Any]:
-    "Return what a run's folder holds about its tracker's run: `id` and `step`; None and -1 if there was none."
+    """Return what a run's folder holds about its tracker's run: `id` and `step`; None and -1 if
+    there was none."""
     path = Path(folder) / "tracker.json"
     state = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     known = state if state.get("tracker") == name else {}
@@ -74,7 +75,8 @@ OWN_ID: dict[str, Callable[[Any], str]] = {
 def start_arguments(
     name: str, folder: str, state: dict[str, Any], iteration: int
 ) -> dict[str, Any]:
-    "Return the arguments with which a tracker starts its run, or goes on with it after `iteration`."
+    """Return the arguments with which a tracker starts its run, or goes on with it after
+    `iteration`."""
     title, known, has_run = Path(folder).name, state["id"], state["step"] >= 0
     arguments: dict[str, dict[str, Any]] = {
         "tensorboard": {"purge_step": iteration + 1 if iteration else 0},
@@ -91,7 +93,8 @@ def start_arguments(
 
 # %% ../../nbs/training/15_tracking.ipynb #7ac1000f
 def send_sheet(tracker: Any, sheet: Any, step: int) -> None:
-    "Send the images of an evaluation, side by side in one picture, to a tracker; not to one that takes no images."
+    """Send the images of an evaluation, side by side in one picture, to a tracker; not to one that
+    takes no images."""
     if tracker.name == "tensorboard":
         tracker.log_images({"samples": np.asarray(sheet)[None]}, step=step, dataformats="NHWC")
     elif tracker.name == "aim":
@@ -115,9 +118,11 @@ def send_sheet(tracker: Any, sheet: Any, step: int) -> None:
 
 # %% ../../nbs/training/15_tracking.ipynb #7ac10010
 class TrackedRun:
-    """The tracker's run of a training: `start`, then `images`, `numbers`, and `end`. All processes call them.
+    """The tracker's run of a training: `start`, then `images`, `numbers`, and `end`. All processes
+    call them.
 
-    `accelerator`: accelerate's view of the process, made for the tracker `name`; `folder`: the training's."""
+    `accelerator`: accelerate's view of the process, made for the tracker `name`; `folder`: the
+    training's."""
 
     def __init__(self, accelerator: Any, name: str, folder: str):
         self.accelerator, self.name, self.folder = accelerator, name, folder
@@ -148,7 +153,8 @@ class TrackedRun:
         return self.keeps_state and step <= self.state["step"]
 
     def images(self, images: Tensor, step: int) -> None:
-        "Send the first images of an evaluation (B, 3, H, W), or clips; values of another shape are not sent."
+        """Send the first images of an evaluation (B, 3, H, W), or clips; values of another shape
+        are not sent."""
         if self.accelerator.is_main_process and images.ndim >= 4 and not self.has(step):
             send_sheet(self.accelerator.trackers[0], image_sheet(images), step)
 

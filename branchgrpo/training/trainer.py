@@ -75,7 +75,8 @@ def masked_std(rewards: Tensor, leaf_mask: Tensor) -> Tensor:
 
 # %% ../../nbs/training/14_trainer.ipynb #eebcc052
 def reward_metrics(s: Settings, x: Experience, accelerator: Accelerator) -> dict[str, Tensor]:
-    "Return what this process's prompts add to the mean of every reward metric over all scored prompts."
+    """Return what this process's prompts add to the mean of every reward metric over all scored
+    prompts."""
     rewards = x.rewards
     table = {
         "reward": rewards.mean(1),
@@ -110,7 +111,8 @@ class Callback:
         "Called before the first evaluation and iteration; not for a run that was finished already."
 
     def on_evaluation(self, trainer: Any, scores: dict[str, float], images: Tensor) -> None:
-        "Called after an evaluation, with its scores and first images, on the CPU (none beside the main process)."
+        """Called after an evaluation, with its scores and first images, on the CPU (none beside the
+        main process)."""
 
     def on_iteration(self, trainer: Any, row: dict[str, Any]) -> None:
         "Called after an iteration, with its row of metrics.jsonl."
@@ -129,12 +131,14 @@ def in_notebook() -> bool:
 
 
 def is_log() -> bool:
-    "Return whether errors go to a file or a pipe, where a bar is not drawn; in a notebook nothing is printed."
+    """Return whether errors go to a file or a pipe, where a bar is not drawn; in a notebook nothing
+    is printed."""
     return not sys.stderr.isatty() and not in_notebook()
 
 # %% ../../nbs/training/14_trainer.ipynb #5a71d001
 class ProgressBar(Callback):
-    "Shows the iteration, the time left and the main metrics: in a terminal as a bar, in a log as a line a minute."
+    """Shows the iteration, the time left and the main metrics: in a terminal as a bar, in a log as
+    a line a minute."""
 
     def on_start(self, trainer):
         s, has_parent = trainer.settings, multiprocessing.parent_process() is not None
@@ -160,7 +164,8 @@ class ProgressBar(Callback):
 
 # %% ../../nbs/training/14_trainer.ipynb #e35aff8a
 class Tracking(Callback):
-    "Sends the numbers of every iteration, and the images of every evaluation, to the tracker of the settings."
+    """Sends the numbers of every iteration, and the images of every evaluation, to the tracker of
+    the settings."""
 
     ends_processes = (
         True  # at the end, also the connection of the processes; False: other trainings follow
@@ -191,7 +196,10 @@ class Tracking(Callback):
 def open_models(
     s: Settings, accelerator: Any, policy: Any, reward: Any
 ) -> tuple[Any, Scorer, dict[str, Scorer]]:
-    "Return the policy, the scorer of training and those that are held out. What fails on one node fails on all."
+    """Return the policy, the scorer of training and those that are held out.
+
+    What fails on one node fails on all.
+    """
     with together(accelerator):  # weights may be missing on one node
         scorer, held_out = make_scorers(s, reward, accelerator.device)
         policy = open_policy(s, accelerator.device, policy)
@@ -299,7 +307,8 @@ KEPT = "a second call goes on from the last checkpoint, if there is one"
 
 
 class ResumableRun(Iterations):
-    "A run's folder, its lock and its checkpoints: what is written, and from where a training goes on."
+    """A run's folder, its lock and its checkpoints: what is written, and from where a training goes
+    on."""
 
     def __init__(self, config: TrainConfig, **objects):
         super().__init__(config, **objects)
@@ -315,7 +324,8 @@ class ResumableRun(Iterations):
             self.lock.release()
 
     def open_run(self) -> Run:
-        "Return the run's folder, made or found by the main process, locked if something is left to train."
+        """Return the run's folder, made or found by the main process, locked if something is left
+        to train."""
         settings = self.settings.to_dict()
         run = Run(Path(settings.pop("output")))
 
@@ -329,7 +339,8 @@ class ResumableRun(Iterations):
         from_main(self.accelerator, open_alone)
         if any_process(self.accelerator, not (run.path / "run.json").exists()):
             raise ValueError(
-                f"output: {str(run.path)!r} is not seen by all processes; it must be on a disk of all nodes"
+                f"output: {str(run.path)!r} is not seen by all processes; it must be on a disk of"
+                " all nodes"
             )
         self.lock.join()
         return run
@@ -374,7 +385,8 @@ class ResumableRun(Iterations):
 
     @contextlib.contextmanager
     def saved_if_broken_off(self, saver: Saver) -> Iterator[None]:
-        "Write a checkpoint where an iteration is refused or a stop is asked for: the run can go on from there."
+        """Write a checkpoint where an iteration is refused or a stop is asked for: the run can go
+        on from there."""
         try:
             yield
         except (TooManyUnscored, TooManySkipped, Preempted):
@@ -394,12 +406,15 @@ COUNTED = ("denoiser_calls", "trained_calls", "optimiser_steps")  # where an eva
 
 
 class Trainer(ResumableRun):
-    """Trains a policy with a recipe: `Trainer(config).fit() -> Run`. Raises `ValueError` before it writes anything.
+    """Trains a policy with a recipe: `Trainer(config).fit() -> Run`. Raises `ValueError` before it
+    writes anything.
 
-    `policy`, `reward`, `prompts`: objects in place of the config's names; `callbacks` watch the run."""
+    `policy`, `reward`, `prompts`: objects in place of the config's names; `callbacks` watch the
+    run."""
 
     def fit(self, quiet: bool = False) -> Run:
-        """Train to the end, from a checkpoint if there is one; say in a script how it ended, unless `quiet`.
+        """Train to the end, from a checkpoint if there is one; say in a script how it ended, unless
+        `quiet`.
 
         Raises `Preempted` after a signal, with all saved."""
         run = self.train()
@@ -440,7 +455,8 @@ class Trainer(ResumableRun):
                     write_tree(kept, self.policy, run.path)
 
     def evaluate(self, run: Run) -> dict[str, float]:
-        "Score the policy on held-out prompts, if that is due at the iteration that was reached; return the scores."
+        """Score the policy on held-out prompts, if that is due at the iteration that was reached;
+        return the scores."""
         s, done = self.settings, self.progress.iteration
         if not s.evaluate_every or (done % s.evaluate_every and done != s.iterations):
             return {}
@@ -469,7 +485,8 @@ class Trainer(ResumableRun):
         self.notify("on_iteration", row)
 
     def notify(self, event: str, *what: Any) -> None:
-        "Call one method of all callbacks; one of yours gets copies, and what it changes of numbers is put back."
+        """Call one method of all callbacks; one of yours gets copies, and what it changes of
+        numbers is put back."""
         for callback in self.callbacks:
             method = getattr(callback, event)
             if is_ours(callback):

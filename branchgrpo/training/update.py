@@ -38,7 +38,8 @@ class MicroBatch(Edges):
     old_means: Tensor | None = None  # (E, …) of the first pass, if a rule needs them
 
     def first_pass(self, dist: Gaussian, log_probs: Tensor, with_means: bool) -> Tensor:
-        "Return the log-densities of the first pass; if this is it, keep them, and the means if a rule needs them."
+        """Return the log-densities of the first pass; if this is it, keep them, and the means if a
+        rule needs them."""
         if self.old_log_probs is None:
             self.old_log_probs = log_probs.detach()
             self.old_means = dist.mean.detach() if with_means else None
@@ -52,7 +53,8 @@ def micro_batches(
     rank: int = 0,  # of a process among those that share the trees
     ranks: int = 1,
 ) -> list[MicroBatch]:
-    "Return the micro-batches of an update, step by step; each process takes every `ranks`-th parent."
+    """Return the micro-batches of an update, step by step; each process takes every `ranks`-th
+    parent."""
     batches, dealt = [], 0
     for step in sorted(tree.plan.trained):
         edges = edges_in(tree, edge_mask[step + 1], step)
@@ -79,7 +81,8 @@ def no_edges(tree: Tree) -> MicroBatch:
 
 
 def shared_micro_batches(learner: Learner, tree: Tree, edge_mask: list[Tensor]) -> list[MicroBatch]:
-    "Return the micro-batches of this process, at least one; as many as on all others where weights are sharded."
+    """Return the micro-batches of this process, at least one; as many as on all others where
+    weights are sharded."""
     s, processes = learner.settings, learner.accelerator
     rank = processes.process_index % s.ranks_per_prompt
     batches = micro_batches(tree, edge_mask, s.train_batch or s.max_batch, rank, s.ranks_per_prompt)
@@ -88,14 +91,16 @@ def shared_micro_batches(learner: Learner, tree: Tree, edge_mask: list[Tensor]) 
 
 # %% ../../nbs/training/08_update.ipynb #7f93b6ba
 def revisited(learner: Learner, x: Experience, batch: MicroBatch, policy: Policy) -> Gaussian:
-    "Return the Gaussians of a micro-batch's parents under `policy`; its batches have one size where they are padded."
+    """Return the Gaussians of a micro-batch's parents under `policy`; its batches have one size
+    where they are padded."""
     s = learner.settings
     size = (s.train_batch or s.max_batch) if s.pad_batches else None
     return revisit(x.tree, policy, x.conditioning, x.process, batch, size)
 
 # %% ../../nbs/training/08_update.ipynb #b63b9732
 def reference_means(learner: Learner, x: Experience, batch: MicroBatch) -> Tensor | None:
-    "Return the parents' means (N, …) under the policy before training; None if the KL term has no weight."
+    """Return the parents' means (N, …) under the policy before training; None if the KL term has no
+    weight."""
     if not learner.settings.kl:
         return None
     with torch.no_grad(), autocast(learner), reference_policy(learner) as policy:
@@ -105,7 +110,8 @@ def reference_means(learner: Learner, x: Experience, batch: MicroBatch) -> Tenso
 def edge_kl(
     s: Settings, x: Experience, batch: MicroBatch, parents: Gaussian, reference: Tensor | None
 ) -> Tensor:
-    "Return the KL `(E,)` of edges between the `reference` means (N, …) of their parents and those of now."
+    """Return the KL `(E,)` of edges between the `reference` means (N, …) of their parents and those
+    of now."""
     if reference is None:
         return torch.zeros(len(batch), device=parents.mean.device)
     scale = 0.5**0.5 if RATIOS.get(s.ratio).plain_kl else x.process.noise_scale(batch.step, parents)
@@ -156,7 +162,8 @@ EDGE_MEANS = ("ratio_minus_1", "clip_fraction", "loss", "kl")
 
 
 def edge_sums(terms: EdgeTerms) -> tuple[Tensor, Tensor]:
-    "Return sums over a micro-batch's edges (ρ − 1, outside, loss, KL), and the largest rollout mismatch."
+    """Return sums over a micro-batch's edges (ρ − 1, outside, loss, KL), and the largest rollout
+    mismatch."""
     error = terms.log_ratio.exp() - 1
     sums = torch.stack(
         [error.sum(), terms.outside.sum(), terms.loss.detach().sum(), terms.kl.sum()]
@@ -171,7 +178,8 @@ def accumulate(
     batches: list[MicroBatch] | None = None,  # of one optimiser step; None: of all trained edges
     divisor: float = 1.0,  # of the step's mean loss
 ) -> dict[str, Any]:
-    "Add the gradient of one step; return means over its edges, their number here, and its mean over processes."
+    """Add the gradient of one step; return means over its edges, their number here, and its mean
+    over processes."""
     processes = learner.accelerator
     batches = batches or shared_micro_batches(learner, x.tree, x.edge_mask)
     edges = sum(len(batch) for batch in batches)
@@ -202,7 +210,8 @@ def accumulate(
 
 # %% ../../nbs/training/08_update.ipynb #2c61244e
 def optimiser_step(learner: Learner, losses: Tensor | None = None) -> tuple[Tensor, bool]:
-    """Take a step unless the gradient is not finite; return its norm before scaling, and whether it was taken.
+    """Take a step unless the gradient is not finite; return its norm before scaling, and whether it
+    was taken.
 
     `losses (processes,)` must be finite too."""
     norm = learner.accelerator.clip_grad_norm_(
@@ -227,32 +236,38 @@ def count_skipped(learner: Learner, taken: bool) -> None:
     learner.skipped_in_a_row = 0 if taken else learner.skipped_in_a_row + 1
     if learner.skipped_in_a_row >= learner.settings.max_skipped:
         raise TooManySkipped(
-            f"max_skipped: the gradient was not finite in {learner.skipped_in_a_row} updates in a row; lower "
-            "learning_rate, or set mixed_precision no or another attention kernel to see what makes it so"
+            f"max_skipped: the gradient was not finite in {learner.skipped_in_a_row} updates in a"
+            " row; lower learning_rate, or set mixed_precision no or another attention kernel to"
+            " see what makes it so"
         )
 
 # %% ../../nbs/training/08_update.ipynb #bc1acd36
 MISMATCH_LIMIT = (
     1e-2  # of |ρ − 1|: more than rounding reaches where rollout and update have one batch size
 )
-ONE_SIZE = "give both one batch size by max_batch (4, say), without train_batch; if nodes are pruned, add recompute_old"
+ONE_SIZE = (
+    "give both one batch size by max_batch (4, say), without train_batch; if nodes are pruned, add"
+    " recompute_old"
+)
 
 
 class RolloutMismatch(ValueError):
-    "The update computes other log-densities than the rollout did: a fault, or batches of other sizes."
+    """The update computes other log-densities than the rollout did: a fault, or batches of other
+    sizes."""
 
 
 def check_mismatch(s: Settings, worst: float) -> None:
-    "Warn if rollout and update differ by more than a quarter of the clip range; raise `RolloutMismatch` above 1e-2."
+    """Warn if rollout and update differ by more than a quarter of the clip range; raise
+    `RolloutMismatch` above 1e-2."""
     if worst > MISMATCH_LIMIT:
         raise RolloutMismatch(
-            f"rollout_mismatch: {worst:.2g} is above {MISMATCH_LIMIT}: rollout and update compute different densities; "
-            f"{ONE_SIZE}, and if that does not help, it is a fault"
+            f"rollout_mismatch: {worst:.2g} is above {MISMATCH_LIMIT}: rollout and update compute"
+            f" different densities; {ONE_SIZE}, and if that does not help, it is a fault"
         )
     if worst > s.clip_range / 4:
         warnings.warn(
-            f"rollout_mismatch: {worst:.2g} is above a quarter of clip_range {s.clip_range}: kernels differ between "
-            f"rollout and update; {ONE_SIZE}",
+            f"rollout_mismatch: {worst:.2g} is above a quarter of clip_range {s.clip_range}:"
+            f" kernels differ between rollout and update; {ONE_SIZE}",
             stacklevel=2,
         )
 
@@ -271,7 +286,10 @@ def keep_old(learner: Learner, x: Experience, later: list[MicroBatch]) -> None:
 
 # %% ../../nbs/training/08_update.ipynb #f740ddf7
 def loss_divisor(learner: Learner, x: Experience) -> float:
-    "Return by what the mean loss of a step is divided: 1, or the trained edges of a tree. Source: see the recipes."
+    """Return by what the mean loss of a step is divided: 1, or the trained edges of a tree.
+
+    Source: see the recipes.
+    """
     if learner.settings.loss_mean == "step":
         return 1.0
     here = (
@@ -330,7 +348,8 @@ def update_metrics(steps: list[dict[str, Any]], last_pass: list[dict[str, Any]])
 
 # %% ../../nbs/training/08_update.ipynb #2245b0fc
 def update(learner: Learner, x: Experience) -> dict[str, Any]:
-    "Train on one iteration's experience, `passes` times in `steps_per_pass` optimiser steps; return the metrics."
+    """Train on one iteration's experience, `passes` times in `steps_per_pass` optimiser steps;
+    return the metrics."""
     s = learner.settings
     parts = []  # the micro-batches of each optimiser step of a pass
     for part in range(s.steps_per_pass if x.step_of else 1):

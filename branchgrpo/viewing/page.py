@@ -144,7 +144,10 @@ def html_table(rows: list[list[str]]) -> str:
     "Return rows of texts as a table; the first row is its head."
     head, *body = [[escape(text) for text in row] for row in rows]
     text = "".join(f"<tr>{''.join(f'<td>{t}</td>' for t in row)}</tr>" for row in body)
-    return f'<div class="scroll"><table><tr>{"".join(f"<th>{t}</th>" for t in head)}</tr>{text}</table></div>'
+    return (
+        "<div"
+        f' class="scroll"><table><tr>{"".join(f"<th>{t}</th>" for t in head)}</tr>{text}</table></div>'
+    )
 
 # %% ../../nbs/viewing/03_page.ipynb #39730177
 def differing_settings(records: list[Record]) -> list[list[str]]:
@@ -167,7 +170,8 @@ def mean_points(found: list[list[tuple[float, float]]]) -> list[tuple[float, flo
 
 
 def lines_of(records: list[Record], found: list[list[tuple[float, float]]]) -> list[Line]:
-    "Return the lines of a panel: of every run that has points, and of the mean of each group of several."
+    """Return the lines of a panel: of every run that has points, and of the mean of each group of
+    several."""
     colours, groups = run_colours(records), groups_of(records)
     style = (0.8, 0.4) if groups else (1.2, 1.0)
     lines = [Line(colour, points, *style) for colour, points in zip(colours, found) if points]
@@ -179,7 +183,8 @@ def lines_of(records: list[Record], found: list[list[tuple[float, float]]]) -> l
 
 
 def metric_panels(records: list[Record], names: list[str]) -> str:
-    "Return the panels of some metrics, with a curve of every run that has them, and of the means of groups."
+    """Return the panels of some metrics, with a curve of every run that has them, and of the means
+    of groups."""
     panels = []
     for name in names:
         lines = lines_of(records, [series(r, name) for r in records])
@@ -207,16 +212,23 @@ def samples_part(records: list[Record]) -> str:
     tables, colours = [], run_colours(records)
     for n, r in enumerate(records):
         text = "".join(
-            f'<tr><td class="soft">{iteration}</td><td><img alt="iteration {iteration}" src="{uri}"></td></tr>'
+            f'<tr><td class="soft">{iteration}</td><td><img alt="iteration {iteration}"'
+            f' src="{uri}"></td></tr>'
             for iteration, uri in sample_rows(r)
         )
         head = f"<h3>{swatch(colours[n])}{n + 1}&ensp;{escape(r.name)}</h3>"
         tables += [f'<figure>{head}<table class="samples">{text}</table></figure>'] if text else []
     if not tables:
         return '<p class="soft">No evaluation has left images (evaluate_every).</p>'
-    about = '<p class="soft">By iteration. A check mark: right in every respect, by the checker of the prompts.</p>'
+    about = (
+        '<p class="soft">By iteration. A check mark: right in every respect, by the checker of the'
+        " prompts.</p>"
+    )
     about = about if any((r.path / "samples").glob("*.json")) else ""
-    return f'{about}<div class="scroll" style="display:flex;flex-wrap:wrap;gap:1rem">{"".join(tables)}</div>'
+    return (
+        f'{about}<div class="scroll"'
+        f' style="display:flex;flex-wrap:wrap;gap:1rem">{"".join(tables)}</div>'
+    )
 
 # %% ../../nbs/viewing/03_page.ipynb #b4ddf26c
 def tree_part(name: str, tree: dict, is_open: bool) -> str:
@@ -227,7 +239,10 @@ def tree_part(name: str, tree: dict, is_open: bool) -> str:
     )
     head = escape(f"{name}, iteration {tree['iteration']}: “{tree['prompt']}”{some}")
     image = picture(draw_kept_tree(tree), "a rollout tree")
-    return f'<details{" open" if is_open else ""}><summary>{head}</summary><div class="scroll">{image}</div></details>'
+    return (
+        f"<details{' open' if is_open else ''}><summary>{head}</summary><div"
+        f' class="scroll">{image}</div></details>'
+    )
 
 
 def trees_part(records: list[Record]) -> str:
@@ -244,7 +259,10 @@ def trees_part(records: list[Record]) -> str:
     about = (
         "The frame of an image: the fused reward of the leaves below (violet: low, yellow: high)."
     )
-    none = "No tree is kept; branchgrpo train keeps one with every evaluation, or every --tree-every iterations."
+    none = (
+        "No tree is kept; branchgrpo train keeps one with every evaluation, or every --tree-every"
+        " iterations."
+    )
     return f'<p class="soft">{about if parts else none}</p>{"".join(parts)}'
 
 # %% ../../nbs/viewing/03_page.ipynb #32cd6281
@@ -254,7 +272,10 @@ def page(records: list[Record], refresh: float | None = None) -> str:
     first, others = metric_names(records)
     title = escape(", ".join(r.name for r in records))
     again = f'<meta http-equiv="refresh" content="{refresh:g}">' if refresh else ""
-    meta = f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{POLICY}">{again}'
+    meta = (
+        '<meta charset="utf-8"><meta http-equiv="Content-Security-Policy"'
+        f' content="{POLICY}">{again}'
+    )
     meta += (
         f'<meta name="viewport" content="width=device-width,initial-scale=1"><title>{title}</title>'
     )
@@ -273,14 +294,20 @@ def page(records: list[Record], refresh: float | None = None) -> str:
     rest = [name for name in others if name not in COUNTERS or name == "seconds"]
     with plt.rc_context(PICTURE_STYLE):
         more = by_calls(records) + metric_panels(records, rest)
-        panels = f"{metric_panels(records, first)}<details><summary>More curves</summary>{more}</details>"
+        panels = (
+            f"{metric_panels(records, first)}<details><summary>More"
+            f" curves</summary>{more}</details>"
+        )
         trees = trees_part(records)
     none = '<p class="soft">No iteration is finished yet.</p>'
     parts += ["<h2>Curves</h2>", panels if first else none]
     parts += ["<h2>Samples over time</h2>", samples_part(records), "<h2>One rollout</h2>", trees]
     parts += ["<h2>Numbers</h2>", html_table(table)]
     body = "".join(parts)
-    return f'<!doctype html><html lang="en"><head>{meta}<style>{PAGE_STYLE}</style></head><body>{body}</body></html>'
+    return (
+        "<!doctype html><html"
+        f' lang="en"><head>{meta}<style>{PAGE_STYLE}</style></head><body>{body}</body></html>'
+    )
 
 # %% ../../nbs/viewing/03_page.ipynb #061c2d6a
 @dataclass
@@ -310,7 +337,8 @@ def page_file(o: ViewOptions) -> Path:
 
 # %% ../../nbs/viewing/03_page.ipynb #be73dba2
 def look_again(o: ViewOptions) -> Iterator[tuple[list[Record], str, bool]]:
-    "Yield the runs, their page, and whether another look follows: once, or until no run is trained any more."
+    """Yield the runs, their page, and whether another look follows: once, or until no run is
+    trained any more."""
     while True:
         records = read_records(o.runs)
         goes_on = o.live and any(r.state == "training" for r in records)
@@ -343,7 +371,8 @@ def in_frame(page: str, height: int, title: str) -> str:
 def view_run(
     *runs: str | Path, live: bool = False, interval: float = 10.0, height: int = 800
 ) -> Any:
-    "Show runs in a cell; with `live` the cell follows their training until it ends, or until it is interrupted."
+    """Show runs in a cell; with `live` the cell follows their training until it ends, or until it
+    is interrupted."""
     from IPython.display import HTML, display
 
     o = ViewOptions(

@@ -114,7 +114,10 @@ ABOUT = (("", "recipe"), ("on ", "backbone"), ("with ", "reward"), ("seed ", "se
 
 # %% ../../nbs/viewing/01_run.ipynb #5740e22e
 def read_run(folder: str | Path) -> Record:
-    "Return what a run's folder tells. Raise `ValueError` if there is no run in it, or a file that cannot be read."
+    """Return what a run's folder tells.
+
+    Raise `ValueError` if there is no run in it, or a file that cannot be read.
+    """
     path = Path(folder)
     if not (path / "run.json").is_file():
         below = sorted(str(file.parent) for file in path.glob("*/run.json"))
@@ -159,13 +162,17 @@ METRICS = {
     "reward": "reward of the rollouts",
     "reward_std": "standard deviation of the rewards of a prompt; 0: nothing to compare",
     "tied": "share of the prompts whose images all have one reward: they teach nothing",
-    "ratio": "ρ = new density / old density after the first optimiser step of an iteration; stays near 1",
+    "ratio": (
+        "ρ = new density / old density after the first optimiser step of an iteration; stays near 1"
+    ),
     "clip_fraction": "share of the edges whose ratio is outside the clip range",
     "ess": "effective leaves: how many of a tree's leaves carry the weight of reward fusion",
     "grad_norm": "norm of the gradient before it is scaled down",
     "kl": "distance to the model before training, mean over elements",
     "loss": "loss of the last pass over a rollout",
-    "rollout_mismatch": "largest |ρ − 1| before a step: rollout and update must agree, so 0 or rounding",
+    "rollout_mismatch": (
+        "largest |ρ − 1| before a step: rollout and update must agree, so 0 or rounding"
+    ),
     "skipped_steps": "optimiser steps left out since their gradient was not finite",
     "unscored_prompts": "prompts left out since they had no finite reward, so far",
 }
@@ -182,7 +189,8 @@ COUNTERS = (
 
 # %% ../../nbs/viewing/01_run.ipynb #da94de20
 def series(record: Record, name: str) -> list[tuple[float, float]]:
-    "Return a metric of a run as (iteration, value), without what was not finite; `eval_…` is of its evaluations."
+    """Return a metric of a run as (iteration, value), without what was not finite; `eval_…` is of
+    its evaluations."""
     rows = record.evaluations if name.startswith("eval_") else record.rows
     return [(row["iteration"], row[name]) for row in rows if name in row]
 
@@ -215,7 +223,8 @@ COSTS = ("denoiser_calls", "trained_calls", "seconds")
 
 
 def sections(records: list[Record]) -> dict[str, list[str]]:
-    "Return the names of all metrics under headings: what came out, what it cost, how it was trained, and the rest."
+    """Return the names of all metrics under headings: what came out, what it cost, how it was
+    trained, and the rest."""
     first, others = metric_names(records)
     results = [
         name for name in first if name.startswith("eval_") or name.partition("/")[0] == "reward"
@@ -230,7 +239,8 @@ def sections(records: list[Record]) -> dict[str, list[str]]:
 def begin_and_end(
     points: list[tuple[float, float]], single: bool = False
 ) -> tuple[float, float] | None:
-    "Return the means of the first and of the last tenth of a series (of one point if `single`); None if it is empty."
+    """Return the means of the first and of the last tenth of a series (of one point if `single`);
+    None if it is empty."""
     if not points:
         return None
     n = 1 if single else max(1, len(points) // 10)
@@ -274,7 +284,8 @@ def groups_of(records: list[Record]) -> dict[str, list[int]]:
 
 
 def group_text(records: list[Record], name: str) -> str:
-    "Return a metric of a group as it stands in the table: the mean over its runs, and the interval of its end."
+    """Return a metric of a group as it stands in the table: the mean over its runs, and the
+    interval of its end."""
     from branchgrpo.reproduction.statistics import (
         mean_interval,
     )  # scipy, which one run does not need
@@ -295,7 +306,8 @@ def group_text(records: list[Record], name: str) -> str:
 def table_rows(
     heads: list[str], names: dict[str, list[str]], text: Callable[[int, str], str]
 ) -> list[list[str]]:
-    "Return the rows of a table of metrics under their headings; `text(column, name)` is what stands in it."
+    """Return the rows of a table of metrics under their headings; `text(column, name)` is what
+    stands in it."""
     rows = [heads]
     for title, found in names.items():
         rows.append([title, *("" for _ in heads[1:])])
@@ -330,7 +342,8 @@ def group_rows(records: list[Record]) -> list[list[str]]:
 
 
 def run_table(records: list[Record]) -> str:
-    "Return the table of some runs, as plain text: groups of seeds first; the columns are numbered as the runs are."
+    """Return the table of some runs, as plain text: groups of seeds first; the columns are numbered
+    as the runs are."""
     lines = [
         f"{n}  {plain_line(r.name)}  {plain_line(r.about())}" for n, r in enumerate(records, 1)
     ]
@@ -374,13 +387,15 @@ def data_uri(image: Any, small: bool | None = None) -> str:
 
 # %% ../../nbs/viewing/01_run.ipynb #9dca4a2e
 def enlarged(image: Any, least: int = 256) -> Any:
-    "Return a PIL image whose height is at least `least` pixels: each pixel of a small one becomes a square."
+    """Return a PIL image whose height is at least `least` pixels: each pixel of a small one becomes
+    a square."""
     times = -(-least // image.height)
     return image.resize((image.width * times, image.height * times), 0) if times > 1 else image
 
 
 def marked(row: Any, right: list[bool]) -> Any:
-    "Return a copy of a row of equal images with a check mark (right) or a cross (wrong) in the corner of each."
+    """Return a copy of a row of equal images with a check mark (right) or a cross (wrong) in the
+    corner of each."""
     from PIL import ImageDraw
 
     row = row.convert("RGB")
@@ -399,7 +414,8 @@ def marked(row: Any, right: list[bool]) -> Any:
 
 
 def first_row_uri(path: Path, prompts: int, height: int) -> str:
-    "Return the first row of a sheet as a data URI, each image about `SIDE` pixels high and marked right or wrong."
+    """Return the first row of a sheet as a data URI, each image about `SIDE` pixels high and marked
+    right or wrong."""
     from PIL import Image
 
     with Image.open(path) as sheet:

@@ -1,7 +1,8 @@
-"""The whole suite runs by `make faults`, which also writes its tables; `make test` runs the part marked `fast`.
+"""The whole suite runs by `make faults`, which also writes its tables; `make test` runs the part
+marked `fast`.
 
-A test notes what it tried with the fixture `noted`; with `--faults` the notes of all tests become one table a kind in
-`figures/faults/`, which `nbs/faults.ipynb` shows.
+A test notes what it tried with the fixture `noted`; with `--faults` the notes of all tests become
+one table a kind in `figures/faults/`, which `nbs/faults.ipynb` shows.
 """
 
 import contextlib
@@ -29,7 +30,8 @@ def pytest_configure(config):
 
 @pytest.hookimpl(trylast=True)  # after `-k` and `-m` have chosen
 def pytest_collection_modifyitems(config, items):
-    "Leave out what is not fast, unless the whole suite is asked for; then old notes of the same tests go."
+    """Leave out what is not fast, unless the whole suite is asked for; then old notes of the same
+    tests go."""
     if config.getoption("--faults"):
         forget_notes({item.nodeid for item in items})
         return
@@ -54,8 +56,8 @@ def forget_notes(nodes):
 def noted(request):
     """Note what was tried: `noted(what, happened, kept, **more)`, at the end of a test that passed.
 
-    `what` is one line that names the fault: one row of the table of its `kind`, which is one of KINDS.
-    What was kept may stand in the test's docstring: "Kept: …."
+    `what` is one line that names the fault: one row of the table of its `kind`, which is one of
+    KINDS. What was kept may stand in the test's docstring: "Kept: …."
     """
     words = (request.function.__doc__ or "").removeprefix("Kept: ").rstrip(".")
 
@@ -92,7 +94,8 @@ def runs_everything(config):
 
 
 def pytest_sessionfinish(session):
-    "Write the tables of the kinds that were noted, after a run of the whole folder: a part would replace them."
+    """Write the tables of the kinds that were noted, after a run of the whole folder: a part would
+    replace them."""
     if not session.config.getoption("--faults") or hasattr(session.config, "workerinput"):
         return
     if not runs_everything(session.config):

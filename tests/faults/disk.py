@@ -1,8 +1,9 @@
-"""Scenes: Python code in a process of its own, with a small disk that is full or read-only when the scene says so.
+"""Scenes: Python code in a process of its own, with a small disk that is full or read-only when the
+scene says so.
 
-`Disk()` is a real tmpfs in a mount namespace that no other process sees. Where a process may not make one, it is a
-folder, and the limit of a file's size (RLIMIT_FSIZE) stands for a full disk; `kind` says which of both it was, and so
-does the note of a test.
+`Disk()` is a real tmpfs in a mount namespace that no other process sees. Where a process may not
+make one, it is a folder, and the limit of a file's size (RLIMIT_FSIZE) stands for a full disk;
+`kind` says which of both it was, and so does the note of a test.
 """
 
 import json

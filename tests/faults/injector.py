@@ -1,13 +1,18 @@
-"""A process that ends itself at a chosen point: what `kill -9`, a full quota or Slurm does, by count, not by luck.
+"""A process that ends itself at a chosen point: what `kill -9`, a full quota or Slurm does, by
+count, not by luck.
 
-`python injector.py -m branchgrpo.cli train …`, or `-c code …`, runs a command with a fault, BRANCHGRPO_FAULT, as JSON:
+`python injector.py -m branchgrpo.cli train …`, or `-c code …`, runs a command with a fault,
+BRANCHGRPO_FAULT, as JSON:
 
 - `at`: a function or method, "module:name", and `call`: which call of it (from 1; default 1); or
-- `event`: an operation on files ("open" for writing, "os.rename", "os.remove", "os.mkdir", "os.rmdir", …), `path`: of
+- `event`: an operation on files ("open" for writing, "os.rename", "os.remove", "os.mkdir",
+  "os.rmdir", …), `path`: of
   which file, relative to `folder` (a pattern), and `call`;
-- `when`: "before" or "after" it, or "gradient": as soon as the backward pass reaches what it returned;
+- `when`: "before" or "after" it, or "gradient": as soon as the backward pass reaches what it
+  returned;
 - `inside`: only calls within another one, ["module:name", which call];
-- `signal`: KILL, TERM, USR2; or `limit`: files may have no more bytes from there on, so that the kernel ends the
+- `signal`: KILL, TERM, USR2; or `limit`: files may have no more bytes from there on, so that the
+  kernel ends the
   process (SIGXFSZ) in the middle of the write that comes next;
 - `rank`: which process of several (default 0), or "all";
 - `record`: instead of all this, write every operation on files within `folder` to this file.
@@ -156,12 +161,14 @@ def operation(event, args):
 
 
 def changes(event, path):
-    "Return whether an operation changes anything: what exists is not made, what is missing is not moved."
+    """Return whether an operation changes anything: what exists is not made, what is missing is not
+    moved."""
     return event == "open" or os.path.lexists(path) != (event == "os.mkdir")
 
 
 def plain(path):
-    "Return a path without what differs between two runs: numbers of processes, times, random names."
+    """Return a path without what differs between two runs: numbers of processes, times, random
+    names."""
     return re.sub(rf"\b{os.getpid()}\b|\b[0-9a-f]{{8}}\b|\d{{8,}}", "N", path)
 
 

@@ -1,4 +1,5 @@
-"""What the tests of kills share: a small run, its processes with a fault, and all that must be equal at its end."""
+"""What the tests of kills share: a small run, its processes with a fault, and all that must be
+equal at its end."""
 
 import hashlib
 import json
@@ -64,7 +65,8 @@ class Attempt:
         )
 
     def ended(self, seconds=300):
-        "Wait for all processes; return their exit codes, and the seconds from the first end to the last."
+        """Wait for all processes; return their exit codes, and the seconds from the first end to
+        the last."""
         deadline, first = time.time() + seconds, None
         while any(process.poll() is None for process in self.processes):
             if first is None and any(process.poll() is not None for process in self.processes):
@@ -81,7 +83,8 @@ class Attempt:
         assert codes == [0] * self.n, self.log()
 
     def ends_by_fault(self):
-        "Wait for the end; return the exit code of the process with the fault, the others' codes and their seconds."
+        """Wait for the end; return the exit code of the process with the fault, the others' codes
+        and their seconds."""
         codes, late = self.ended()
         rank = self.fault.get("rank", 0) if self.fault.get("rank") != "all" else 0
         assert "fault reached" in self.logs[rank].read_text(), (
@@ -95,7 +98,8 @@ def digest(data):
 
 
 def content(path):
-    "Return the bytes of a file; of safetensors a description, since its writer puts metadata in any order."
+    """Return the bytes of a file; of safetensors a description, since its writer puts metadata in
+    any order."""
     if path.suffix != ".safetensors":
         return path.read_bytes()
     tensors = {key: digest(tensor.numpy().tobytes()) for key, tensor in load_file(path).items()}
@@ -110,7 +114,8 @@ def digests(folder, pattern):
 
 
 def tables(folder):
-    "Return a digest of every tensor of a checkpoint: weights, averages and the optimiser's moments."
+    """Return a digest of every tensor of a checkpoint: weights, averages and the optimiser's
+    moments."""
     found = {}
     for kind in ("weights", "averages", "optimizer"):
         for name, tensor in read_saved_table(folder, kind).items():
@@ -119,7 +124,8 @@ def tables(folder):
 
 
 def outcome(folder):
-    "Return all that a run has left, without seconds: metrics, evaluations, images, checkpoints, the model."
+    """Return all that a run has left, without seconds: metrics, evaluations, images, checkpoints,
+    the model."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         last = newest(folder)
@@ -140,7 +146,8 @@ def outcome(folder):
 
 
 def command(words, log, fault=None, **options):
-    "Start `words` (`-m module …` or `-c code …`) with a fault; its output goes to the end of `log`."
+    """Start `words` (`-m module …` or `-c code …`) with a fault; its output goes to the end of
+    `log`."""
     env = os.environ | {"BRANCHGRPO_FAULT": json.dumps(fault or {})} | options.pop("env", {})
     with open(log, "a") as file:
         return popen(

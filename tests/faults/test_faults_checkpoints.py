@@ -1,4 +1,5 @@
-"""Damaged, foreign and malicious checkpoints: named, set aside or refused; nothing that is loaded runs code."""
+"""Damaged, foreign and malicious checkpoints: named, set aside or refused; nothing that is loaded
+runs code."""
 
 import contextlib
 import dataclasses
@@ -343,7 +344,8 @@ def test_no_file_of_a_checkpoint_runs_code(tmp_path, noted, kind):
                     read()
             assert not marker.exists(), place
     noted(
-        f"A harmful {kind} file in the place of any file of a checkpoint, its digest right or wrong",
+        f"A harmful {kind} file in the place of any file of a checkpoint, its digest right or"
+        " wrong",
         f"{len(PLACES)} names tried; none ran",
         "the checkpoint before is used, or one line says what is wrong",
     )
@@ -485,7 +487,8 @@ def test_all_ranks_agree_which_checkpoint_is_used(tmp_path, noted):
 
 
 def export_killed(run, step):
-    "Export in a fork that SIGKILL ends before its `step`-th operation on the run's files; return its exit code."
+    """Export in a fork that SIGKILL ends before its `step`-th operation on the run's files; return
+    its exit code."""
     pid, operations = os.fork(), itertools.count(1)
     if not pid:
 

@@ -1,7 +1,8 @@
-"""Bad input at the shell: one line that names the field and the value, exit code 2, and nothing written.
+"""Bad input at the shell: one line that names the field and the value, exit code 2, and nothing
+written.
 
-The cases are tables in `bad_inputs.yaml`. Most call the command line in this process; what depends on the environment,
-and what looks odd and is fine, run as processes of their own.
+The cases are tables in `bad_inputs.yaml`. Most call the command line in this process; what depends
+on the environment, and what looks odd and is fine, run as processes of their own.
 """
 
 import os
@@ -69,7 +70,8 @@ def called(capfd, words):
 
 
 def check_line(text, message, files):
-    "One line that begins with the field and the value, and says what is allowed in less than a screen."
+    """One line that begins with the field and the value, and says what is allowed in less than a
+    screen."""
     begin = f"branchgrpo: {message}".replace("{f}", str(files))
     assert text.count("\n") == 1 and text.startswith(begin), text
     assert len(begin) < len(text) < 2000 + len(str(files)), len(text)
@@ -108,7 +110,8 @@ ODD = ENVIRONMENT | {name: ({}, line, None, printed) for name, (line, printed) i
 
 @pytest.mark.parametrize("name", sorted(ODD))
 def test_what_is_odd_runs_or_costs_one_line(name, files, tmp_path, noted):
-    "In a process of its own: variables of any value, and commands and files that look wrong and are fine."
+    """In a process of its own: variables of any value, and commands and files that look wrong and
+    are fine."""
     variables, line, message, *printed = ODD[name]
     before = what_is_there(tmp_path, files)
     words = [sys.executable, "-m", "branchgrpo.cli", *words_of(line, files)]

@@ -1,4 +1,5 @@
-"""A run that is killed anywhere, and started again, ends to the bit as one that was never killed."""
+"""A run that is killed anywhere, and started again, ends to the bit as one that was never
+killed."""
 
 import json
 import os
@@ -75,8 +76,8 @@ PLACES = {  # of one iteration after the first checkpoint, and of the end
     ),
 }
 WRITES = {  # what the kernel ends in the middle of a write: the process has used up its quota of bytes
-    "a checkpoint's weights": at(
-        f"{TRAINING}.checkpoints:check_weights", 1, "after", saving(2), limit=300_000
+    "a checkpoint's weights": (
+        at(f"{TRAINING}.checkpoints:check_weights", 1, "after", saving(2), limit=300_000)
     ),
     "the exported model": at(f"{TRAINING}.export:write_result", 1, "before", limit=3_000_000),
     "the row of metrics": at(f"{TRAINING}.runs:Run.append", 2, "before", limit=900),
@@ -135,7 +136,8 @@ def named(*kill):
 
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory):
-    "whole(mode): the outcome of a run that was never killed, and its operations on files; made once for the suite."
+    """whole(mode): the outcome of a run that was never killed, and its operations on files; made
+    once for the suite."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "never-killed"
     folder.mkdir(exist_ok=True)
@@ -177,7 +179,10 @@ def lost(found, never):
 
 
 def started_again(folder, mode, never, told=False):
-    "Start a run again, to its end; it must be as one that was never killed. Told to stop, it has kept another one too."
+    """Start a run again, to its end; it must be as one that was never killed.
+
+    Told to stop, it has kept another one too.
+    """
     Attempt(folder, mode).ends_well()
     found = outcome(folder)
     if told:
@@ -294,7 +299,8 @@ def test_killed_at_every_operation_of_a_checkpoint(tmp_path, whole, noted, mode,
 
 @pytest.mark.parametrize("part", range(2))
 def test_killed_at_operations_of_the_records(tmp_path, whole, noted, part):
-    "run.json, metrics.jsonl, evaluations.jsonl and the sheets of images; the adapter that is written at the end."
+    """run.json, metrics.jsonl, evaluations.jsonl and the sheets of images; the adapter that is
+    written at the end."""
     patterns = ["run.json*", "evaluations.jsonl*", "samples/000003*", "lora.tmp", "lora"]
     check_operations(tmp_path, PASSES, whole, noted, patterns, part, 2, "operation of a record")
 

@@ -1,4 +1,5 @@
-"""Killed outside of a training: in the run cache, in an evaluation at the shell, and while a page is executed."""
+"""Killed outside of a training: in the run cache, in an evaluation at the shell, and while a page
+is executed."""
 
 import json
 import shlex
@@ -28,7 +29,8 @@ print(get_or_train(TrainConfig.from_dict(json.loads(sys.argv[1])), sys.argv[2], 
 
 
 def get(root, fault=None, launch=""):
-    "Return the exit code of a process that gets the run from the cache `root`, or trains it; and its log."
+    """Return the exit code of a process that gets the run from the cache `root`, or trains it; and
+    its log."""
     root.mkdir(exist_ok=True)
     log = root.with_name(f"{root.name}.log")
     begin = len(log.read_text()) if log.exists() else 0
@@ -46,7 +48,10 @@ def cached(tmp_path_factory):
 
 
 def got(root, cached, launch=""):
-    "Get the run once more: it must be as one that was never killed. Returns the names in the cache."
+    """Get the run once more: it must be as one that was never killed.
+
+    Returns the names in the cache.
+    """
     code, log = get(root, launch=launch)
     assert code == 0, log
     found = outcome(run_folder(CONFIG, root))

@@ -58,7 +58,8 @@ def sampled(code, *words):
 
 
 def grown(rows, key):
-    "How much the median of the last tenth is above that of the second tenth; the first tenth is the warm-up."
+    """How much the median of the last tenth is above that of the second tenth; the first tenth is
+    the warm-up."""
     tenth = max(1, len(rows) // 10)
     early, late = rows[tenth : 2 * tenth], rows[-tenth:]
     return statistics.median(r[key] for r in late) - statistics.median(r[key] for r in early)
@@ -74,8 +75,9 @@ def curve(rows, digits=2):
 def without_growth(rows, memory):
     """Check the sampled rows: `memory` MB may come on top; files and threads may not.
 
-    The allocator keeps freed blocks and Python its caches, so the memory of a sound process creeps at first and then
-    stays; a leak of one latent (4 kB) or of one row of metrics an iteration would show as 8 MB in 2,000.
+    The allocator keeps freed blocks and Python its caches, so the memory of a sound process creeps
+    at first and then stays; a leak of one latent (4 kB) or of one row of metrics an iteration would
+    show as 8 MB in 2,000.
     """
     assert grown(rows, "memory_mb") <= memory, curve(rows)
     assert grown(rows, "files") <= 0 and grown(rows, "threads") <= 0, curve(rows)
@@ -103,7 +105,8 @@ def test_2000_iterations_and_200_evaluations(tmp_path, noted):
     assert abs(late - early) < 20, "a row of metrics is as long at the end as at the start"
     noted(
         "2,000 iterations and 200 evaluations in one process, 100 checkpoints",
-        f"memory {grown(rows, 'memory_mb'):+.1f} MB from the second tenth to the last; files, threads +0",
+        f"memory {grown(rows, 'memory_mb'):+.1f} MB from the second tenth to the last; files,"
+        " threads +0",
         f"2 checkpoints; {late:.0f} bytes of metrics an iteration, first to last",
         kind="load",
         curve=curve(rows),

@@ -1,4 +1,7 @@
-"""What a machine does to a run: disks, file handles, files that go, clocks. Real disks, limits and processes."""
+"""What a machine does to a run: disks, file handles, files that go, clocks.
+
+Real disks, limits and processes.
+"""
 
 import json
 
@@ -251,7 +254,8 @@ found["same"] = same(ROOT / "run", ROOT / "whole")
 
 @pytest.mark.fast
 def test_no_file_handles_left(tmp_path, noted):
-    "Kept: what was written; with handles again the same command ends bit-equal; no handle stays open."
+    """Kept: what was written; with handles again the same command ends bit-equal; no handle stays
+    open."""
     found = scene(HANDLES, tmp_path)
     *few, enough = found["ends"]
     assert enough == [0, []] and found["same"], found

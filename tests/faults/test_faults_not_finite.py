@@ -1,4 +1,5 @@
-"""A number that is not finite, in one process of several: its prompt or its step is left out, and all go on or stop."""
+"""A number that is not finite, in one process of several: its prompt or its step is left out, and
+all go on or stop."""
 
 import json
 import math
@@ -10,7 +11,8 @@ import pytest
 from test_sharding import BEGIN, END, FULL, processes, settings
 from test_training import SMALL
 
-# Each kind of fault is put where it would arise, for one prompt of the last process, while `faulty` holds its name.
+# Each kind of fault is put where it would arise, for one prompt of the last process, while `faulty`
+# holds its name.
 INJECT = """
 import branchgrpo.training.trainer as trained_iteration
 faulty, last = set(), rank == t.accelerator.num_processes - 1
@@ -123,7 +125,10 @@ def left_out(tmp_path, n, changes, kinds):
     )
 
 
-KEPT = "the other prompts' gradients are equal to the bit to a run without its edges; weights and averages stay finite"
+KEPT = (
+    "the other prompts' gradients are equal to the bit to a run without its edges; weights and"
+    " averages stay finite"
+)
 
 
 @pytest.mark.parametrize("way, case", TRIED)
@@ -203,7 +208,8 @@ os._exit(main(["train", "--config", sys.argv[2] + ".yaml"]))
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_that_loses_all_its_prompts_stops_and_goes_on(tmp_path, noted, way):
-    "One line on every process, the same; exit code 2; started again when the cause is gone, it finishes."
+    """One line on every process, the same; exit code 2; started again when the cause is gone, it
+    finishes."""
     n, sharding = WAYS[way]
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "bad").touch()
@@ -218,7 +224,10 @@ def test_a_run_that_loses_all_its_prompts_stops_and_goes_on(tmp_path, noted, way
     unused = settings(tmp_path / "unused")
     started = processes(n, SHELL, unused, tmp_path / "shell", wait=False)
     assert [process.wait(timeout=240) for process in started] == [2] * n
-    line = "branchgrpo: max_unscored: 4 of 4 prompts could not be scored at iteration 0, more than a share of 0.5: "
+    line = (
+        "branchgrpo: max_unscored: 4 of 4 prompts could not be scored at iteration 0, more than a"
+        " share of 0.5: "
+    )
     line += "a reward is not finite" + ("" if n == 1 else " (process 0)")
     for rank in range(n):
         assert Path(f"{tmp_path}/shell.log{rank}").read_text().count(line) == 1

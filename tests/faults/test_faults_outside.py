@@ -1,4 +1,5 @@
-"""What comes from outside: names, parameters, settings, weights and prompts are data; none of them writes or runs."""
+"""What comes from outside: names, parameters, settings, weights and prompts are data; none of them
+writes or runs."""
 
 import json
 import os
@@ -87,7 +88,8 @@ def test_a_run_stays_in_the_cache(tmp_path, noted):
             )
             assert not key.startswith("-"), "a command would read it as an option"
     noted(
-        "Run cache: 22 hostile names of recipes and backbones (../../evil, NUL, 300 characters, escape sequences)",
+        "Run cache: 22 hostile names of recipes and backbones (../../evil, NUL, 300 characters,"
+        " escape sequences)",
         "each run's folder lies in the cache; its name has at most 150 bytes",
         "everything outside of the cache",
     )
@@ -121,7 +123,8 @@ def test_prompts_name_files_inside_the_tools_folder_only(tmp_path, noted):
         vbench_layout(twins, [{}, {}], work / "source", work / "target")
     assert not (work / "target").exists()
     noted(
-        "Benchmark layouts: prompts such as ../../evil, /etc/evil, NUL, 300 characters; two prompts with one file name",
+        "Benchmark layouts: prompts such as ../../evil, /etc/evil, NUL, 300 characters; two prompts"
+        " with one file name",
         "files inside the tool's folder, or one line that names the prompt",
         "all other files; no image is scored against another prompt",
     )
@@ -129,7 +132,8 @@ def test_prompts_name_files_inside_the_tools_folder_only(tmp_path, noted):
 
 @pytest.mark.fast
 def test_first_frames_are_read_as_images_only(tmp_path, noted):
-    "A row's `image` may lie anywhere, but only a picture is read from it: an EPS would start a program."
+    """A row's `image` may lie anywhere, but only a picture is read from it: an EPS would start a
+    program."""
     Image.new("RGB", (8, 8), "red").save(tmp_path / "frame.png")
     (tmp_path / "set").mkdir()
     place = tmp_path / "set" / "clips.jsonl"
@@ -194,7 +198,8 @@ NAMES = (
 
 @pytest.mark.fast
 def test_parameters_are_data_for_the_planner(tmp_path, monkeypatch, noted):
-    "The runner executes the cells of a page that declare its runs; a parameter's value takes part as a value."
+    """The runner executes the cells of a page that declare its runs; a parameter's value takes part
+    as a value."""
     monkeypatch.chdir(tmp_path)
     new_page("reproduce/page.ipynb", "text: str = ''\nkept: list = []", arms="arms = (text, kept)")
     for value in VALUES:
@@ -207,7 +212,8 @@ def test_parameters_are_data_for_the_planner(tmp_path, monkeypatch, noted):
         assert main(["reproduce", "page", "--set", f"{name}=1"]) == 2
     assert not EVIL.exists()
     noted(
-        "reproduce --set: 14 values with code, quotes, line separators; 10 names that are code or no parameter",
+        "reproduce --set: 14 values with code, quotes, line separators; 10 names that are code or"
+        " no parameter",
         "values stay texts; each name is refused by one line",
         "nothing is executed",
     )
@@ -334,7 +340,8 @@ def declared():
 
 @pytest.mark.fast
 def test_dependencies_are_those_that_are_imported(noted):
-    "What the package imports is declared; what is declared is imported, or SECURITY.md says who else does."
+    """What the package imports is declared; what is declared is imported, or SECURITY.md says who
+    else does."""
     pattern, imported = re.compile(r"^\s*(?:import|from) ([a-z]\w*)", re.M | re.I), set()
     for path in (ROOT / "branchgrpo").rglob("*.py"):
         imported |= set(pattern.findall(path.read_text(encoding="utf-8")))

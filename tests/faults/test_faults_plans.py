@@ -1,4 +1,5 @@
-"""Random plans: either one line names the field that is wrong, or the plan runs and all its numbers hold."""
+"""Random plans: either one line names the field that is wrong, or the plan runs and all its numbers
+hold."""
 
 import collections
 import dataclasses
@@ -104,7 +105,8 @@ def bumpy(images, prompts, metadata=None):
     )
 
 
-# ------------------------------------------------------------------------------------------------- random settings
+# -------------------------------------------------------------------------------------------------
+# random settings
 
 
 def some(draw, chance: float) -> bool:
@@ -178,7 +180,8 @@ WILD = {
 
 
 def wild(field: str) -> list:
-    "Values of a field's type that are wrong, or at the edge of what is right; and some of other types."
+    """Values of a field's type that are wrong, or at the edge of what is right; and some of other
+    types."""
     hint = str(field_types(TrainConfig)[field])
     return next(
         (values for kind, values in reversed(WILD.items()) if kind.__name__ in hint), WILD[str]
@@ -379,7 +382,8 @@ def tables(draw) -> dict:
     return table
 
 
-# ------------------------------------------------------------------------------------------------- what must hold
+# -------------------------------------------------------------------------------------------------
+# what must hold
 
 
 def check_line(error: ValueError) -> None:
@@ -450,15 +454,19 @@ def check_shapes(tree: Tree, plan: RolloutPlan, s, prompts: int) -> None:
 def edge_log_density(
     policy, process, words: Tensor, tree: Tree, p: int, d: int, n
 ) -> tuple[Tensor, Tensor]:
-    "Return the log-densities of edges, each alone in float64 from the step's Gaussian, and their std."
+    """Return the log-densities of edges, each alone in float64 from the step's Gaussian, and their
+    std."""
     parent, child = tree.latents[d - 1][p, tree.parents[d][p, n]], tree.latents[d][p, n]
     output = policy.denoiser(parent, process.times[d - 1], words[p : p + 1])
     dist = process.step(d - 1, parent, output)
     std = dist.std.double()
     z = (child.double() - dist.mean.double()) / std
-    return -0.5 * z.square().mean(-1) - std.log().view(-1) - 0.5 * torch.tensor(
-        2 * torch.pi
-    ).double().log(), std
+    return (
+        -0.5 * z.square().mean(-1)
+        - std.log().view(-1)
+        - 0.5 * torch.tensor(2 * torch.pi).double().log(),
+        std,
+    )
 
 
 def close(a: Tensor, b: Tensor, atol: float = 1e-4) -> None:
@@ -491,7 +499,8 @@ def advantages(
 
 
 def check_credit(s, tree: Tree, rewards: Tensor, mask: Tensor, found: list[Tensor]) -> None:
-    "Advantages are centred, bounded and nothing where no counted leaf is below; a star's are GRPO's."
+    """Advantages are centred, bounded and nothing where no counted leaf is below; a star's are
+    GRPO's."""
     below = [
         torch.zeros_like(x).scatter_add(1, ancestors(tree, d), mask.float())
         for d, x in enumerate(found)
@@ -588,7 +597,8 @@ def gradient(t: Trainer, rolled, mask: list[Tensor], **changes) -> tuple[Tensor,
 
 
 def edge_by_edge(t: Trainer, rolled, mask: list[Tensor]) -> tuple[Tensor, Tensor]:
-    "Return the sum over edges of −A ∇log p, each edge alone in float64, and the sum of absolute values."
+    """Return the sum over edges of −A ∇log p, each edge alone in float64, and the sum of absolute
+    values."""
     s, tree, words = t.settings, rolled.tree, rolled.conditioning["words"]
     own = list(t.learner.parameters.values())
     total = torch.zeros(sum(p.numel() for p in own), dtype=torch.float64)
@@ -643,7 +653,8 @@ def check_gradient(t: Trainer, rolled) -> Tensor:
 
 
 def check_counts(t: Trainer, rolled, plan: RolloutPlan, prompts: int) -> None:
-    "Trained edges and calls are at most the plan's, and exactly those where nothing is dropped by chance."
+    """Trained edges and calls are at most the plan's, and exactly those where nothing is dropped by
+    chance."""
     s, cost = t.settings, plan_cost(plan)
     edges = sum(int(m.sum()) for m in rolled.edge_mask)
     batches = shared_micro_batches(t.learner, rolled.tree, rolled.edge_mask)
@@ -850,7 +861,8 @@ PLANS = given(
 )  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------------- properties
+# -------------------------------------------------------------------------------------------------------
+# properties
 
 SMALL_TREE = {
     "recipe": "branchgrpo",
@@ -863,10 +875,18 @@ STAR = SMALL_TREE | {"splits": (), "roots": 3}
 ADAPTIVE = SMALL_TREE | {"recipe": "branchgrpo-adaptive", "adaptive": True}
 # shrunk examples that failed in a run; those that are refused now are in bad_inputs.yaml
 FOUND = {
-    "one leaf that counts, among all nodes of its tree": STAR
-    | {"advantage": "joint", "group_selection": "random", "group_keep": 1, "noisy_last": True},
-    "a group of the leaves of adaptive splits": ADAPTIVE
-    | {"group_selection": "ovf", "group_keep": 3},
+    "one leaf that counts, among all nodes of its tree": (
+        STAR
+        | {
+            "advantage": "joint",
+            "group_selection": "random",
+            "group_keep": 1,
+            "noisy_last": True,
+        }
+    ),
+    "a group of the leaves of adaptive splits": (
+        ADAPTIVE | {"group_selection": "ovf", "group_keep": 3}
+    ),
 }
 
 
@@ -882,7 +902,10 @@ def test_a_few_random_plans():
     profile(20)(PLANS(tried))()
 
 
-HELD = "calls, previews, shapes, parents, log-densities, credit, gradients and optimiser steps as planned and by hand"
+HELD = (
+    "calls, previews, shapes, parents, log-densities, credit, gradients and optimiser steps as"
+    " planned and by hand"
+)
 
 
 def test_random_plans(noted):

@@ -1,4 +1,5 @@
-"""A process that dies or hangs ends the others, with its name. (Told to stop, all save: test_faults_kills.)"""
+"""A process that dies or hangs ends the others, with its name. (Told to stop, all save:
+test_faults_kills.)"""
 
 import re
 import sys
@@ -11,7 +12,8 @@ from test_training import config
 
 from branchgrpo.reproduction.launch import Launch, train_in_subprocess
 
-# A reward's file is imported by every process: FAULT="function:iteration:call:rank:signal" strikes just before a call.
+# A reward's file is imported by every process: FAULT="function:iteration:call:rank:signal" strikes
+# just before a call.
 OWN = """
 import importlib, os, signal, time
 from branchgrpo.rewards.names import load_reward
@@ -40,7 +42,10 @@ def strike(name, iteration, call, rank, number):
 strike(*os.environ["FAULT"].split(":"))
 """
 TORCHRUN = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2"
-ACCELERATE = f"{sys.executable} -m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --tee 3"
+ACCELERATE = (
+    f"{sys.executable} -m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1"
+    " --tee 3"
+)
 ROLLOUT = "rollouts.take_step:1:4"
 KILLED = {
     "in a rollout": (ROLLOUT, 1, {}),
@@ -50,7 +55,8 @@ KILLED = {
 
 
 def launched(tmp_path, monkeypatch, fault, launch=TORCHRUN, **changes):
-    "Train as `branchgrpo reproduce` does; return the error and the seconds from the fault to the end."
+    """Train as `branchgrpo reproduce` does; return the error and the seconds from the fault to the
+    end."""
     (tmp_path / "own.py").write_text(OWN)
     variables = {"FAULT": fault, "FAULT_TIME": str(tmp_path / "time"), "ACCELERATE_USE_CPU": "true"}
     for name, value in variables.items():
@@ -91,7 +97,8 @@ def test_a_process_that_is_killed_ends_the_others_with_its_name(
 
 
 def test_a_process_that_hangs_ends_the_others_after_the_timeout(tmp_path, monkeypatch, noted):
-    "SIGSTOP: the other waits for `timeout_minutes` and says so; torchrun then kills the one that is stopped."
+    """SIGSTOP: the other waits for `timeout_minutes` and says so; torchrun then kills the one that
+    is stopped."""
     line, seconds = launched(tmp_path, monkeypatch, f"{ROLLOUT}:1:SIGSTOP", timeout_minutes=0.2)
     assert (
         "timeout_minutes: process 0 waited 0.2 minutes for another, which is stuck or slow" in line

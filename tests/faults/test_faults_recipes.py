@@ -1,4 +1,5 @@
-"""A run of every recipe that is killed twice, and started again, ends to the bit as one that was never killed."""
+"""A run of every recipe that is killed twice, and started again, ends to the bit as one that was
+never killed."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""Servers that misbehave: real sockets; a request is bounded in time, an error is one line, a score is its image's."""
+"""Servers that misbehave: real sockets; a request is bounded in time, an error is one line, a score
+is its image's."""
 
 import base64
 import io
@@ -68,7 +69,8 @@ def read_request(connection):
 
 
 class Server:
-    "Answers each POST as `behave(connection, n, body)` does, n counting from 0; other requests well."
+    """Answers each POST as `behave(connection, n, body)` does, n counting from 0; other requests
+    well."""
 
     def __init__(self, behave=None, host="127.0.0.1", port=0, context=None):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -282,7 +284,8 @@ def test_a_server_that_is_not_there_costs_one_line(tmp_path, monkeypatch, capsys
 
 
 def test_a_server_that_dies_and_comes_back(serve, monkeypatch, noted):
-    "Meanwhile nobody listens, which fails in no time: the tries do not run out before the server is back."
+    """Meanwhile nobody listens, which fails in no time: the tries do not run out before the server
+    is back."""
     monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.5)
     monkeypatch.setattr(unified, "LONGEST_WAIT", 8.0)
     first = serve(
@@ -327,7 +330,8 @@ def test_a_pixel_that_is_not_finite_has_no_score(serve):
 
 
 def watch(policy, name, first, asked, made):
-    "From its call `first` on, a method waits until the server was asked, and only then the server may answer."
+    """From its call `first` on, a method waits until the server was asked, and only then the server
+    may answer."""
     function, calls = getattr(policy, name), itertools.count(1)
 
     def watched(*args):

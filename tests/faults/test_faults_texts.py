@@ -22,13 +22,18 @@ from branchgrpo.prompts import load_prompts
 from branchgrpo.rewards.names import check_name, terms
 
 COUNTS = collections.Counter()
-# letters of many scripts, signs that have a meaning somewhere, controls, line separators, halves of a pair, emoji
-SIGNS = "+*():-.,0123456789eE norm'\"{}[]#&!%|>@`\\/\t\r\n\x00\x0b\x1f\x85\u2028\u2029\ufeff\ud800\udfff😀é中عक"
+# letters of many scripts, signs that have a meaning somewhere, controls, line separators, halves of
+# a pair, emoji
+SIGNS = (
+    "+*():-.,0123456789eE"
+    " norm'\"{}[]#&!%|>@`\\/\t\r\n\x00\x0b\x1f\x85\u2028\u2029\ufeff\ud800\udfff😀é中عक"
+)
 TEXTS = st.text(st.one_of(st.sampled_from(SIGNS), st.characters()), max_size=40)
 
 
 def refused(function, *args) -> str | None:
-    "Return the one line that a call raises as `ValueError`, or None if it raises nothing; other errors are not caught."
+    """Return the one line that a call raises as `ValueError`, or None if it raises nothing; other
+    errors are not caught."""
     try:
         function(*args)
     except ValueError as error:
@@ -39,7 +44,8 @@ def refused(function, *args) -> str | None:
     return None
 
 
-# ------------------------------------------------------------------------------------------------------- rewards
+# -------------------------------------------------------------------------------------------------------
+# rewards
 
 PARTS = st.sampled_from(
     ["clip", "tiny-clip", "norm(", ")", "+", "*", "2*", "1e", "math:pi", "x.py:f", "os:", ":", "-"]
@@ -96,7 +102,8 @@ def test_a_few_lines_of_aliases_take_no_time_and_no_memory(tmp_path, nest):
     assert time.process_time() - start < 5
 
 
-# ------------------------------------------------------------------------------------------------------- prompt files
+# -------------------------------------------------------------------------------------------------------
+# prompt files
 
 
 def prompt_file(name: str, content: bytes) -> None:
@@ -162,7 +169,8 @@ def prompt_files(examples: int) -> None:
     each()
 
 
-# ------------------------------------------------------------------------------------------------------- command lines
+# -------------------------------------------------------------------------------------------------------
+# command lines
 
 
 @contextlib.contextmanager
@@ -273,7 +281,8 @@ def command_lines(examples: int) -> None:
     each()
 
 
-# ------------------------------------------------------------------------------------------------------- YAML
+# -------------------------------------------------------------------------------------------------------
+# YAML
 
 PLAIN_YAML = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(-3, 9), st.floats(), st.text(max_size=6)),
@@ -320,7 +329,8 @@ def configs(examples: int) -> None:
     each()
 
 
-# ------------------------------------------------------------------------------------------------------- all of them
+# -------------------------------------------------------------------------------------------------------
+# all of them
 
 AGAIN = "nothing written; a printed config gives the same settings again"
 PROPERTIES = {  # what is checked, with how many examples by `make test` and by `make faults`, and what holds

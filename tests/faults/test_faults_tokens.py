@@ -1,4 +1,5 @@
-"""Keys and passwords: given by variables or in a name, they are in nothing that is written or printed."""
+"""Keys and passwords: given by variables or in a name, they are in nothing that is written or
+printed."""
 
 import base64
 import json

@@ -1,4 +1,5 @@
-"""Two processes on one run folder, locks of dead processes, and one notebook executed twice at once."""
+"""Two processes on one run folder, locks of dead processes, and one notebook executed twice at
+once."""
 
 import json
 import os
@@ -16,7 +17,10 @@ from test_training import SMALL, start
 from branchgrpo.reproduction.pages import new_page
 from branchgrpo.training.runs import RunLock
 
-WORDS = "--steps 4 --splits 0,1 --prompts-per-iteration 2 --tracker none --evaluate-every 0 --lora-rank 4 --output"
+WORDS = (
+    "--steps 4 --splits 0,1 --prompts-per-iteration 2 --tracker none --evaluate-every 0 --lora-rank"
+    " 4 --output"
+)
 
 
 def trained(folder, iterations=3):
@@ -92,7 +96,8 @@ def test_a_run_stays_locked_while_a_process_of_it_lives(tmp_path, noted):
 
 
 def test_a_disk_without_locks_is_named(tmp_path, monkeypatch):
-    "NFS without its lock server answers ENOLCK; no such disk is here, so the kernel's answer alone is replaced."
+    """NFS without its lock server answers ENOLCK; no such disk is here, so the kernel's answer
+    alone is replaced."""
     import fcntl
 
     def no_locks(file, kind):

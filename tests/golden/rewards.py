@@ -1,8 +1,10 @@
-"""Write reward_texts.json and reward_pixels.safetensors: what the originals' own code makes of prompts and pictures.
+"""Write reward_texts.json and reward_pixels.safetensors: what the originals' own code makes of
+prompts and pictures.
 
-Run `python tests/golden/rewards.py HPSV2 IMAGEREWARD VIDEOALIGN` with clones of tgxs002/HPSv2 (866735e),
-THUDM/ImageReward (c1392c6) and KwaiVGI/VideoAlign (219ab9d). `torchvision` here stands for the real one, which the
-originals import: its `resize` is Pillow's or torch's, `CenterCrop` rounds (H − h) / 2, as transforms/functional.py.
+Run `python tests/golden/rewards.py HPSV2 IMAGEREWARD VIDEOALIGN` with clones of tgxs002/HPSv2
+(866735e), THUDM/ImageReward (c1392c6) and KwaiVGI/VideoAlign (219ab9d). `torchvision` here stands
+for the real one, which the originals import: its `resize` is Pillow's or torch's, `CenterCrop`
+rounds (H − h) / 2, as transforms/functional.py.
 """
 
 import ast
@@ -120,7 +122,8 @@ def clip_words(folder):
 
 
 def bert_words():
-    "The tokeniser in Python that ImageReward's transformers had, with a vocabulary of single letters."
+    """The tokeniser in Python that ImageReward's transformers had, with a vocabulary of single
+    letters."""
     from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
 
     letters = [chr(c) for c in range(33, 127) if not chr(c).isupper()] + list("北京的猫’“”—…ß")
@@ -144,7 +147,8 @@ def bert_words():
 
 
 def video_numbers(folder):
-    "VideoAlign's question, number of frames and size of a frame, with the settings of its train.sh."
+    """VideoAlign's question, number of frames and size of a frame, with the settings of its
+    train.sh."""
     import math
 
     asked = functions(folder / "prompt_template.py", {"build_prompt"})
