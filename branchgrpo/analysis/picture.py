@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from .curves import Group
-from ..reproduction.figures import PALETTE, STYLE, colour_of
+from ..viewing.style import PALETTE, STYLE, colour_of
 
 # %% ../../nbs/analysis/02_picture.ipynb #4d5b2af4
 def group_colours(groups: list[Group]) -> dict[str, str]:

@@ -26,10 +26,10 @@ from jinja2 import Environment, StrictUndefined
 
 import branchgrpo
 from ..files import write_text
-from .comparison import fall_verdict
+from ..analysis.statistics import fall_verdict
 from .pages import earlier, jobs, templates
 from .records import read_record
-from .statistics import LOWER
+from ..analysis.statistics import LOWER
 from branchgrpo.reproduction.study import (
     Claim,
     Difference,

@@ -24,7 +24,7 @@ from ..planning import plan_of
 from ..registry import shown, unknown_name_error
 from ..analysis.curves import with_cost
 from .records import RecordedRun
-from branchgrpo.reproduction.statistics import (
+from branchgrpo.analysis.statistics import (
     LOWER,
     OPEN,
     Pair,

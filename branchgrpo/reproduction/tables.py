@@ -28,7 +28,7 @@ from ..files import write_text
 from ..policy import GaussianFlow
 from .comparison import Comparison
 from .records import Runs, run_record, table_of, write_record, write_runs
-from .statistics import mean_interval, with_false_discovery
+from ..analysis.statistics import mean_interval, with_false_discovery
 from ..rewards.names import terms
 from ..training.config import TrainConfig
 from ..training.export import averaged_weights

@@ -286,9 +286,7 @@ def groups_of(records: list[Record]) -> dict[str, list[int]]:
 def group_text(records: list[Record], name: str) -> str:
     """Return a metric of a group as it stands in the table: the mean over its runs, and the
     interval of its end."""
-    from branchgrpo.reproduction.statistics import (
-        mean_interval,
-    )  # scipy, which one run does not need
+    from branchgrpo.analysis.statistics import mean_interval  # scipy, which one run does not need
 
     single = name.startswith("eval_") or name in COUNTERS
     found = [begin_and_end(series(r, name), single) for r in records]
