@@ -30,7 +30,8 @@ from branchgrpo.machine.estimate import (
 from ..machine.gpus import GPU_GB, MEASURED_SPEED, SLOWER
 from ..registry import count_of
 from .pages import Job, planned_runs
-from .runs import Wanted, cache_key, run_folder
+from .pages import run_folder
+from .runs import Wanted, cache_key
 from ..training.config import Settings, TrainConfig
 from ..training.resolve import resolve
 

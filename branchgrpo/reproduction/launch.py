@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PROGRESS', 'LOST', 'FAILED', 'PASSED_ON', 'HERE', 'lines_of', 'show', 'report_progress', 'error_line', 'Ended',
            'failed_rank', 'killed_rank', 'passing_on', 'end_with_parent', 'started', 'run_logged', 'Launch',
-           'train_in_subprocess']
+           'launch_here', 'train_in_subprocess']
 
 # %% ../../nbs/reproduction/02_launch.ipynb #2eb652a1
 import contextlib
@@ -248,6 +248,26 @@ class Launch:
 
 
 HERE = Launch()  # in this process, alone
+
+# %% ../../nbs/reproduction/02_launch.ipynb #7277ecae
+def launch_here(command: str) -> Launch:
+    """Return how a run starts in this task, with its place among the nodes of its job; outside of a
+    job it is alone."""
+    import submitit
+
+    try:
+        job = submitit.JobEnvironment()
+    except RuntimeError:
+        return Launch(command)
+    attempt = f"{job.job_id}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
+    head = job.hostnames[0] if job.num_nodes > 1 else "localhost"
+    return Launch(
+        command,
+        job.global_rank,
+        job.num_tasks,
+        attempt,
+        f"{head}:{20_000 + int(job.raw_job_id) % 20_000}",
+    )
 
 # %% ../../nbs/reproduction/02_launch.ipynb #38baadda
 def train_in_subprocess(config: TrainConfig, launch: Launch, held: tuple[int, ...] = ()) -> None:

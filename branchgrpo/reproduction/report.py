@@ -39,7 +39,8 @@ from branchgrpo.reproduction.study import (
     read_registration,
     with_interval,
 )
-from .tables import PRINTED, cell_text, markdown_table, published
+from .markdown import PRINTED, cell_text, markdown_table
+from .tables import published
 
 ROOT = Path(branchgrpo.__file__).parents[1]
 
