@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FIRST', 'MACHINE', 'TRAINING', 'DRAWING', 'SCORING', 'ASKING', 'TRAIN', 'SEEDS', 'COMPARING', 'EVALUATION',
            'COMMANDS', 'NEXT', 'BROKEN_PIPE', 'error_code', 'tell', 'exit_after', 'train', 'train_run', 'train_seeds',
-           'print_settings', 'completion', 'Command', 'overview', 'greeting', 'run_named_command', 'answer',
+           'print_settings', 'completion', 'Command', 'overview', 'greeting', 'run_named_command', 'run_words',
            'exit_code', 'has_no_reader', 'drop_unread', 'main']
 
 # %% ../nbs/cli/02_main.ipynb #e02d87f6
@@ -351,7 +351,7 @@ def run_named_command(name: str, words: list[str]) -> int:
         return command.run(given)
 
 # %% ../nbs/cli/02_main.ipynb #4184ba00
-def answer(words: list[str]) -> int:
+def run_words(words: list[str]) -> int:
     "Print the version or the help of the program, or execute a command; return the exit code."
     if not words:
         print(greeting())
@@ -368,7 +368,7 @@ def exit_code(words: list[str]) -> int:
     "Return the exit code of a line of words; print what is wrong with it as one line."
     try:
         with refusals_in_words({}):
-            return answer(words)
+            return run_words(words)
     except (ValueError, Refused) as error:
         tell(error)
         return error_code(error)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Row', 'IN_PACKAGE', 'TABLE_1', 'json_value', 'print_json', 'recipe_row', 'recipe_table', 'SampleOptions',
            'EvaluateOptions', 'MachineOptions', 'RecipeOptions', 'RewardOptions', 'ModelOptions', 'PromptOptions',
-           'HpsOptions', 'show_runs', 'with_model', 'tell_progress', 'score', 'check_benchmark', 'interval_text',
+           'HpsOptions', 'show_runs', 'with_model', 'tell_progress', 'score', 'check_benchmark', 'mean_text',
            'print_summary', 'DrawnRow', 'first_prompts', 'draw_row', 'save_rows', 'draw', 'check_sample', 'doctor',
            'check_recipe', 'show_recipes', 'print_recipe', 'print_rows', 'print_row', 'show_table', 'reward_row',
            'show_rewards', 'model_row', 'model_facts', 'show_models', 'prompts_row', 'first_sentence', 'prompts_facts',
@@ -258,7 +258,7 @@ def check_benchmark(where: EvaluateOptions) -> None:
         )
 
 # %% ../nbs/cli/01_commands.ipynb #a851f8c2
-def interval_text(value: dict[str, Any], form: str = ".4f") -> str:
+def mean_text(value: dict[str, Any], form: str = ".4f") -> str:
     "Return a mean and its interval as text."
     if value["mean"] is None:
         return "no image could be scored"
@@ -270,12 +270,10 @@ def print_summary(summary: dict[str, Any]) -> None:
     before, after, change."""
     for kind in ("rewards", "check"):
         for name, after in summary.get(kind, {}).items():
-            line = interval_text(after)
+            line = mean_text(after)
             if "change" in summary:
                 before, change = (summary[part][kind][name] for part in ("base", "change"))
-                line = (
-                    f"{interval_text(before)} → {line}, a change of {interval_text(change, '+.4f')}"
-                )
+                line = f"{mean_text(before)} → {line}, a change of {mean_text(change, '+.4f')}"
             print(
                 f"{kind:8} {name:18} {line}  {count_of(after['prompts'], 'prompt')},"
                 f" {after['unscored']} unscored"

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['HOLDS', 'FAILS', 'SAME', 'OPEN', 'MARGIN', 'HIGHER', 'LOWER', 'UNCLEAR', 'mean_p', 't_interval', 'mean_interval',
-           'Pair', 'equivalence_p', 'possible', 'decide', 'verdict', 'difference', 'unmeasured', 'fall_verdict',
+           'Pair', 'equivalence_p', 'possible', 'decide', 'verdict', 'paired_difference', 'unmeasured', 'fall_verdict',
            'unpaired_difference', 'power', 'seeds_needed', 'with_false_discovery', 'spent', 'sequence',
            'bootstrap_ends']
 
@@ -118,7 +118,7 @@ def verdict(low: float | None, high: float | None, near: bool = False) -> str:
     return f"equal within {100 * MARGIN:g} % of the gain" if near else UNCLEAR
 
 
-def difference(
+def paired_difference(
     ours: list[float],
     theirs: list[float],
     level: float = 0.95,

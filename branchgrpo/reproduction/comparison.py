@@ -13,7 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..analysis.curves import interpolate, with_cost
-from ..analysis.statistics import difference, fall_verdict, mean_interval, unmeasured
+from branchgrpo.analysis.statistics import (
+    paired_difference,
+    fall_verdict,
+    mean_interval,
+    unmeasured,
+)
 from ..planning import plan_of
 from ..training.config import TrainConfig
 from ..training.resolve import resolve
@@ -98,7 +103,7 @@ class Comparison:
         }
         if not np.isfinite(ours + theirs).all():
             return unmeasured(len(ours)) | claim
-        return difference(ours, theirs, gains=gains) | claim
+        return paired_difference(ours, theirs, gains=gains) | claim
 
     def test_claims(
         self,
@@ -177,7 +182,9 @@ def test_rougher(found: Comparison, label: str, other: str, early: bool = False)
     part = "its first half" if early else "the run"
     claim = {"claim": f"{label} rougher than {other}", "key": "eval_reward", "budget": None}
     tested = (
-        difference(ours, theirs) | claim | {"at equal": f"iterations, changes of slope over {part}"}
+        paired_difference(ours, theirs)
+        | claim
+        | {"at equal": f"iterations, changes of slope over {part}"}
     )
     print(claim_line(tested))
     return [tested]

@@ -6,7 +6,7 @@
 __all__ = ['QUIET_SECONDS', 'ABOUT', 'MOST_RUNS', 'METRICS', 'RIGHT_IMAGES', 'COUNTERS', 'COSTS', 'METHOD', 'MOST_ROWS',
            'COLUMNS', 'SHEET', 'SIDE', 'RIGHT', 'WRONG', 'reading', 'number_rows', 'is_alive', 'is_training', 'Record',
            'read_run', 'read_records', 'series', 'metric_place', 'metric_names', 'sections', 'begin_and_end',
-           'metric_text', 'groups_of', 'group_text', 'table_rows', 'aligned', 'group_rows', 'run_table',
+           'metric_text', 'groups_of', 'group_text', 'table_rows', 'align_columns', 'group_rows', 'run_table',
            'evenly_spread', 'data_uri', 'enlarged', 'marked', 'first_row_uri', 'kept_files', 'sample_rows']
 
 # %% ../../nbs/viewing/01_run.ipynb #32241960
@@ -316,13 +316,14 @@ def table_rows(
     return rows
 
 
-def aligned(rows: list[list[str]]) -> list[str]:
-    "Return rows of texts as lines of equal columns."
-    widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
+def align_columns(rows: list[list[str]], left: int = 1) -> list[str]:
+    "Return rows of texts as lines of equal columns; the first `left` columns begin at the left."
+    widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
     for row in rows:
-        cells = [row[0].ljust(widths[0]), *(text.rjust(w) for text, w in zip(row[1:], widths[1:]))]
-        lines.append("  ".join(cells).rstrip())
+        first = [text.ljust(width) for text, width in zip(row[:left], widths)]
+        others = [text.rjust(width) for text, width in zip(row[left:], widths[left:])]
+        lines.append("  ".join([*first, *others]).rstrip())
     return lines
 
 
@@ -349,12 +350,12 @@ def run_table(records: list[Record]) -> str:
     if not names:
         return "\n".join([*lines, "no iteration is finished yet"])
     if groups := group_rows(records):
-        lines += ["", *aligned(groups), ""]
+        lines += ["", *align_columns(groups), ""]
     numbers = [str(n) for n in range(1, len(records) + 1)]
     rows = table_rows(
         ["begin → end", *numbers], names, lambda c, name: metric_text(records[c], name)
     )
-    return "\n".join([*lines, *aligned(rows)])
+    return "\n".join([*lines, *align_columns(rows)])
 
 # %% ../../nbs/viewing/01_run.ipynb #921fcecf
 MOST_ROWS = 8
