@@ -16,7 +16,7 @@ import select
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import __version__
 from .analysis.command import compare_runs
@@ -57,6 +57,11 @@ from branchgrpo.training.seeds import (
 )
 from .training.summary import change_line, end_lines
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from branchgrpo.training.trainer import Trainer
+
 # %% ../nbs/cli/02_main.ipynb #2540175c
 def error_code(error: BaseException) -> int:
     """Return the exit code of an error: 2 for a wrong input, 74 for a refusal of the operating
@@ -69,7 +74,7 @@ def tell(error: BaseException) -> None:
     print(f"branchgrpo: {plain_line(str(error))}", file=sys.stderr)
 
 # %% ../nbs/cli/02_main.ipynb #8272daf9
-def exit_after(accelerator: Any, error: BaseException, minutes: float) -> None:
+def exit_after(accelerator: "Accelerator", error: BaseException, minutes: float) -> None:
     "Exit at once from a process that failed alone: a joint shutdown would deadlock."
     import traceback
 
@@ -113,7 +118,7 @@ def train(given: dict[str, Any]) -> int:
     return code
 
 
-def train_run(trainer: Any, last: bool = True) -> tuple[int, Run | None]:
+def train_run(trainer: "Trainer", last: bool = True) -> tuple[int, Run | None]:
     """Train one run; return the exit code and the run (None: a signal has stopped it).
 
     The `last` ends the connection.

@@ -19,9 +19,10 @@ import shutil
 import sys
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .evaluation.evaluate import Drawing
 from branchgrpo.files import (
@@ -39,8 +40,11 @@ from .own import is_ours
 from .registry import count_of, docstring_summary, shown, with_setting
 from .settings import as_in_training, bounded, options, variable
 
+if TYPE_CHECKING:
+    from branchgrpo.methods.recipe import Recipe
+
 # %% ../nbs/cli/01_commands.ipynb #8951e44d
-def json_value(value: Any) -> Any:
+def json_value(value: object) -> Any:
     """Return a value as JSON has it: sequences as lists, keys as texts, a number that is not finite
     as text."""
     if isinstance(value, dict):
@@ -52,17 +56,17 @@ def json_value(value: Any) -> Any:
     return value
 
 # %% ../nbs/cli/01_commands.ipynb #57a8a51b
-def print_json(value: Any) -> None:
+def print_json(value: object) -> None:
     "Print a value as JSON."
     print(json.dumps(json_value(value), indent=1, ensure_ascii=False, allow_nan=False))
 
 # %% ../nbs/cli/01_commands.ipynb #eccb4390
-def recipe_row(recipe: Any) -> dict[str, str]:
+def recipe_row(recipe: "Recipe") -> dict[str, str]:
     "Return a recipe as one row of the list."
     return {"name": recipe.name, "summary": recipe.summary, "paper": recipe.paper}
 
 
-def recipe_table(recipe: Any) -> dict[str, Any]:
+def recipe_table(recipe: "Recipe") -> dict[str, Any]:
     """Return a recipe with every value, its source (off: not used), and the papers' words behind
     the values."""
     from branchgrpo.methods.papers import words_rows
@@ -466,7 +470,7 @@ def show_recipes(given: dict[str, Any]) -> int:
     return 0
 
 # %% ../nbs/cli/01_commands.ipynb #0c5b927b
-def print_recipe(recipe: Any) -> None:
+def print_recipe(recipe: "Recipe") -> None:
     "Print a recipe, the source of each value, and the method that is nearest."
     from branchgrpo.methods.papers import words_lines  # not above: the list needs no torch
     from branchgrpo.recipes import different_settings, nearest  # not above: the list needs no torch
@@ -631,7 +635,7 @@ def prompts_row(name: str) -> Row:
     return {"name": name, "about": about, "where": IN_PACKAGE if is_ours(entry) else None}
 
 
-def first_sentence(entry: Any) -> str:
+def first_sentence(entry: Callable[..., object]) -> str:
     "Return what a function says that it returns, without the words `Return` and `the`."
     return docstring_summary(entry).removeprefix("Return ").removeprefix("the ").rstrip(".")
 

@@ -21,11 +21,14 @@ import typing
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from .files import read_table
 from .registry import import_target, shown
 from .settings import MethodSettings, READERS, RETIRED, without_none, without_retired
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 # %% ../nbs/cli/00_options.ipynb #60df4fef
 def sections_of(cls: type) -> list[type]:
@@ -55,7 +58,13 @@ class LastCounts(argparse.Action):
     """An option with one value: given again, as a script does to change it, the last value counts,
     and a line says so."""
 
-    def __call__(self, parser: Any, namespace: Any, values: Any, *_: Any) -> None:
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        *_: object,
+    ) -> None:
         before = getattr(namespace, self.dest)
         if before is not None and before != values:
             text = f"{self.dest}: it is given twice; {shown(values)} counts, not {shown(before)}"
@@ -65,7 +74,7 @@ class LastCounts(argparse.Action):
         setattr(namespace, self.dest, values)
 
 # %% ../nbs/cli/00_options.ipynb #e352aee9
-def flag_of(hint: Any, default: Any) -> dict[str, Any]:
+def flag_of(hint: object, default: object) -> dict[str, Any]:
     "Return what the parser needs to know of a field's type."
     if hint is bool and default is False:
         return {"action": "store_true"}
@@ -79,7 +88,7 @@ def flag_of(hint: Any, default: Any) -> dict[str, Any]:
     return action | {"metavar": READERS[hint][1]}
 
 # %% ../nbs/cli/00_options.ipynb #5d0c91fe
-def shown_default(default: Any) -> str:
+def shown_default(default: object) -> str:
     "Return a default as the help shows it; nothing for none, false and an empty list."
     if default is None or default is False or default in ((), ""):
         return ""
@@ -114,7 +123,7 @@ def add_section(parser: argparse.ArgumentParser, cls: type) -> None:
 class ShowAll(argparse.Action):
     "`--help-all`: print the help of every flag, and stop."
 
-    def __call__(self, parser: Any, *_: Any) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         print(parser.format_help(), end="", flush=True)
         parser.exit()
 
@@ -127,7 +136,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(one_line(message, self))
 
-    def print_help(self, file: Any = None) -> None:
+    def print_help(self, file: "SupportsWrite[str] | None" = None) -> None:
         texts = {action: action.help for action in self._actions}
         for action in texts:
             if self.first and action.dest not in (*self.first, "help", "help_all"):

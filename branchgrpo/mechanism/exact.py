@@ -11,7 +11,6 @@ __all__ = ['as_vector', 'moved_policy', 'path_end', 'decoded', 'scored', 'pathwi
 import inspect
 import math
 from collections.abc import Collection, Iterable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +20,8 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from ..objective import RATIOS
 from ..planning import plan_of, process_of
 from ..rewards.clip import ClipReward, embed_images
-from ..rewards.contract import Checked, label
+from ..policy import Policy
+from ..rewards.contract import Checked, Reward, label
 from ..rollouts import Edges, edges_in, revisit
 from ..training.experience import Experience
 from ..training.learner import Learner, frozen_copy
@@ -37,7 +37,7 @@ def as_vector(gradients: Iterable[Tensor | None], parameters: Iterable[Tensor]) 
 
 # %% ../../nbs/mechanism/01_exact.ipynb #f80c28bb
 @torch.no_grad()
-def moved_policy(learner: Learner, direction: Tensor, delta: float) -> Any:
+def moved_policy(learner: Learner, direction: Tensor, delta: float) -> Policy:
     "Return a frozen copy of a learner's policy, its weights moved by `delta` × `direction (n,)`."
     copy = frozen_copy(learner.policy)
     named = dict(copy.call.named_parameters())
@@ -47,11 +47,12 @@ def moved_policy(learner: Learner, direction: Tensor, delta: float) -> Any:
 
 # %% ../../nbs/mechanism/01_exact.ipynb #0c5c4614
 def path_end(
-    policy: Any,
+    policy: Policy,
     process: Transition,
     conditioning: dict[str, Tensor],  # B rows
     x: Tensor,  # (B, …), initial noise
     noise: dict[int, Tensor] | None = None,  # {step: (B, …)} of the steps that draw noise
+    *,
     trained: Collection[int] | None = None,  # steps whose denoiser call gives a gradient; None: all
 ) -> Tensor:  # (B, …)
     "Return the last latents of B paths, with gradient."
@@ -64,12 +65,12 @@ def path_end(
     return x
 
 # %% ../../nbs/mechanism/01_exact.ipynb #a94b3cbd
-def decoded(policy: Any, latents: Tensor) -> Tensor:
+def decoded(policy: Policy, latents: Tensor) -> Tensor:
     "Return the images of noise-free latents, as `policy.decode` does, with gradient."
     return inspect.unwrap(type(policy).decode)(policy, latents)
 
 
-def scored(reward: Any, images: Tensor, prompts: list[str]) -> Tensor:
+def scored(reward: Reward, images: Tensor, prompts: list[str]) -> Tensor:
     "Return the scores `(B,)` of images with gradient. Raises `ValueError` if the reward has none."
     if isinstance(reward, ClipReward) and type(reward).__call__ is ClipReward.__call__:
         features = inspect.unwrap(embed_images)(
@@ -86,8 +87,9 @@ def scored(reward: Any, images: Tensor, prompts: list[str]) -> Tensor:
 # %% ../../nbs/mechanism/01_exact.ipynb #7aa5d44f
 def pathwise_gradient(
     learner: Learner,
-    reward: Any,
+    reward: Reward,
     prompts: list[str],  # B
+    *,
     process: Transition,
     conditioning: dict[str, Tensor],  # B rows
     x: Tensor,  # (B, …), initial noise
@@ -95,7 +97,7 @@ def pathwise_gradient(
     trained: Collection[int] | None = None,  # as in `path_end`
 ) -> tuple[Tensor, Tensor]:  # (n,); (B,)
     "Return the gradient of the mean reward of B paths, as one vector, and their rewards."
-    end = path_end(learner.policy, process, conditioning, x, noise, trained)
+    end = path_end(learner.policy, process, conditioning, x, noise, trained=trained)
     scores = scored(reward, decoded(learner.policy, end), prompts)
     parameters = list(learner.parameters.values())
     gradients = torch.autograd.grad(scores.mean(), parameters, allow_unused=True)
@@ -104,7 +106,7 @@ def pathwise_gradient(
 # %% ../../nbs/mechanism/01_exact.ipynb #6dffea1e
 @torch.no_grad()
 def step_derivatives(
-    learner: Learner, x: Experience, moved: Any, edges: Edges, delta: float
+    learner: Learner, x: Experience, moved: Policy, edges: Edges, delta: float
 ) -> Tensor:
     """Return the derivatives `(E,)` of edges' log-ratios towards `moved`, a policy at the distance
     `delta`."""
@@ -119,7 +121,7 @@ def step_derivatives(
     return derivatives * slope
 
 # %% ../../nbs/mechanism/01_exact.ipynb #645627f7
-def edge_derivatives(learner: Learner, x: Experience, moved: Any, delta: float) -> list[Tensor]:
+def edge_derivatives(learner: Learner, x: Experience, moved: Policy, delta: float) -> list[Tensor]:
     "Return d of every edge, per depth `(P, W_d)`; 0 where no step is trained."
     found = [torch.zeros_like(p, dtype=torch.float32) for p in x.tree.parents]
     for step in sorted(x.tree.plan.trained):
@@ -184,6 +186,15 @@ def pathwise_side(t: Trainer, iteration: int, direction: Tensor, copies: int = 1
     shape = (len(prompts), *t.policy.latent_shape)
     x = torch.randn(shape, generator=generator)
     noise = {i: torch.randn(shape, generator=generator) for i in sorted(plan.drawn)}
-    conditioning: Any = {k: v.clone() for k, v in t.conditioner(prompts).items()}
-    given = (t.scorer.reward, prompts, process, conditioning, x, noise, plan.trained)
-    return float(pathwise_gradient(t.learner, *given)[0] @ direction)
+    conditioning = {k: v.clone() for k, v in t.conditioner(prompts).items()}
+    gradient, _ = pathwise_gradient(
+        t.learner,
+        t.scorer.reward,
+        prompts,
+        process=process,
+        conditioning=conditioning,
+        x=x,
+        noise=noise,
+        trained=plan.trained,
+    )
+    return float(gradient @ direction)

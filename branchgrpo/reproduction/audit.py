@@ -16,7 +16,7 @@ from ..training.export import averaged_weights
 from ..training.trainer import Trainer
 
 # %% ../../nbs/reproduction/19_audit.ipynb #3934296b
-def same_value(printed: str, ours: Any) -> bool:
+def same_value(printed: str, ours: str | float) -> bool:
     "Return whether a printed value is ours: the same number, or the same text."
     try:
         return float(printed) == float(ours)

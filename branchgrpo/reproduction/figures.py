@@ -56,6 +56,7 @@ def draw_line(
     ys: np.ndarray,  # (seeds, points)
     label: str | None,
     recipe: str | None,
+    *,
     band: bool = True,  # else a bar at the end
 ) -> None:
     """Draw the mean over seeds in the next line style of a recipe, and their range as a band or a
@@ -77,16 +78,15 @@ def plot_curve(
     x: str,  # a key of the rows, for example denoiser_calls
     y: str,
     label: str | None,
-    recipe: str
-    | None = None,  # decides the colour; without it the label does, if it is a recipe's name
+    *,
+    recipe: str | None = None,  # decides the colour; None: the label does, if it is a recipe's name
     band: bool = True,  # the range over seeds as a band; else as a bar at the end
 ) -> None:
     "Draw one setting at equal iterations. The axis of iterations has whole numbers."
     rows = [[row for row in run if y in row] for run in runs]
     count = min(map(len, rows))
-    draw_line(
-        ax, column(rows, x, count).mean(0), column(rows, y, count), label, recipe or label, band
-    )
+    xs = column(rows, x, count).mean(0)
+    draw_line(ax, xs, column(rows, y, count), label, recipe or label, band=band)
     most = ax.get_xlim()[1]
     ax.xaxis.set_major_formatter("{x:,.0f}" if most >= 1000 else "{x:g}")
     ticks = 3 if most >= 100_000 else 5  # long numbers need room
@@ -237,6 +237,7 @@ def forest_panel(
     rows: list[dict],  # each with a label
     key: str,  # of the table of value, low and high in a row
     line: float | None = 1.0,  # no difference
+    *,
     log: bool = True,
     band: float = 0.0,  # half the width of a grey band: what counts as no difference
 ) -> None:

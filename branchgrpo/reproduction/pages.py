@@ -40,6 +40,7 @@ def base_config(
     held_out: str | None,  # rewards that only evaluations see, comma-separated; empty: none
     prompts: str,
     iterations: int,
+    *,
     evaluation_prompts: int,
     **extra: Any,  # further fields of TrainConfig, for example recipe or mixed_precision
 ) -> TrainConfig:

@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ..analysis.curves import Measured
 from ..files import write_atomic, write_text
 
 # %% ../../nbs/reproduction/01_records.ipynb #b7a53d2e
@@ -145,7 +146,7 @@ def recorded_runs(record: dict[str, Any]) -> dict[str, list[RecordedRun]]:
     }
 
 # %% ../../nbs/reproduction/01_records.ipynb #8548e748
-def run_record(run: Any) -> dict[str, Any]:
+def run_record(run: Measured) -> dict[str, Any]:
     """Return what a record keeps of a run: metrics, folder, machine, comparable seconds,
     evaluations, settings."""
     device = (

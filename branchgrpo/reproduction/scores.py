@@ -103,6 +103,7 @@ def part_scores(
     run: Run,
     name: str,  # of the part
     weights: str,  # trained or base
+    *,
     tool: str,  # a name of BENCHMARKS
     prompts: str,  # a prompt set
     command: str,  # {images} and {results} are filled in

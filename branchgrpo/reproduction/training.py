@@ -159,6 +159,7 @@ def make_runs(
     workers: int = 1,
     gpus: list[str] | None = None,  # one worker per GPU
     launch: Launch = HERE,  # how each run starts
+    *,
     log: Callable[[str], None] = say,
     every: float = 10.0,  # seconds between two lines of progress
 ) -> int:

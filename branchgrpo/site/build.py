@@ -148,7 +148,7 @@ def source_of(module: ModuleType) -> str:
     return Path(str(module.__file__)).read_text(encoding="utf-8")
 
 
-def argument_comments(what: str, name: str, item: Any) -> list[str]:
+def argument_comments(what: str, name: str, item: object) -> list[str]:
     "Return the lines on the comments in the source of an item."
     if what == "data":
         module, _, variable = name.rpartition(".")
@@ -165,13 +165,11 @@ def argument_comments(what: str, name: str, item: Any) -> list[str]:
     return ["", *(f":{field}: {escaped(' '.join(text.split()))}" for field, text in fields.items())]
 
 
-def describe(app, what: str, name: str, item: Any, options, lines: list[str]) -> None:
+def describe(app, what: str, name: str, item: object, options, lines: list[str]) -> None:
     """Replace the docstring of an item: escaped, with the comments in its source, and the lesson
     that makes a module."""
     lines[:] = [] if what == "data" else map(escaped, lines)
     lines += argument_comments(what, name, item)
-    made = (
-        re.search(r"File to edit: [./]*(\S+)\.ipynb", source_of(item)) if what == "module" else None
-    )
-    if made:
-        lines += ["", f":doc:`The lesson that makes it </{made[1]}>`"]
+    if isinstance(item, ModuleType):
+        made = re.search(r"File to edit: [./]*(\S+)\.ipynb", source_of(item))
+        lines += ["", f":doc:`The lesson that makes it </{made[1]}>`"] if made else []

@@ -21,12 +21,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..files import plain_line
 from ..registry import count_of, reason, shown
 from ..settings import MethodSettings, field_types
 from ..training.runs import LOCK, Run, recorded_run
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 # %% ../../nbs/viewing/01_run.ipynb #755eabc9
 @contextmanager
@@ -376,7 +379,7 @@ COLUMNS, SHEET, SIDE = (
 RIGHT, WRONG = "#009E73", "#D55E00"  # readable without red-green vision
 
 # %% ../../nbs/viewing/01_run.ipynb #58c0bee5
-def data_uri(image: Any, small: bool | None = None) -> str:
+def data_uri(image: "Image", small: bool | None = None) -> str:
     "Return a PIL image as text for a page: PNG where pixels are few (`small`), else JPEG."
     file, small = BytesIO(), image.height <= 48 if small is None else small
     image.convert("RGB").save(
@@ -386,14 +389,14 @@ def data_uri(image: Any, small: bool | None = None) -> str:
     return f"data:image/{'png' if small else 'jpeg'};base64,{data}"
 
 # %% ../../nbs/viewing/01_run.ipynb #9dca4a2e
-def enlarged(image: Any, least: int = 256) -> Any:
+def enlarged(image: "Image", least: int = 256) -> "Image":
     """Return a PIL image whose height is at least `least` pixels: each pixel of a small one becomes
     a square."""
     times = -(-least // image.height)
     return image.resize((image.width * times, image.height * times), 0) if times > 1 else image
 
 
-def marked(row: Any, right: list[bool]) -> Any:
+def marked(row: "Image", right: list[bool]) -> "Image":
     """Return a copy of a row of equal images with a check mark (right) or a cross (wrong) in the
     corner of each."""
     from PIL import ImageDraw
