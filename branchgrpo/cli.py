@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FIRST', 'MACHINE', 'TRAINING', 'DRAWING', 'SCORING', 'ASKING', 'TRAIN', 'SEEDS', 'COMPARING', 'EVALUATION',
            'COMMANDS', 'NEXT', 'BROKEN_PIPE', 'error_code', 'tell', 'exit_after', 'train', 'train_run', 'train_seeds',
-           'print_settings', 'completion', 'Command', 'overview', 'greeting', 'run_named_command', 'answer',
+           'print_settings', 'completion', 'Command', 'overview', 'greeting', 'run_named_command', 'run_words',
            'exit_code', 'has_no_reader', 'drop_unread', 'main']
 
 # %% ../nbs/cli/02_main.ipynb #e02d87f6
@@ -16,7 +16,7 @@ import select
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import __version__
 from .analysis.command import compare_runs
@@ -57,6 +57,11 @@ from branchgrpo.training.seeds import (
 )
 from .training.summary import change_line, end_lines
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from branchgrpo.training.trainer import Trainer
+
 # %% ../nbs/cli/02_main.ipynb #2540175c
 def error_code(error: BaseException) -> int:
     """Return the exit code of an error: 2 for a wrong input, 74 for a refusal of the operating
@@ -69,7 +74,7 @@ def tell(error: BaseException) -> None:
     print(f"branchgrpo: {plain_line(str(error))}", file=sys.stderr)
 
 # %% ../nbs/cli/02_main.ipynb #8272daf9
-def exit_after(accelerator: Any, error: BaseException, minutes: float) -> None:
+def exit_after(accelerator: "Accelerator", error: BaseException, minutes: float) -> None:
     "Exit at once from a process that failed alone: a joint shutdown would deadlock."
     import traceback
 
@@ -113,7 +118,7 @@ def train(given: dict[str, Any]) -> int:
     return code
 
 
-def train_run(trainer: Any, last: bool = True) -> tuple[int, Run | None]:
+def train_run(trainer: "Trainer", last: bool = True) -> tuple[int, Run | None]:
     """Train one run; return the exit code and the run (None: a signal has stopped it).
 
     The `last` ends the connection.
@@ -349,7 +354,7 @@ def run_named_command(name: str, words: list[str]) -> int:
         return command.run(given)
 
 # %% ../nbs/cli/02_main.ipynb #4184ba00
-def answer(words: list[str]) -> int:
+def run_words(words: list[str]) -> int:
     "Print the version or the help of the program, or execute a command; return the exit code."
     if not words:
         print(greeting())
@@ -366,7 +371,7 @@ def exit_code(words: list[str]) -> int:
     "Return the exit code of a line of words; print what is wrong with it as one line."
     try:
         with refusals_in_words({}):
-            return answer(words)
+            return run_words(words)
     except (ValueError, Refused) as error:
         tell(error)
         return error_code(error)

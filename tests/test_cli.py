@@ -187,7 +187,7 @@ def test_a_broken_connection_is_no_reader_that_has_ended(monkeypatch, tmp_path):
     def lost(*_):
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
-    monkeypatch.setattr(cli, "answer", lost)
+    monkeypatch.setattr(cli, "run_words", lost)
     with (
         open(tmp_path / "out", "w") as out,
         contextlib.redirect_stdout(out),

@@ -16,6 +16,7 @@ from filelock import FileLock, Timeout
 from slow import often
 from small import wait_for
 
+from branchgrpo.reproduction.command import task_lists
 from branchgrpo.reproduction.pages import jobs
 from branchgrpo.reproduction.slurm import (
     Resumed,
@@ -25,8 +26,8 @@ from branchgrpo.reproduction.slurm import (
     prepare,
     slurm_scripts,
     torchrun,
-    train_task,
 )
+from branchgrpo.reproduction.training import train_task
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.runs import Run
 
@@ -91,13 +92,12 @@ def test_the_scripts_shown_are_those_that_submitit_writes(tmp_path, monkeypatch,
     job = jobs(
         ["quickstart"], "smoke", Path(__file__).parents[1] / "reproduce", given={"seeds": seeds}
     )[0]
-    folder, options = (
-        tmp_path / "a place",
-        {"scale": "smoke", "gpus": 8, "more": "partition=a100,cpus-per-task=8"},
-    )
+    folder = tmp_path / "a place"
+    lists = task_lists([job], "", None, 8)
+    arrays = job_arrays(lists, "smoke", more="partition=a100,cpus-per-task=8")
     monkeypatch.setattr(submitit.SlurmExecutor, "affinity", lambda *_: 1)
-    shown = slurm_scripts([job], folder, **options)
-    for name, (tasks, settings) in job_arrays([job], **options).items():
+    shown = slurm_scripts(arrays, folder)
+    for name, (tasks, settings) in arrays.items():
         executor = submitit.SlurmExecutor(folder)
         after = {"dependency": "afterany:<the jobs of the runs>"} if name == "pages" else {}
         executor.update_parameters(**settings, **after)
@@ -110,7 +110,7 @@ import sys
 from pathlib import Path
 from filelock import FileLock
 from branchgrpo.reproduction.launch import run_logged
-from branchgrpo.reproduction.runs import lock_files
+from branchgrpo.reproduction.training import lock_files
 lock = FileLock("run.lock")
 code = "import signal as s, time; s.signal(s.SIGTERM, s.SIG_IGN); print('trains'); time.sleep(5); print('saved')"
 with lock, lock_files(lock) as files:

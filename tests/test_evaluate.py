@@ -16,7 +16,8 @@ from branchgrpo.backbones.loading import folder_of
 from branchgrpo.evaluation.evaluate import Evaluation, Evaluator
 from branchgrpo.evaluation.sampling import load_policy, sample_block
 from branchgrpo.testbed.digits import scenes
-from branchgrpo.training.trainer import TrainConfig, Trainer
+from branchgrpo.training.config import TrainConfig
+from branchgrpo.training.trainer import Trainer
 
 OPTIONS = ["--steps", "3", "--block", "5", "--rewards", "tiny-clip", "tiny-pickscore"]
 CALL = [sys.executable, "-m", "branchgrpo.cli", "evaluate", *OPTIONS]

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 
+from branchgrpo.analysis.statistics import HOLDS, OPEN, SAME, Pair, decide, possible
 from branchgrpo.recipes import RECIPES
 from branchgrpo.reproduction.pages import jobs, planned_runs
 from branchgrpo.reproduction.runs import cache_key
-from branchgrpo.reproduction.statistics import HOLDS, OPEN, SAME, Pair, decide, possible
 from branchgrpo.reproduction.study import Claim, Registration, StudyArms, answers, read_registration
 from branchgrpo.training.resolve import resolve
 

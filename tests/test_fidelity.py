@@ -1,7 +1,7 @@
 """What an audit of the science found wrong.
 
 D1 is in nbs/04_plan and testbed/05_scaling, D2 in training/07_credit, D4 in test_steps, D7 to D9 in
-reproduction/09_comparison and 00_statistics, D3, D5, D10 and D11 in test_credit.
+reproduction/09_comparison and analysis/04_statistics, D3, D5, D10 and D11 in test_credit.
 """
 
 import json

@@ -4,21 +4,29 @@
 
 # %% auto #0
 __all__ = ['PageOptions', 'SlurmOptions', 'reproduce', 'check_options', 'check_gpus', 'check_ways', 'parameter', 'table',
-           'given_parameters', 'drawn_runs', 'tables_of', 'ready_folders', 'runs_to_train', 'shown_tables',
-           'redrawn_lines', 'run_here', 'hand_to_slurm', 'train_only']
+           'given_parameters', 'shown_tables', 'redrawn_lines', 'run_here', 'size_of', 'runs_by_size', 'task_lists',
+           'hand_to_slurm', 'train_only']
 
 # %% ../../nbs/reproduction/08_command.ipynb #6d34bf9e
+import contextlib
 import json
+import math
 import re
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..files import REFUSED, check_output, parse_table
 from ..machine.gpus import MEASURED_SPEED
-from ..registry import count_of, shown
+from ..registry import shown
 from ..settings import bounded, options
+
+if TYPE_CHECKING:  # a look at the options needs none of them
+    from branchgrpo.reproduction.launch import Launch
+    from branchgrpo.reproduction.pages import Job
+    from branchgrpo.reproduction.runs import Wanted
+    from branchgrpo.reproduction.slurm import Tasks
 
 # %% ../../nbs/reproduction/08_command.ipynb #0783f968
 @dataclass
@@ -28,12 +36,12 @@ class PageOptions:
     # notebooks; see --all --dry-run
     names: tuple[str, ...] = field(default=(), metadata={"positional": "*"})
     all: bool = False  # every notebook that the scale knows
-    # smoke (minutes), quickstart, testbed (hours on two cores) or paper (GPUs, real weights)
-    scale: str = "testbed"
+    scale: str = "testbed"  # smoke (minutes), quickstart, testbed (hours) or paper (GPUs)
     jobs: int = bounded(1, 1, 10_000)  # runs, and then notebooks, at a time
     gpus: str | None = None  # one run, and then one notebook, per GPU: 0,1,2,3
-    # NAME=VALUE for all named notebooks, as JSON; a table is merged: extra={lora_rank: 32}
-    set: tuple[str, ...] = ()
+    set: tuple[
+        str, ...
+    ] = ()  # NAME=VALUE for all named notebooks, as JSON; a table is merged: extra={lora_rank: 32}
     folder: str = "reproduce"  # where the notebooks are
     output: str = "runs/reproduce"  # where executed notebooks go
     # how a run starts on several GPUs: 'torchrun --standalone --nproc-per-node 8'
@@ -42,8 +50,7 @@ class PageOptions:
     # take the runs that the tables of figures/ hold, and train only the others
     recorded: bool = False
     only: tuple[str, ...] = ()  # train only these runs of the notebooks (names of their folders)
-    # list every run that would be trained with its GPUs, memory, hours, and every file it needs
-    dry_run: bool = False
+    dry_run: bool = False  # list every run with its GPUs, memory, hours, and the files it needs
     tflops: float = bounded(MEASURED_SPEED, 0.001)  # sustained speed of one GPU, for --dry-run
 
 # %% ../../nbs/reproduction/08_command.ipynb #6dec1095
@@ -51,8 +58,7 @@ class PageOptions:
 class SlurmOptions:
     "Slurm"
 
-    # hand the runs, and after them the notebooks, to Slurm (with --dry-run: show the scripts)
-    slurm: bool = False
+    slurm: bool = False  # hand runs, then notebooks, to Slurm (with --dry-run: show the scripts)
     slurm_options: str = ""  # further #SBATCH options: partition=a100,account=x
     # time limit of a task; a task that reaches it goes back into the queue
     hours: int = bounded(24, 1, 10_000)
@@ -64,6 +70,7 @@ class SlurmOptions:
 def reproduce(given: dict[str, Any]) -> int:
     "Run notebooks of reproduce/ at a scale; the same command again continues (code 1: one failed)."
     from branchgrpo.reproduction import pages
+    from branchgrpo.reproduction.needed import ready_folders, runs_to_train
 
     o, slurm = options(PageOptions, given), options(SlurmOptions, given)
     if bool(o.names) == o.all:
@@ -151,66 +158,6 @@ def given_parameters(pairs: tuple[str, ...]) -> dict[str, Any]:
             raise ValueError(f"set: {name!r} is given twice")
     return dict(found)
 
-# %% ../../nbs/reproduction/08_command.ipynb #8042067f
-def drawn_runs(jobs: list) -> dict:
-    """Return the runs whose weights notebooks draw from: of each that draws from models, those of
-    its first seed."""
-    from branchgrpo.reproduction.pages import wanted_runs
-
-    drawn = {}
-    for wanted in (wanted_runs([job]) for job in jobs if job.runner.get("models")):
-        seeds = [config.seed for config, _ in wanted.values()]
-        drawn |= {folder: run for folder, run in wanted.items() if run[0].seed == seeds[0]}
-    return drawn
-
-
-def tables_of(jobs: list) -> list[Path]:
-    "Return the tables of runs in the folders that notebooks write their results to."
-    outputs = dict.fromkeys(job.parameters.get("output", "figures/testbed") for job in jobs)
-    return [
-        path for output in outputs for path in sorted((Path(output) / "runs").glob("*.parquet"))
-    ]
-
-
-def ready_folders(jobs: list, recorded: bool) -> None:
-    """Write the folders of the runs that tables hold, if asked to, and remove those that lack
-    weights a notebook needs."""
-    from branchgrpo.reproduction.pages import wanted_runs
-    from branchgrpo.reproduction.runs import remove_runs_without_weights, runs_from_tables
-
-    waiting = [job for job in jobs if not job.done]
-    drawn = drawn_runs(waiting)
-    if recorded:
-        others = {
-            folder: run for folder, run in wanted_runs(waiting).items() if folder not in drawn
-        }
-        found = runs_from_tables(others, tables_of(jobs))
-        print(f"from the tables of figures/: {count_of(found, 'run')}", flush=True)
-    remove_runs_without_weights(drawn)
-
-
-def runs_to_train(jobs: list, recorded: bool) -> tuple[dict, str]:
-    """Return the runs that this call would train without --dry-run, and how many others there are,
-    as a line."""
-    from branchgrpo.reproduction.pages import missing_runs, wanted_runs
-    from branchgrpo.reproduction.runs import found_in_tables, without_weights
-
-    wanted = wanted_runs(jobs)
-    drawn = drawn_runs([job for job in jobs if not job.done])
-    again = without_weights(drawn)
-    train = missing_runs(jobs) | {folder: drawn[folder] for folder in again}
-    line, tables = f"{len(wanted) - len(train)} of {len(wanted)} runs are there", tables_of(jobs)
-    if not recorded:
-        hint = (
-            " (--recorded takes those that the tables of figures/ hold)" if train and tables else ""
-        )
-        return train, f"{line}; to train: {len(train)}{hint}"
-    found = found_in_tables(
-        {folder: run for folder, run in train.items() if folder not in drawn}, tables
-    )
-    train = {folder: run for folder, run in train.items() if folder not in found}
-    return train, f"{line}, {len(found)} come from the tables of figures/; to train: {len(train)}"
-
 # %% ../../nbs/reproduction/08_command.ipynb #a7d24c3d
 def shown_tables(notebook: str) -> list[str]:
     "Return the tables that an executed notebook shows, as Markdown."
@@ -221,7 +168,7 @@ def shown_tables(notebook: str) -> list[str]:
     return [text for text in texts if text.lstrip().startswith("|")]
 
 
-def redrawn_lines(job: Any, notebook: str, tables: bool) -> list[str]:
+def redrawn_lines(job: "Job", notebook: str, tables: bool) -> list[str]:
     """Return what a notebook drawn again has to show: its tables, if asked for, then the paths of
     what it has written."""
     from branchgrpo.reproduction.report import page_files
@@ -233,12 +180,13 @@ def redrawn_lines(job: Any, notebook: str, tables: bool) -> list[str]:
     return [*lines, f"notebook: {notebook}"]
 
 
-def run_here(jobs: list, o: PageOptions) -> int:
+def run_here(jobs: "list[Job]", o: PageOptions) -> int:
     "Make the missing runs, execute the notebooks, and print what failed."
     from branchgrpo.reproduction import schedule
     from branchgrpo.reproduction.launch import Launch
     from branchgrpo.reproduction.pages import missing_runs
     from branchgrpo.reproduction.report import write_page
+    from branchgrpo.reproduction.training import make_runs
 
     launch = Launch(o.launch or "")
     if o.only:
@@ -247,7 +195,7 @@ def run_here(jobs: list, o: PageOptions) -> int:
     if o.redraw:
         results = schedule.redraw(jobs, Path(o.output) / "redraw", o.jobs, o.all)
     else:
-        schedule.make_runs(jobs, o.jobs, gpus, launch)
+        make_runs(jobs, o.jobs, gpus, launch)
         # a page would train a missing run in one process
         lacking = [job for job in jobs if launch.command and missing_runs([job])]
         results = [
@@ -269,26 +217,69 @@ def run_here(jobs: list, o: PageOptions) -> int:
     refused = all(result.error.startswith("Refused: ") for result in failed)
     return 0 if not failed else REFUSED if refused else 1
 
+# %% ../../nbs/reproduction/08_command.ipynb #e3b34aa3
+def size_of(job: "Job", nodes: int | None, gpus: int) -> tuple[int, int]:
+    """Return the nodes of a page's runs, and the GPUs of each: as given, or as many nodes of `gpus`
+    GPUs as the page's runs need."""
+    wanted = job.runner.get("gpus", gpus)
+    count = nodes or max(1, math.ceil(wanted / max(gpus, 1)))
+    return count, gpus if nodes else min(math.ceil(wanted / count), gpus)
+
+# %% ../../nbs/reproduction/08_command.ipynb #0d323099
+def runs_by_size(
+    todo: "list[Job]", nodes: int | None, gpus: int
+) -> "dict[tuple[int, int], Wanted]":
+    "Return the missing runs of pages, each once, in the size of the first page that needs it."
+    from branchgrpo.reproduction.pages import missing_runs
+
+    found: dict[tuple[int, int], Wanted] = {}
+    seen: set[Path] = set()
+    for job in todo:
+        missing = missing_runs([job])
+        new = {path: run for path, run in missing.items() if path not in seen}
+        seen |= missing.keys()
+        if new:
+            found.setdefault(size_of(job, nodes, gpus), {}).update(new)
+    return found
+
+# %% ../../nbs/reproduction/08_command.ipynb #5b034b18
+def task_lists(todo: "list[Job]", launch: str, nodes: int | None, gpus: int) -> "Tasks":
+    """Return the tasks of all arrays and their sizes.
+
+    `launch` is the command that starts a run on its GPUs; empty: torchrun. A page has one GPU at
+    most.
+    """
+    from branchgrpo.reproduction.schedule import execute
+    from branchgrpo.reproduction.slurm import torchrun
+    from branchgrpo.reproduction.training import train_task
+
+    lists: Tasks = {}
+    sizes = runs_by_size(todo, nodes, gpus)
+    for size, runs in sizes.items():
+        command = launch or torchrun(*size)
+        name = "runs" if len(sizes) == 1 else f"runs-{size[0]}x{size[1]}"
+        lists[name] = [(train_task, config, root, command) for config, root in runs.values()], size
+    pages: list[tuple] = [(execute, job) for job in todo if not job.done]
+    if pages:
+        lists["pages"] = pages, (1, min(gpus, 1))
+    return lists
+
 # %% ../../nbs/reproduction/08_command.ipynb #8444447d
-def hand_to_slurm(jobs: list, o: PageOptions, slurm: SlurmOptions) -> int:
+def hand_to_slurm(jobs: "list[Job]", o: PageOptions, slurm: SlurmOptions) -> int:
     "Hand runs and notebooks to Slurm as job arrays, or show their scripts."
-    from branchgrpo.reproduction.slurm import slurm_scripts, submit
+    from branchgrpo.machine.doctor import without_hub
+    from branchgrpo.reproduction.slurm import executor_class, job_arrays, slurm_scripts, submit
 
-    asked: dict[str, Any] = {
-        "scale": o.scale,
-        "gpus": slurm.gpus_per_node,
-        "nodes": slurm.nodes,
-        "hours": slurm.hours,
-    }
-    asked |= {"more": slurm.slurm_options, "launch": o.launch or ""}
     folder = f"{o.output}/slurm"
+    if not o.dry_run:
+        executor_class("slurm")  # raises if there is no Slurm here
+    with without_hub() if o.dry_run else contextlib.nullcontext():
+        lists = task_lists(jobs, o.launch or "", slurm.nodes, slurm.gpus_per_node)
+        arrays = job_arrays(lists, o.scale, slurm.hours, slurm.slurm_options)
     if o.dry_run:
-        from branchgrpo.machine.doctor import without_hub
-
-        with without_hub():
-            print(slurm_scripts(jobs, folder, **asked))
+        print(slurm_scripts(arrays, folder))
         return 0
-    sent = submit(jobs, folder, **asked)
+    sent = submit(arrays, folder)
     for name, tasks in sent.items():
         print(
             f"{name}: {len(tasks)} tasks, Slurm job {tasks[0].job_id.split('_')[0]}; logs in"
@@ -298,10 +289,10 @@ def hand_to_slurm(jobs: list, o: PageOptions, slurm: SlurmOptions) -> int:
     return 0
 
 # %% ../../nbs/reproduction/08_command.ipynb #41a593cb
-def train_only(jobs: list, names: tuple[str, ...], launch: Any) -> int:
+def train_only(jobs: "list[Job]", names: tuple[str, ...], launch: "Launch") -> int:
     "Train or find some runs of the notebooks. Raise `ValueError` if no notebook has one of them."
     from branchgrpo.reproduction.pages import wanted_runs
-    from branchgrpo.reproduction.runs import get_or_train
+    from branchgrpo.reproduction.training import get_or_train
 
     runs = {path.name: run for path, run in wanted_runs(jobs).items()}
     for name in names:

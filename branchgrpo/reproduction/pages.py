@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SCALES', 'KINDS', 'EARLIER', 'base_config', 'as_published', 'Arms', 'new_page', 'templates', 'Job', 'scale_table',
-           'check_parameters', 'merged', 'known_pages', 'jobs', 'page_arms', 'planned_runs', 'wanted_runs',
-           'missing_runs', 'settings_today', 'differing', 'changed_settings', 'earlier']
+           'check_parameters', 'merged', 'known_pages', 'jobs', 'page_arms', 'run_folder', 'planned_runs',
+           'wanted_runs', 'missing_runs', 'settings_today', 'differing', 'changed_settings', 'earlier']
 
 # %% ../../nbs/reproduction/04_pages.ipynb #2c29830b
 import dataclasses
@@ -28,7 +28,6 @@ from branchgrpo.reproduction.runs import (
     hashed_settings,
     is_finished,
     is_readable,
-    run_folder,
 )
 from ..training.config import TrainConfig
 from ..training.resolve import resolve
@@ -41,6 +40,7 @@ def base_config(
     held_out: str | None,  # rewards that only evaluations see, comma-separated; empty: none
     prompts: str,
     iterations: int,
+    *,
     evaluation_prompts: int,
     **extra: Any,  # further fields of TrainConfig, for example recipe or mixed_precision
 ) -> TrainConfig:
@@ -277,6 +277,11 @@ def page_arms(job: Job) -> Arms | None:
         if "parameters" in tags:
             names |= job.parameters
     return names.get("arms")
+
+# %% ../../nbs/reproduction/04_pages.ipynb #82337ccd
+def run_folder(config: TrainConfig, root: str | Path) -> Path:
+    "Return the folder of a config's run under `root`. Raise `ValueError` on a wrong setting."
+    return Path(root) / cache_key(resolve(config).to_dict())
 
 # %% ../../nbs/reproduction/04_pages.ipynb #bbcedd60
 def planned_runs(job: Job) -> list[tuple[TrainConfig, str]]:

@@ -26,10 +26,10 @@ from jinja2 import Environment, StrictUndefined
 
 import branchgrpo
 from ..files import write_text
-from .comparison import fall_verdict
+from ..analysis.statistics import fall_verdict
 from .pages import earlier, jobs, templates
 from .records import read_record
-from .statistics import LOWER
+from ..analysis.statistics import LOWER
 from branchgrpo.reproduction.study import (
     Claim,
     Difference,
@@ -39,7 +39,8 @@ from branchgrpo.reproduction.study import (
     read_registration,
     with_interval,
 )
-from .tables import PRINTED, cell_text, markdown_table, published
+from .markdown import PRINTED, cell_text, markdown_table
+from .tables import published
 
 ROOT = Path(branchgrpo.__file__).parents[1]
 
@@ -83,8 +84,7 @@ def numbers_of(record: dict) -> dict[str, list[dict]]:
 def beside_printed(rows: list[dict], printed: dict[str, dict[str, str]]) -> list[dict]:
     """Return the rows and columns of a record that a paper prints too: ours, and in brackets what
     is printed."""
-    # a column of ours begins with the printed name, and says in brackets what is measured
-    columns = {}
+    columns = {}  # a column of ours is the printed name, and in brackets what is measured
     for ours in dict.fromkeys(name for row in rows for name in row):
         names = [
             name for row in printed.values() for name in row if f"{ours} (".startswith(f"{name} (")
@@ -94,8 +94,9 @@ def beside_printed(rows: list[dict], printed: dict[str, dict[str, str]]) -> list
     both = []
     for row in rows if columns else []:
         theirs = printed.get(row.get("label", ""))
-        # two tables may share a label
-        if theirs is not None and any(row.get(ours) is not None for ours in columns):
+        if theirs is not None and any(
+            row.get(ours) is not None for ours in columns
+        ):  # two tables may share a label
             cells = {
                 ours: (cell_text(row.get(ours)), theirs.get(name)) for ours, name in columns.items()
             }
@@ -307,23 +308,33 @@ VERDICT_COLUMNS = {
 }
 HEAD = """# Every figure and number
 
-Made by `branchgrpo reproduce`. A JSON file beside each figure holds its numbers, with the run of each, the date and \
+Made by `branchgrpo reproduce`. A JSON file beside each figure holds its numbers, with the run of \
+each, the date and \
 the machine.
 
 - **Registered claims** are tested in [Answers](#answers) alone. There *confirmed* is counted \
-as a claim that holds, *undecided* as unclear. All registered claims and looks share 5 % of error, so the \
+as a claim that holds, *undecided* as unclear. All registered claims and looks share 5 % of error, \
+so the \
 95 % interval of an undecided claim may exclude zero. Second tests, on new seeds, share 5 % again.
-- **All other pages explore.** One setting is *higher* or *lower* than another if the 95 % t interval of the \
-difference, paired by seed, lies above or below zero; *equal* if two one-sided tests at 5 % place it within a tenth of \
-what the second setting gains; else the difference is *unclear*. A page's other claims hold, or do not.
-- **Intervals** are per claim, not corrected for their number; p, where a record has it, is corrected for all claims \
+- **All other pages explore.** One setting is *higher* or *lower* than another if the 95 % t \
+interval of the \
+difference, paired by seed, lies above or below zero; *equal* if two one-sided tests at 5 % place \
+it within a tenth of \
+what the second setting gains; else the difference is *unclear*. A page's other claims hold, or do \
+not.
+- **Intervals** are per claim, not corrected for their number; p, where a record has it, is \
+corrected for all claims \
 of its page (false discovery rate). So *higher* can stand beside a p above 0.05.
-- **Earlier** marks a page whose runs are not those that it would train today: it says what has changed, and its \
+- **Earlier** marks a page whose runs are not those that it would train today: it says what has \
+changed, and its \
 claims are about the earlier runs.
-- **Cost** counts the calls of the rollouts and three per trained call, four with a reference model, as Pro-GRPO \
+- **Cost** counts the calls of the rollouts and three per trained call, four with a reference \
+model, as Pro-GRPO \
 does. Seconds are timed in turn for the runs of one page, and do not compare with those of another.
-- **In a figure** a line is the mean over seeds, a trained reward is that on held-out prompts. The range over seeds \
-is a band, or a bar at the line's end where there are many lines; bars stand beside each other, so their place is no \
+- **In a figure** a line is the mean over seeds, a trained reward is that on held-out prompts. The \
+range over seeds \
+is a band, or a bar at the line's end where there are many lines; bars stand beside each other, so \
+their place is no \
 cost or time."""
 
 # %% ../../nbs/reproduction/13_report.ipynb #14970847
@@ -521,19 +532,23 @@ def right_images(quick: dict[str, Any]) -> dict[str, dict[str, str]]:
 # %% ../../nbs/reproduction/13_report.ipynb #a3ee26d7
 OPENING, CLOSING = "<!-- answers -->", "<!-- /answers -->"
 ANSWERS = """{% set branch, dance = right['branchgrpo'], right['dancegrpo'] %}
-A tiny SD3 ({{ quick.iterations }} iterations, {{ quick.seeds | length }} seeds, {{ quick.device }}, {{ quick.date }}):
+A tiny SD3 ({{ quick.iterations }} iterations, {{ quick.seeds | length }} seeds, \
+{{ quick.device }}, {{ quick.date }}):
 {{ branch.before }} of its images are right before,
 {{ dance.after }} after DanceGRPO ({{ dance.calls }} rollout calls),
 {{ branch.after }} after BranchGRPO (**{{ branch.calls }}**).
 The [registered study](../REPORT.md) ({{ seeds }}; in % of the baseline's gain, 95 %) asks:
 
 - *Faster for the same compute?* BranchGRPO than DanceGRPO: {{ found['branchgrpo-cost'] }};
-  with a learned reward: {{ found['learned-cost'] }}. Pro-GRPO than Flow-GRPO: {{ found['pro-grpo-cost'] }}.
-- *Better per update?* BranchGRPO: {{ found['branchgrpo-end'] }}. Pro-GRPO: {{ found['pro-grpo-end'] }}.
+  with a learned reward: {{ found['learned-cost'] }}. Pro-GRPO than Flow-GRPO: \
+{{ found['pro-grpo-cost'] }}.
+- *Better per update?* BranchGRPO: {{ found['branchgrpo-end'] }}. Pro-GRPO: \
+{{ found['pro-grpo-end'] }}.
 - *As good for less?* Depth pruning: {{ found['deppru-end'] }}. Width: {{ found['widpru-end'] }}.
   BranchGRPO-Mix: {{ found['mix-end'] }}.
 - *Do untrained scores fall?* {{ harm | capitalize }}.
-- *Is guidance alone better?* {{ guidance }} the untrained model, drawn with its own guidance, scores above every
+- *Is guidance alone better?* {{ guidance }} the untrained model, drawn with its own guidance, \
+scores above every
   model that was trained and drawn without."""
 
 # %% ../../nbs/reproduction/13_report.ipynb #bb2b35fb

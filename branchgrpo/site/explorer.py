@@ -17,7 +17,7 @@ from .. import recipes
 from ..methods.recipe import Recipe
 from ..plan import RolloutPlan
 from ..planning import plan_of, preview_depths, window_steps
-from ..reproduction.figures import NEUTRAL, colour_of
+from ..viewing.style import NEUTRAL, colour_of
 from ..settings import MethodSettings
 from ..viewing.page import in_frame
 

@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 
 import branchgrpo
 from ..files import write_text
-from ..reproduction.figures import small_figure, use_style
+from ..viewing.style import small_figure, use_style
 from .digits import RELATIONS
 
 # %% ../../nbs/testbed/06_making.ipynb #7dc6f31f

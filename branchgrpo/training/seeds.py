@@ -117,7 +117,7 @@ def seed_line(configs: list[TrainConfig], n: int) -> str:
 def seeds_words(output: str, runs: list[Run]) -> list[str]:
     """Return what the runs of several seeds end with: each change, the mean with its interval, and
     what to do next."""
-    from branchgrpo.reproduction.statistics import mean_interval
+    from branchgrpo.analysis.statistics import mean_interval
 
     lines = [
         f"seed {run.info['settings']['seed']}: {change_line(run)}  ({run.path})" for run in runs

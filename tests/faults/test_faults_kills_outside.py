@@ -11,8 +11,7 @@ import nbformat
 import pytest
 from killing import INJECTOR, RUN, command, digests, outcome
 
-from branchgrpo.reproduction.pages import new_page
-from branchgrpo.reproduction.runs import run_folder
+from branchgrpo.reproduction.pages import new_page, run_folder
 from branchgrpo.training.config import TrainConfig
 
 CACHED = RUN | {"iterations": 2, "evaluate_every": 0, "checkpoint_every": 1, "lora_rank": 2}
@@ -21,7 +20,7 @@ CONFIG = TrainConfig.from_dict(CACHED | {"output": ""})
 GET = """
 import json, sys
 from branchgrpo.reproduction.launch import Launch
-from branchgrpo.reproduction.runs import get_or_train
+from branchgrpo.reproduction.training import get_or_train
 from branchgrpo.training.config import TrainConfig
 launch = Launch(sys.argv[3])
 print(get_or_train(TrainConfig.from_dict(json.loads(sys.argv[1])), sys.argv[2], launch=launch).path)

@@ -315,7 +315,7 @@ import time
 real, shift = time.time, [0.0]
 time.time = lambda: real() + shift[0]
 time.time_ns = lambda: int((real() + shift[0]) * 1e9)
-from branchgrpo.reproduction.schedule import IterationCount, progress_line
+from branchgrpo.reproduction.workers import IterationCount, progress_line
 count = IterationCount({ROOT / "run": 3})
 jumps = {1: -86400.0, 2: 365 * 86400.0}
 for call, seconds in jumps.items():

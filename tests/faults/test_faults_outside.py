@@ -24,11 +24,11 @@ from branchgrpo.evaluation.benchmarks import compbench_layout, geneval_layout, v
 from branchgrpo.prompts import from_path
 from branchgrpo.reproduction.figures import side_by_side
 from branchgrpo.reproduction.launch import Launch, train_in_subprocess
+from branchgrpo.reproduction.markdown import markdown_table
 from branchgrpo.reproduction.pages import jobs, new_page, page_arms
 from branchgrpo.reproduction.runs import cache_key
 from branchgrpo.reproduction.schedule import run_notebook
 from branchgrpo.reproduction.slurm import sbatch_options
-from branchgrpo.reproduction.tables import markdown_table
 from branchgrpo.rewards.names import load_reward
 from branchgrpo.training.checkpoints import put_in_place, remove_leftovers
 from branchgrpo.training.resolve import resolve

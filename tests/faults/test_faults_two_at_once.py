@@ -119,7 +119,7 @@ with open(f"{where}/begun-{n}", "a") as file:
     file.write(f"{os.getpid()}\\n")
 time.sleep(3)
 import matplotlib.pyplot as plt
-from branchgrpo.reproduction.figures import save_figure
+from branchgrpo.viewing.style import save_figure
 from branchgrpo.training.runs import write_text
 figure, axes = plt.subplots()
 axes.plot(range(2000))
