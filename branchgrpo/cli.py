@@ -42,7 +42,8 @@ from branchgrpo.options import (
     show_first,
     whole_parser,
 )
-from .registry import check_one_of, import_target
+from .registry import import_target
+from .messages import check_one_of
 from .reproduction.command import reproduce
 from .settings import options, variable
 from .training.config import TrainConfig

@@ -36,7 +36,7 @@ from branchgrpo.files import (
 )
 from .machine.gpus import MEASURED_SPEED, gpus_for
 from .own import is_ours
-from .registry import count_of, docstring_summary, shown, with_setting
+from .messages import count_of, docstring_summary, shown, with_setting
 from .settings import as_in_training, bounded, options, variable
 
 # %% ../nbs/cli/01_commands.ipynb #8951e44d

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .contracts import check_finite, checked_depths, rule_of
+from .contracts import call_own, check_finite, checked_depths, rule_of
 from .fusion import fuse_rewards
-from .own_calls import call_own
-from .registry import Registry, check_one_of
+from .registry import Registry
+from .messages import check_one_of
 from .tree import Siblings, Tree
 
 # %% ../nbs/09_credit.ipynb #49f3280b

@@ -29,7 +29,7 @@ from ruamel.yaml.constructor import ConstructorError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 
-from .registry import reason, shown
+from .messages import reason, shown
 
 # %% ../nbs/basics/01_files.ipynb #b1769fce
 @contextmanager

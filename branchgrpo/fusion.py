@@ -10,7 +10,7 @@ __all__ = ['WEIGHTS', 'DENSITY_SCALES', 'softmax_over_siblings', 'leaf_values', 
 import torch
 from torch import Tensor
 
-from .registry import check_one_of
+from .messages import check_one_of
 from .tree import Tree, path_log_probs
 
 WEIGHTS = ("path", "edge")

@@ -24,7 +24,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
 from .files import read_table
-from .registry import import_target, shown
+from .registry import import_target
+from .messages import shown
 from .settings import MethodSettings, READERS, RETIRED, without_none, without_retired
 
 # %% ../nbs/cli/00_options.ipynb #60df4fef

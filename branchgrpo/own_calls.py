@@ -8,7 +8,7 @@ __all__ = ['WATCHED', 'DEVICES', 'NUMBERS', 'PARTS', 'LEFT', 'SAID', 'copied', '
            'set_signal_handlers', 'warning_filters', 'set_warning_filters', 'log_levels', 'set_log_levels',
            'autocast_state', 'set_autocast_state', 'kernel_flags', 'set_kernel_flags', 'set_default_device',
            'gpu_in_use', 'use_gpu', 'switch_garbage_collection', 'streams', 'set_streams', 'put_back', 'as_before',
-           'call_own', 'call_beside']
+           'call_beside']
 
 # %% ../nbs/basics/06_own_calls.ipynb #c0a11003
 import contextlib
@@ -30,8 +30,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-
-from .own import is_ours
 
 # %% ../nbs/basics/06_own_calls.ipynb #c0a11005
 def copied(value: Any) -> Any:
@@ -326,15 +324,6 @@ def as_before(name: str, parts: dict[str, Part] = PARTS) -> Iterator[None]:
         set_variables(changes(dict(os.environ), variables))
     if torch.is_inference_mode_enabled() != inference:
         raise ValueError(f"{name} leaves inference mode on; write `with torch.inference_mode():`")
-
-# %% ../nbs/basics/06_own_calls.ipynb #c0a11018
-def call_own(function: Callable, name: str, *values: Any) -> Any:
-    "Call a function; one of yours gets copies of `values`, and the process is then as before."
-    if is_ours(function):
-        return function(*values)
-    inputs = copied(values)
-    with as_before(name):
-        return function(*inputs)
 
 # %% ../nbs/basics/06_own_calls.ipynb #c0a1101b
 def call_beside(function: Callable, *values: Any) -> Any:

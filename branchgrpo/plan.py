@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from .registry import check_one_of
+from .messages import check_one_of
 
 # %% ../nbs/04_plan.ipynb #10c12c82
 class StepEdges(NamedTuple):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .plan import RolloutPlan
-from .registry import check_one_of, shown
+from .messages import check_one_of, shown
 from .samplers import alpha_bars, ddim_timesteps, flow_sigmas, merged_levels
 from .settings import NEUTRAL, MethodSettings
 from branchgrpo.transition import (

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .contracts import rule_of
+from .contracts import call_own, rule_of
 from .files import bare, from_home, is_there
-from .own_calls import call_own
-from .registry import Registry, reason, shown, unknown_name_error
+from .registry import Registry
+from .messages import reason, shown, unknown_name_error
 
 # %% ../nbs/basics/05_prompts.ipynb #6156c0e7
 class Prompt(str):

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .contracts import checked_depths, rule_of
-from .own_calls import call_own
+from .contracts import call_own, checked_depths, rule_of
 from .registry import Registry
 from .tree import Siblings, Tree, first_leaves
 from .windows import depth_window

@@ -20,7 +20,8 @@ from typing import Any
 from . import files
 from .methods.recipe import FITS, Recipe, Sourced, neutral
 from .own import whole_name
-from .registry import Registry, check_one_of, shown
+from .registry import Registry
+from .messages import check_one_of, shown
 from .settings import MethodSettings, OptimiserSettings, SizeSettings, field_types
 
 # %% ../nbs/basics/04_recipes.ipynb #1901560d

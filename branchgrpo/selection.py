@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d, pad
 
-from .contracts import as_numbers, check_finite, checked_tensor, rule_of
+from .contracts import as_numbers, call_own, check_finite, checked_tensor, rule_of
 from .credit import own_process
-from .own_calls import call_own
 from .plan import cost_ratio
 from .registry import Registry
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from .files import from_home
-from .registry import check_one_of, shown
+from .messages import check_one_of, shown
 
 # %% ../nbs/basics/02_settings.ipynb #2a940069
 class Bounds(NamedTuple):

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from .contracts import rule_of
 from .plan import RolloutPlan
-from .registry import Registry, first_of, shown
+from .registry import Registry
+from .messages import first_of, shown
 
 # %% ../nbs/05_windows.ipynb #3f8029f4
 def checked_place(found: Any, label: str, window: "Window", iteration: int, seed: int) -> int:

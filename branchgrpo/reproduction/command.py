@@ -17,7 +17,7 @@ from typing import Any
 
 from ..files import REFUSED, check_output, parse_table
 from ..machine.gpus import MEASURED_SPEED
-from ..registry import count_of, shown
+from ..messages import count_of, shown
 from ..settings import bounded, options
 
 # %% ../../nbs/reproduction/08_command.ipynb #0783f968

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..analysis.curves import interpolate, with_cost
 from ..planning import plan_of
-from ..registry import unknown_name_error
+from ..messages import unknown_name_error
 from .launch import report_progress
 from .pages import Arms
 from .records import read_record, recorded_runs

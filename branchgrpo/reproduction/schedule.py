@@ -34,7 +34,7 @@ import nbformat
 from filelock import FileLock, Timeout
 
 from ..files import in_words, name_part, refusal
-from ..registry import count_of
+from ..messages import count_of
 from .launch import HERE, PROGRESS, Launch, end_with_parent
 from .pages import Job, check_parameters, missing_runs
 from .records import read_record, record_path, recorded_runs

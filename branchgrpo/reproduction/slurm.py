@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..registry import shown
+from ..messages import shown
 from .launch import Launch
 from .pages import Job, missing_runs
 from .schedule import execute, train_run

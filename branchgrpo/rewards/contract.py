@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ..credit import ROUNDING
 from ..own import binds, is_ours, known_signature
-from ..own_calls import call_beside, call_own
-from ..registry import count_of
+from ..own_calls import call_beside
+from ..contracts import call_own
+from ..messages import count_of
 
 # %% ../../nbs/rewards/00_contract.ipynb #5330f428
 class Reward(Protocol):

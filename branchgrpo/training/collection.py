@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from ..noise import Noise, preview_stream
-from ..own_calls import call_own
+from ..contracts import call_own
 from ..plan import RolloutPlan
 from ..planning import plan_of, process_of, sibling_s
 from ..policy import Policy

@@ -25,7 +25,8 @@ from ..objective import suspects
 from ..planning import at_places, plan_of, process_of, sibling_s
 from ..policy import GaussianFlow
 from ..pruning import PruningOptions, keep_edges, paths, random_steps
-from ..registry import Registry, shown
+from ..registry import Registry
+from ..messages import shown
 from ..selection import Seen, choose
 from ..settings import MethodSettings
 from .experience import Experience

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..files import from_home, is_there
 from ..own import is_own_name
-from ..registry import shown
+from ..messages import shown
 
 # %% ../../nbs/training/15_origins.ipynb #d0b10005
 PIECE = 1024  # bytes of each weight

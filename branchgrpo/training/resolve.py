@@ -49,7 +49,8 @@ from branchgrpo.planning import (
 )
 from ..policy import GaussianFlow
 from ..pruning import PRUNINGS
-from ..registry import Registry, check_one_of, no_entry_error, with_setting
+from ..registry import Registry, no_entry_error
+from ..messages import check_one_of, with_setting
 from ..rewards.names import check_name, reward_name, source_digest, terms
 from branchgrpo.own import (
     import_own,

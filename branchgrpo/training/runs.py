@@ -41,7 +41,7 @@ from branchgrpo.files import (
     write_jsonl,
     write_text,
 )
-from ..registry import first_of, reason, shown
+from ..messages import first_of, reason, shown
 from ..own import same_as_recorded, short_digest
 from .origins import check_same_origins, origins_of
 from ..settings import RETIRED

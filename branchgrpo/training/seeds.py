@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..registry import shown
+from ..messages import shown
 from ..settings import MethodSettings, read_value
 from .config import TrainConfig
 from branchgrpo.training.runs import (

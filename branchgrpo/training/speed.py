@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..settings import variable
 from ..backbones.loading import avoid_cudnn_attention
-from ..registry import check_one_of
+from ..messages import check_one_of
 from .config import Settings
 
 if TYPE_CHECKING:  # FSDP loads for two seconds; below, it is loaded by what uses it, so a check of settings is quick

@@ -17,7 +17,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from ..files import from_here
-from ..registry import count_of
+from ..messages import count_of
 from .runs import Run
 
 # %% ../../nbs/training/15_summary.ipynb #fe65968f

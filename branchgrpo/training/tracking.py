@@ -18,7 +18,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from torch import Tensor
 
 from ..files import write_text
-from ..registry import unknown_name_error
+from ..messages import unknown_name_error
 from .held_out import image_sheet
 
 # %% ../../nbs/training/15_tracking.ipynb #7ac10006
