@@ -47,7 +47,8 @@ from .messages import check_one_of
 from .reproduction.command import reproduce
 from .settings import options, variable
 from .training.config import TrainConfig
-from .training.runs import Preempted, REQUEUE, Run, StopSignal
+from .training.runs import Run
+from .training.stop import Preempted, REQUEUE, StopSignal
 from branchgrpo.training.seeds import (
     check_seeds,
     configs_of,

@@ -323,7 +323,7 @@ def draw_row(o: SampleOptions, drawing: Drawing, device: str) -> DrawnRow:
         sample,
         truths,
     )
-    from branchgrpo.training.held_out import image_sheet
+    from branchgrpo.viewing.images import image_sheet
     from branchgrpo.viewing.run import enlarged
 
     policy = drawing.policy(device)

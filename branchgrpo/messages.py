@@ -38,9 +38,9 @@ def count_of(n: int, thing: str, plural: str | None = None) -> str:
 
 def first_of(names: Iterable[object], most: int = 8) -> str:
     "Return names as a list in words: the first `most`, and how many more there are."
-    names = [str(name) for name in names]
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    texts = [str(name) for name in names]
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
 
 # %% ../nbs/basics/08_messages.ipynb #caacd343
 def docstring_summary(entry: object) -> str:
@@ -54,16 +54,15 @@ def did_you_mean(wanted: object, names: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 # %% ../nbs/basics/08_messages.ipynb #e11aa3d7
-def unknown_name_error(setting: str, value: object, allowed: Iterable[str]) -> ValueError:
+def unknown_name_error(setting: str, value: object, allowed: Iterable[object]) -> ValueError:
     "Return the error for a `value` that is not one of `allowed`, with the nearest name."
-    allowed = list(allowed)
+    names = [str(name) for name in allowed]
     return ValueError(
-        f"{setting}: {shown(value)} is not one of"
-        f" {', '.join(allowed)}{did_you_mean(value, allowed)}"
+        f"{setting}: {shown(value)} is not one of {', '.join(names)}{did_you_mean(value, names)}"
     )
 
 # %% ../nbs/basics/08_messages.ipynb #a509c3fa
-def check_one_of(setting: str, value: object, allowed: Iterable[str]) -> None:
+def check_one_of(setting: str, value: object, allowed: Iterable[object]) -> None:
     "Raise `unknown_name_error` if a `value` is not one of `allowed`."
     if value not in allowed:
         raise unknown_name_error(setting, value, allowed)

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d, pad
 
 from .contracts import as_numbers, call_own, check_finite, checked_tensor, rule_of
-from .credit import own_process
 from .plan import cost_ratio
 from .registry import Registry
 
@@ -332,9 +331,7 @@ class AdaptiveSplits:
     factor: int  # children per split
     last: int  # latest step of the last split
     growth: float = 0.1  # a step splits if the std grew by a smaller fraction
-    reduce: Callable[[Tensor], Tensor] = (
-        own_process  # sum over processes, so that all of them split alike
-    )
+    reduce: Callable[[Tensor], Tensor] = lambda sums: sums  # over processes: all split alike
     previews: int = field(default=0, init=False)
     std_before: float | None = field(default=None, init=False)
 

@@ -42,7 +42,7 @@ from ..messages import check_one_of, shown
 from ..own import is_own_name
 from ..rollouts import Predictor, ends_without_noise
 from ..training.checkpoints import newest, read_saved_table
-from ..training.held_out import image_sheet
+from ..viewing.images import image_sheet
 from ..training.origins import settings_from
 from ..training.runs import Run, recorded_run
 from ..transition import Transition

@@ -40,7 +40,7 @@ from .pages import Job, check_parameters, missing_runs
 from .records import read_record, record_path, recorded_runs
 from .runs import Wanted, get_or_train
 from ..training.config import TrainConfig
-from ..training.runs import Preempted, REQUEUE
+from ..training.stop import Preempted, REQUEUE
 
 # %% ../../nbs/reproduction/05_schedule.ipynb #e24699fb
 def say(text: str) -> None:

@@ -24,7 +24,7 @@ from .launch import Launch
 from .pages import Job, missing_runs
 from .schedule import execute, train_run
 from ..training.config import TrainConfig
-from ..training.runs import Preempted
+from ..training.stop import Preempted
 
 # %% ../../nbs/reproduction/06_slurm.ipynb #e3083b39
 def launch_here(command: str) -> Launch:

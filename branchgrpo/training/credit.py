@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
 from ..contracts import checked_depths, rule_of
@@ -23,7 +24,7 @@ from ..fusion import density_scale, fuse_rewards
 from ..noise import EDGE_PARTS, GROUP, Noise, STEP_SUBSET
 from ..objective import suspects
 from ..planning import at_places, plan_of, process_of, sibling_s
-from ..policy import GaussianFlow
+from ..policy import GaussianFlow, Policy
 from ..pruning import PruningOptions, keep_edges, paths, random_steps
 from ..registry import Registry
 from ..messages import shown
@@ -31,7 +32,6 @@ from ..selection import Seen, choose
 from ..settings import MethodSettings
 from .experience import Experience
 from .config import Settings
-from .learner import Learner
 from ..transition import Transition
 from ..tree import Tree, first_leaves
 
@@ -354,21 +354,20 @@ def part_mask(edge_mask: list[Tensor], parts: list[Tensor] | None, part: int) ->
     return [mask & (of_depth == part) for mask, of_depth in zip(edge_mask, parts)]
 
 # %% ../../nbs/training/07_credit.ipynb #4cb88f0e
-def assign_credit(learner: Learner, x: Experience) -> None:
+def assign_credit(s: Settings, policy: Policy, accelerator: Accelerator, x: Experience) -> None:
     """Add to an iteration's experience which leaves count, and the advantage, mask and optimiser
     step of every edge."""
-    s, tree = learner.settings, x.tree
-    processes = learner.accelerator
+    tree = x.tree
 
     def total(values: Tensor) -> Tensor:
         return (
-            processes.reduce(values, "sum") / s.ranks_per_prompt
+            accelerator.reduce(values, "sum") / s.ranks_per_prompt
         )  # each prompt is on so many processes
 
     x.counted = counted_leaves(s, x.rewards, x.unscored, x.noise, x.seen)
     x.values = fused_values(s, tree, x.rewards, x.counted)
     advantages = advantages_of(s, tree, x.rewards, x.counted, total, x.reward_parts, x.completed)
-    x.advantages = weighted_advantages(s, learner.policy, x.process, tree.plan.trained, advantages)
+    x.advantages = weighted_advantages(s, policy, x.process, tree.plan.trained, advantages)
     x.edge_mask = trained_edges(s, tree, x.rewards, x.counted, x.noise, values=x.values)
     x.step_of = edge_parts(tree, x.edge_mask, s.steps_per_pass, s.step_unit, x.noise)
-    x.kl_mask = kl_edges(s, tree, x.rewards, x.unscored, x.reward_parts, processes)
+    x.kl_mask = kl_edges(s, tree, x.rewards, x.unscored, x.reward_parts, accelerator)

@@ -24,7 +24,7 @@ from torch import Tensor
 from ..rollouts import Predictor
 from ..settings import variable
 from .config import Settings
-from .runs import Preempted
+from .stop import Preempted
 
 # %% ../../nbs/training/02_processes.ipynb #7cbaf8f4
 def check_launch() -> None:

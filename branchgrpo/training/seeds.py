@@ -16,14 +16,8 @@ from typing import Any
 from ..messages import shown
 from ..settings import MethodSettings, read_value
 from .config import TrainConfig
-from branchgrpo.training.runs import (
-    Run,
-    StopSignal,
-    check_folder,
-    check_same_run,
-    holds_nothing,
-    recorded_run,
-)
+from .runs import Run, check_folder, check_same_run, holds_nothing, recorded_run
+from .stop import StopSignal
 from .summary import change_line
 from ..viewing.run import MOST_RUNS
 

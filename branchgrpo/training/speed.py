@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..settings import variable
-from ..backbones.loading import avoid_cudnn_attention
 from ..messages import check_one_of
 from .config import Settings
 
@@ -154,7 +153,7 @@ def speed_up(policy: Any, s: Settings) -> None:
 
     Raises `ValueError` if its denoiser, or this machine, cannot take one of them."""
     denoiser = policy.denoiser
-    avoid_cudnn_attention()
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as for a loaded model: its gradients can be NaN
     if s.tf32:
         use_tf32()
     if s.attention is not None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..files import write_text
 from ..messages import unknown_name_error
-from .held_out import image_sheet
+from ..viewing.images import image_sheet
 
 # %% ../../nbs/training/15_tracking.ipynb #7ac10006
 def check_tracker(name: str) -> None:

@@ -49,16 +49,8 @@ from .kept_trees import keep_tree, tree_is_due, write_tree
 from .learner import make_accelerator, make_learner, open_policy
 from .processes import any_process, from_main, together
 from .resolve import check_model, fit_of, given_policy, resolve
-from branchgrpo.training.runs import (
-    Preempted,
-    Run,
-    RunLock,
-    StopSignal,
-    check_folder,
-    open_run,
-    prompts_of_run,
-    rewind,
-)
+from .runs import Run, RunLock, check_folder, open_run, prompts_of_run, rewind
+from .stop import Preempted, StopSignal
 from .scoring import make_scorers
 from .speed import gathered, use_one_thread
 from .summary import tell_script
@@ -263,7 +255,7 @@ class Iterations:
 
     def credit(self, experience: Experience) -> None:
         "Add the advantage, the mask and the optimiser step of every edge."
-        assign_credit(self.learner, experience)
+        assign_credit(self.settings, self.policy, self.accelerator, experience)
 
     def update(self, experience: Experience) -> dict[str, float]:
         "Train on an experience; return the metrics, means over all processes."

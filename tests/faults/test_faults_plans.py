@@ -25,8 +25,8 @@ from branchgrpo.pruning import PRUNINGS
 from branchgrpo.rollouts import Judge, rollout
 from branchgrpo.selection import SELECTIONS, choose, looks_at_images, repeats_nodes
 from branchgrpo.settings import field_types
+from branchgrpo.training.collection import DTYPES
 from branchgrpo.training.credit import STEP_UNITS, STEP_WEIGHTS, fusion_beta, part_mask, weights_of
-from branchgrpo.training.learner import DTYPES
 from branchgrpo.training.processes import RankGroup, SharedPredictor
 from branchgrpo.training.update import accumulate, micro_batches, shared_micro_batches
 from branchgrpo.transition import TRANSITIONS
