@@ -42,8 +42,8 @@ from branchgrpo.options import (
     show_first,
     whole_parser,
 )
+from .messages import check_one_of, docstring_text
 from .registry import import_target
-from .messages import check_one_of
 from .reproduction.command import reproduce
 from .settings import options, variable
 from .training.config import TrainConfig
@@ -300,9 +300,7 @@ COMMANDS = {
 # %% ../nbs/cli/02_main.ipynb #006a1afb
 def overview() -> str:
     "Return the help of the program: one line per command."
-    about = {
-        name: " ".join((command.run.__doc__ or "").split()) for name, command in COMMANDS.items()
-    }
+    about = {name: docstring_text(command.run) for name, command in COMMANDS.items()}
     lines = [
         "usage: branchgrpo COMMAND [options]",
         "",
@@ -343,7 +341,7 @@ def run_named_command(name: str, words: list[str]) -> int:
     check_one_of("command", name, COMMANDS)
     command = COMMANDS[name]
     parser = parser_of(
-        f"branchgrpo {name}", command.run.__doc__ or "", command.classes(), command.config
+        f"branchgrpo {name}", docstring_text(command.run), command.classes(), command.config
     )
     show_first(parser, command.first, command.examples)
     given = parse(parser, words)
@@ -405,16 +403,14 @@ def main(argv: list[str] | None = None) -> int:
     ended.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    sys.path.append(
-        os.getcwd()
-    )  # a reward of your own is found from the current folder, and hides no library
+    # a reward of your own is found from the current folder, and hides no library
+    sys.path.append(os.getcwd())
     streams = [
         stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, io.TextIOWrapper)
     ]
     for stream in streams:
-        stream.reconfigure(
-            errors="backslashreplace"
-        )  # else an arrow ends the program where output is ASCII
+        # else an arrow ends the program where output is ASCII
+        stream.reconfigure(errors="backslashreplace")
     try:
         code = exit_code(words)
         sys.stdout.flush()  # a reader that has ended may show only here

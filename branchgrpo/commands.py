@@ -81,25 +81,21 @@ def recipe_table(recipe: Any) -> dict[str, Any]:
 class SampleOptions:
     "What to draw"
 
-    model: str | None = field(
-        default=None, metadata={"positional": "?"}
-    )  # a run's folder or a model, as --backbone
+    # a run's folder or a model, as --backbone
+    model: str | None = field(default=None, metadata={"positional": "?"})
     prompt: tuple[str, ...] = ()  # one or more prompts; none: of a run its first four held-out ones
-    output: str | None = (
-        None  # the image file; none: sample.png, or sample-2.png, … if there is one
-    )
-    steps: int | None = as_in_training(
-        "steps"
-    )  # denoising steps; none: of a run its evaluations', or the pipeline's
+    # the image file; none: sample.png, or sample-2.png, … if there is one
+    output: str | None = None
+    # denoising steps; none: of a run its evaluations', or the pipeline's
+    steps: int | None = as_in_training("steps")
 
 # %% ../nbs/cli/01_commands.ipynb #dd3ca2c3
 @dataclass
 class EvaluateOptions:
     "Where the evaluation goes"
 
-    model: str | None = field(
-        default=None, metadata={"positional": "?"}
-    )  # a run's folder or a model, as --backbone
+    # a run's folder or a model, as --backbone
+    model: str | None = field(default=None, metadata={"positional": "?"})
     output: str = ""  # the evaluation's folder; of a run beside it: RUN-scores
     benchmark: str | None = None  # lay the images out for geneval, t2i-compbench or vbench
     run: str | None = None  # the benchmark's command, with {images} and {results}
@@ -109,16 +105,13 @@ class EvaluateOptions:
 class MachineOptions:
     "The machine"
 
-    gpus: int | None = bounded(
-        None, 1, 1_000_000
-    )  # GPUs of the run; none: those of this machine, or 8 if it has none
+    # GPUs of the run; none: those of this machine, or 8 if it has none
+    gpus: int | None = bounded(None, 1, 1_000_000)
     tflops: float = bounded(MEASURED_SPEED, 0.001)  # sustained speed of one GPU
-    gpu_memory: float | None = bounded(
-        None, 0.001
-    )  # GB of one; none: of this machine's, or 85.5, an H100's with 80 GB
-    verify: bool = (
-        False  # print the commands that compare downloaded weights with the hub's checksums
-    )
+    # GB of one; none: of this machine's, or 85.5, an H100's with 80 GB
+    gpu_memory: float | None = bounded(None, 0.001)
+    # print the commands that compare downloaded weights with the hub's checksums
+    verify: bool = False
     json: bool = False  # print JSON, for scripts and for reports of errors
 
 # %% ../nbs/cli/01_commands.ipynb #811346a9
@@ -126,12 +119,10 @@ class MachineOptions:
 class RecipeOptions:
     "Which recipe"
 
-    name: str | None = field(
-        default=None, metadata={"positional": "?"}
-    )  # a recipe or a YAML file; none: the list
-    backbone: str | None = (
-        None  # the model on which a recipe of yours is checked; none: the one that train takes
-    )
+    # a recipe or a YAML file; none: the list
+    name: str | None = field(default=None, metadata={"positional": "?"})
+    # the model on which a recipe of yours is checked; none: the one that train takes
+    backbone: str | None = None
     json: bool = False  # print JSON, for scripts
 
 
@@ -139,9 +130,8 @@ class RecipeOptions:
 class RewardOptions:
     "Which reward"
 
-    reward: str | None = field(
-        default=None, metadata={"positional": "?"}
-    )  # a name, a sum, or your own; none: the list
+    # a name, a sum, or your own; none: the list
+    reward: str | None = field(default=None, metadata={"positional": "?"})
     json: bool = False  # print JSON, for scripts
 
 
@@ -149,9 +139,8 @@ class RewardOptions:
 class ModelOptions:
     "Which model"
 
-    backbone: str | None = field(
-        default=None, metadata={"positional": "?"}
-    )  # a name or a folder; none: the list
+    # a name or a folder; none: the list
+    backbone: str | None = field(default=None, metadata={"positional": "?"})
     json: bool = False  # print JSON, for scripts
 
 
@@ -159,9 +148,8 @@ class ModelOptions:
 class PromptOptions:
     "Which prompts"
 
-    prompts: str | None = field(
-        default=None, metadata={"positional": "?"}
-    )  # a name or a file; none: the list
+    # a name or a file; none: the list
+    prompts: str | None = field(default=None, metadata={"positional": "?"})
     json: bool = False  # print JSON, for scripts
 
 # %% ../nbs/cli/01_commands.ipynb #7ee9d20a
@@ -169,9 +157,8 @@ class PromptOptions:
 class HpsOptions:
     "What to compare"
 
-    images: str = (
-        ""  # a jsonl file of {image, prompt}, e.g. an evaluation's images.jsonl (required)
-    )
+    # a jsonl file of {image, prompt}, e.g. an evaluation's images.jsonl (required)
+    images: str = ""
     python: str = ""  # the python of an environment with hpsv2 (required)
     limit: int = bounded(20, 1)  # compare the first so many images
     tolerance: float = bounded(1e-3, 0)  # largest difference that passes
@@ -373,9 +360,8 @@ def draw(given: dict[str, Any]) -> int:
     both = is_run(drawing.backbone) and "weights" not in given
     weights = ("base", "trained") if both else (drawing.weights,)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    least = (
-        logging.ERROR if remark else logging.WARNING
-    )  # what is cut off such a prompt says nothing more
+    # what is cut off such a prompt says nothing more
+    least = logging.ERROR if remark else logging.WARNING
     with without_remarks("transformers", least), without_remarks("diffusers", least):
         rows = [draw_row(o, replace(drawing, weights=one), device) for one in weights]
     place = free_name(place) if o.output is None else place
@@ -730,22 +716,17 @@ TABLE_1 = (
 class BenchOptions:
     "What to measure"
 
-    backbone: str = (
-        "tiny-flux"  # a name, a pipeline's folder, a hub name, or your own: my_file.py:MyPolicy
-    )
-    recipes: tuple[str, ...] = (
-        TABLE_1  # recipes whose seconds per iteration are compared with the first's
-    )
+    # a name, a pipeline's folder, a hub name, or your own: my_file.py:MyPolicy
+    backbone: str = "tiny-flux"
+    # recipes whose seconds per iteration are compared with the first's
+    recipes: tuple[str, ...] = TABLE_1
     prompts: int = bounded(1, 1, 10_000)  # prompts per iteration
-    minutes: float = bounded(
-        4.0, above=0, most=100_000
-    )  # time for all tables together; the median of each job counts
-    factors: tuple[int, ...] = bounded(
-        (2, 3), 2, 16
-    )  # children per split of the trees that are compared
-    settings: str | None = (
-        None  # a YAML file of training settings: adapter, precision, max_batch, reward
-    )
+    # time for all tables together; the median of each job counts
+    minutes: float = bounded(4.0, above=0, most=100_000)
+    # children per split of the trees that are compared
+    factors: tuple[int, ...] = bounded((2, 3), 2, 16)
+    # a YAML file of training settings: adapter, precision, max_batch, reward
+    settings: str | None = None
     output: str | None = None  # a JSON file for the numbers
 
 # %% ../nbs/cli/01_commands.ipynb #29f7d418

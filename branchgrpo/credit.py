@@ -72,9 +72,8 @@ def global_std(value: Tensor, reduce: Callable[[Tensor], Tensor] = own_process) 
     Source: Flow-GRPO.
     """
     known = value.isfinite()
-    values = (
-        value.nan_to_num().double() * known
-    )  # float64: the difference of two large sums is small
+    # float64: the difference of two large sums is small
+    values = value.nan_to_num().double() * known
     sums = torch.stack([known.double().sum(), values.sum(), values.square().sum()])
     n, total, squares = reduce(sums)
     mean = total / n.clamp(min=1)
@@ -150,12 +149,10 @@ class CreditOptions:
     std: str = "own"  # a name in STDS: own, pooled, global, none
     min_nodes: int = 0  # depths with fewer nodes take the pooled standard deviation
     reduce: Callable[[Tensor], Tensor] = own_process  # sums a tensor over processes
-    clip: float | None = (
-        None  # A_max, for estimators that clip themselves; `estimate_advantages` sets it
-    )
-    previews: dict[int, Tensor] | None = (
-        None  # {depth: (P, W_d, m)} scores of its m completions; NaN where none
-    )
+    # A_max, for estimators that clip themselves; `estimate_advantages` sets it
+    clip: float | None = None
+    # {depth: (P, W_d, m)} scores of its m completions; NaN where none
+    previews: dict[int, Tensor] | None = None
 
 
 ADVANTAGES = Registry("advantage", "advantages", contract=advantage_contract)
@@ -364,9 +361,8 @@ def decoupled_advantages(
     parts: dict[str, tuple[float, Tensor]],  # {reward: (its weight, its scores (P, leaves))}
     estimator: str = "depthwise",  # a name in ADVANTAGES
     options: CreditOptions = CreditOptions(),
-    clip: (
-        float | None
-    ) = 5.0,  # A_max, of the sum (of each reward if the estimator clips itself); None: no clipping
+    # A_max, of the sum (of each reward if the estimator clips itself); None: no clipping
+    clip: float | None = 5.0,
     batch: bool = False,  # normalise the sums of a depth over all trees
 ) -> list[Tensor]:  # per depth (P, W_d)
     """Return the weighted sums of the advantages that each reward has alone.
@@ -383,9 +379,8 @@ def decoupled_advantages(
     sums = [torch.stack([w * a[d] for w, a in each]).sum(0) for d in range(tree.steps + 1)]
     if batch:
         zeros = torch.zeros_like(next(iter(parts.values()))[1])
-        counted = fuse_rewards(
-            tree, zeros, leaf_mask=options.leaf_mask
-        )  # NaN: no counted leaf below
+        # NaN: no counted leaf below
+        counted = fuse_rewards(tree, zeros, leaf_mask=options.leaf_mask)
         sums = [
             over_all(a.masked_fill(c.isnan().to(a.device), torch.nan), options.reduce)
             for a, c in zip(sums, counted)

@@ -278,12 +278,14 @@ def plain_line(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 # %% ../nbs/basics/01_files.ipynb #597372c0
-_UNSEEN = (  # the Default_Ignorable_Code_Point of Unicode, spaces, controls, and the empty pattern of Braille
+# the Default_Ignorable_Code_Point of Unicode, spaces, controls, and the empty pattern of Braille
+_UNSEEN = (
     r"[\s\x00-\x1f\x7f-\x9f\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e"
     r"\u2060-\u206f\u2800\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufff8"
     r"\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
 )
-_CHANGING = r"[\u034f\u180b-\u180d\u180f\ufe00-\ufe0f\U000e0020-\U000e01ef]"  # these change what stands before them
+# these change what stands before them
+_CHANGING = r"[\u034f\u180b-\u180d\u180f\ufe00-\ufe0f\U000e0020-\U000e01ef]"
 _JOINERS = "\u200c\u200d"  # so do these, after a character that is not ASCII
 
 
@@ -375,12 +377,8 @@ def parse_table(text: str) -> Any:
         raise ValueError(f"{reason(error.problem or error.context)}{line}") from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    except (
-        YAMLError,
-        TypeError,
-        ValueError,
-        OverflowError,
-    ) as error:  # also a number that Python cannot hold
+    except (YAMLError, TypeError, ValueError, OverflowError) as error:
+        # also a number that Python cannot hold
         raise ValueError(reason(str(error), 80)) from None
 
 # %% ../nbs/basics/01_files.ipynb #fd338b41
@@ -541,9 +539,8 @@ def without_handles(error: BaseException | None) -> OSError | None:
     """Return the refused file handle behind an error, even where that one names a setting; None if
     there is none."""
     seen: set[int] = set()
-    while (
-        error is not None and id(error) not in seen
-    ):  # an error that is raised again may be behind itself
+    # an error that is raised again may be behind itself
+    while error is not None and id(error) not in seen:
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             return error
         seen.add(id(error))
@@ -551,13 +548,8 @@ def without_handles(error: BaseException | None) -> OSError | None:
     return None
 
 # %% ../nbs/basics/01_files.ipynb #23187120
-AS_IT_IS = (
-    ValueError,
-    Refused,
-    KeyboardInterrupt,
-    SystemExit,
-    GeneratorExit,
-)  # these say what they mean
+# these say what they mean
+AS_IT_IS = (ValueError, Refused, KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 @contextmanager

@@ -77,9 +77,8 @@ def fuse_rewards(
     r_bar = [value]
     for d in range(tree.steps, 0, -1):
         parents, width = tree.parents[d].to(value.device), tree.parents[d - 1].shape[1]
-        below = (
-            log_z if weights == "path" else log_z.where(log_z.isinf(), 0.0)
-        )  # an excluded child stays excluded
+        # an excluded child stays excluded
+        below = log_z if weights == "path" else log_z.where(log_z.isinf(), 0.0)
         # Eq. 3: w_c ∝ p(c|n)^β Z(c), a softmax over siblings per level in place of one over leaves
         # per node
         w, log_z = softmax_over_siblings(beta * tree.log_probs[d].to(value) + below, parents, width)

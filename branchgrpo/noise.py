@@ -122,9 +122,8 @@ class Noise:
 
     seed: int
     iteration: int
-    prompts: tuple[
-        int, ...
-    ]  # this process's prompts, by their global position within the iteration
+    # this process's prompts, by their global position within the iteration
+    prompts: tuple[int, ...]
 
     def generator(self, prompt: int, stream: int) -> Generator:
         "Return the generator of one prompt's draw in one stream (a step, or a constant above)."

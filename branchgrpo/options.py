@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['ONLY_FLAGS', 'INSTEAD', 'MESSAGES', 'AGAIN', 'CONTINUING', 'COMPLETED_NAMES', 'COMPLETED_PLACES', 'Shell',
-           'sections_of', 'comments_in', 'LastCounts', 'flag_of', 'shown_default', 'group_of', 'add_section', 'ShowAll',
-           'Parser', 'show_first', 'fill_parser', 'parser_of', 'parse', 'from_file', 'one_line', 'not_expected',
-           'nearest_flag', 'CompletionOptions', 'with_names', 'whole_parser']
+           'sections_of', 'comment_of', 'comments_in', 'LastCounts', 'flag_of', 'shown_default', 'group_of',
+           'add_section', 'ShowAll', 'Parser', 'show_first', 'fill_parser', 'parser_of', 'parse', 'from_file',
+           'one_line', 'not_expected', 'nearest_flag', 'CompletionOptions', 'with_names', 'whole_parser']
 
 # %% ../nbs/cli/00_options.ipynb #021d984e
 import argparse
@@ -15,8 +15,10 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import io
 import re
 import sys
+import tokenize
 import typing
 import warnings
 from collections.abc import Mapping
@@ -24,8 +26,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
 from .files import read_table
+from .messages import docstring_text, shown
 from .registry import import_target
-from .messages import shown
 from .settings import MethodSettings, READERS, RETIRED, without_none, without_retired
 
 # %% ../nbs/cli/00_options.ipynb #60df4fef
@@ -35,21 +37,38 @@ def sections_of(cls: type) -> list[type]:
     return [c for c in parts if inspect.get_annotations(c)]
 
 # %% ../nbs/cli/00_options.ipynb #689655be
+def comment_of(field: ast.AnnAssign, comments: dict[int, str], lines: list[str]) -> str:
+    "Return the comment beside a field, or else the lines of comment right above it."
+    beside = [comments[n] for n in range(field.lineno, field.end_lineno + 1) if n in comments]
+    if beside:
+        return " ".join(beside)
+    above = []
+    line = field.lineno - 1
+    while line in comments and lines[line - 1].lstrip().startswith("#"):
+        above.insert(0, comments[line])
+        line -= 1
+    return " ".join(above)
+
+
 @functools.cache
 def comments_in(module: str) -> dict[str, dict[str, str]]:
-    """Return, for each class of a module, the comment beside each of its fields; none if there is
-    no source file."""
+    """Return, for each class of a module, the comment beside or above each of its fields.
+
+    Empty if there is no source file.
+    """
     try:
         source = inspect.getsource(sys.modules[module])
     except (OSError, TypeError):
         return {}
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
     lines = source.splitlines()
-    classes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
-    texts = {node.name: "\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in classes}
-    return {
-        name: dict(re.findall(r"^ +(\w+) *:.*?  # (.+)$", text, re.MULTILINE))
-        for name, text in texts.items()
-    }
+    found = {}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef):
+            fields = [f for f in node.body if isinstance(f, ast.AnnAssign)]
+            found[node.name] = {f.target.id: comment_of(f, comments, lines) for f in fields}
+    return found
 
 # %% ../nbs/cli/00_options.ipynb #f53539b3
 class LastCounts(argparse.Action):
@@ -60,9 +79,8 @@ class LastCounts(argparse.Action):
         before = getattr(namespace, self.dest)
         if before is not None and before != values:
             text = f"{self.dest}: it is given twice; {shown(values)} counts, not {shown(before)}"
-            warnings.warn_explicit(
-                text, UserWarning, "options", 1
-            )  # one line: no source line follows
+            # one line: no source line follows
+            warnings.warn_explicit(text, UserWarning, "options", 1)
         setattr(namespace, self.dest, values)
 
 # %% ../nbs/cli/00_options.ipynb #e352aee9
@@ -96,7 +114,7 @@ def group_of(parser: argparse.ArgumentParser, title: str) -> argparse._ArgumentG
 def add_section(parser: argparse.ArgumentParser, cls: type) -> None:
     "Add the fields that a dataclass declares itself, as one group of flags."
     hints, comments = typing.get_type_hints(cls), comments_in(cls.__module__).get(cls.__name__, {})
-    group = group_of(parser, inspect.cleandoc(cls.__doc__ or "").rstrip("."))
+    group = group_of(parser, docstring_text(cls).rstrip("."))
     fields, own = cls.__dataclass_fields__, inspect.get_annotations(cls)  # pyrefly: ignore[missing-attribute]
     for name in [name for name in fields if name in own]:
         field = fields[name]
@@ -131,9 +149,8 @@ class Parser(argparse.ArgumentParser):
         for action in texts:
             if self.first and action.dest not in (*self.first, "help", "help_all"):
                 action.help = argparse.SUPPRESS
-        print(
-            self.format_help(), end="", file=file, flush=True
-        )  # argparse keeps to itself that no one reads
+        # argparse keeps to itself that no one reads
+        print(self.format_help(), end="", file=file, flush=True)
         for action, text in texts.items():
             action.help = text
 
@@ -166,9 +183,8 @@ def fill_parser(
 
 def parser_of(prog: str, about: str, classes: tuple[type, ...], config: bool = False) -> Parser:
     "Return the parser of a command whose options are the fields of `classes`."
-    form = functools.partial(
-        argparse.RawDescriptionHelpFormatter, max_help_position=30
-    )  # examples keep their lines
+    # examples keep their lines
+    form = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=30)
     parser = Parser(
         prog=prog,
         usage="%(prog)s [options]",
@@ -176,9 +192,8 @@ def parser_of(prog: str, about: str, classes: tuple[type, ...], config: bool = F
         allow_abbrev=False,
         formatter_class=form,
     )
-    parser._negative_number_matcher = re.compile(
-        r"-([0-9.]|inf$|nan$)"
-    )  # argparse's own takes -1:2 for a flag
+    # argparse's own takes -1:2 for a flag
+    parser._negative_number_matcher = re.compile(r"-([0-9.]|inf$|nan$)")
     fill_parser(parser, classes, config)
     return parser
 
@@ -319,7 +334,7 @@ def whole_parser(commands: Mapping[str, Any]) -> Parser:
     parser.add_argument("--version", action="store_true", help="print the version")
     below = parser.add_subparsers()
     for name, command in commands.items():
-        of_command = below.add_parser(name, help=command.run.__doc__)
+        of_command = below.add_parser(name, help=docstring_text(command.run))
         fill_parser(of_command, command.classes(), command.config)
         with_names(of_command)
     return parser

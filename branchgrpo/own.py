@@ -146,9 +146,8 @@ def source_text(value: Any) -> str:
             if inspect.isclass(value)
             else []
         )
-        return " ".join(
-            [value.__qualname__, *map(source_text, methods)]
-        )  # a class of a notebook has only its methods'
+        # a class of a notebook has only its methods'
+        return " ".join([value.__qualname__, *map(source_text, methods)])
 
 # %% ../nbs/rewards/01_own.ipynb #67312582
 def object_values(value: Any) -> list[str]:

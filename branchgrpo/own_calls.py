@@ -296,9 +296,8 @@ def put_back(name: str, parts: dict[str, Part], before: dict[str, Any]) -> None:
         if not part.quiet and (name, what) not in SAID:
             SAID.add((name, what))
             text = f"{name} changed {what}; this was put back, as after each call"
-            warnings.warn_explicit(
-                text, UserWarning, "own code", 1
-            )  # one line: no source line follows
+            # one line: no source line follows
+            warnings.warn_explicit(text, UserWarning, "own code", 1)
 
 
 @contextmanager

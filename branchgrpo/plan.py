@@ -44,18 +44,14 @@ class RolloutPlan:
     trained: frozenset[int] = None  # steps with a gradient; None: the steps that draw noise
     noisy_last: bool = False  # the last step may draw noise, although its x̂₀ is the image
     same_root: bool = False  # all roots of a prompt have the same initial noise
-    side: dict[int, int] = field(
-        default_factory=dict
-    )  # {step: branches that leave a chain without noise there}
-    fans: dict[int, tuple[int, ...]] = field(
-        default_factory=dict
-    )  # {step: children of each node, not all alike}
-    previews: dict[int, tuple[int, ...]] = field(
-        default_factory=dict
-    )  # {depth: steps of each completion of a node}
-    preview_levels: str = (
-        "grid"  # levels of the completions: of the rollout's grid, or even parts of what is left
-    )
+    # {step: branches that leave a chain without noise there}
+    side: dict[int, int] = field(default_factory=dict)
+    # {step: children of each node, not all alike}
+    fans: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    # {depth: steps of each completion of a node}
+    previews: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    # levels of the completions: of the rollout's grid, or even parts of what is left
+    preview_levels: str = "grid"
 
     def __post_init__(self):
         _complete_fields(self)
@@ -409,7 +405,8 @@ class Cost:
     edges: int
     nodes: int
     leaves: int
-    previews: int  # nodes decoded and scored before the end: at pruning steps, and where the plan has previews
+    # nodes decoded and scored before the end: at pruning steps, and where the plan has previews
+    previews: int
     trained_calls: int  # denoiser calls of the update, each forward and backward
     trained_edges: int
     flops: float  # rollout and update, in the unit of `plan_cost`'s arguments

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 class Policy(Protocol):
     "What rollout and training need of a model."
 
-    kind: str  # flow (time is σ, predicts velocities) or diffusion (time is a training step, predicts noise)
+    # flow (time is σ, predicts velocities) or diffusion (time is a training step, predicts noise)
+    kind: str
     latent_shape: tuple[int, ...]  # of one latent, as the denoiser takes it
     device: torch.device
     dtype: torch.dtype  # of the denoiser
     denoiser: nn.Module  # what is trained
     call: Any  # what `predict` calls: the denoiser, or the module that a trainer puts in its place
-    first_frames: (
-        Callable[[list[str]], Sequence[Tensor]] | None
-    )  # prompts -> P images that clips start from
+    # prompts -> P images that clips start from
+    first_frames: Callable[[list[str]], Sequence[Tensor]] | None
 
     def encode(self, prompts: list[str]) -> dict[str, Tensor]:
         "Return the conditioning of P prompts: tensors with P rows."

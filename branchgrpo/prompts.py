@@ -73,7 +73,8 @@ class PromptSet:
     test: list[str]
     check: Callable | None = None  # (images, prompts) -> {aspect: (B,)}, where the truth is known
     first_frames: Callable | None = None  # prompts -> P images (3, H, W), for image to video
-    shuffled: bool = False  # the test prompts are in random order already, so that the first ones are a fair sample
+    # the test prompts are in random order already, so that the first ones are a fair sample
+    shuffled: bool = False
 
     @property
     def overlap(self) -> int:
@@ -327,9 +328,8 @@ def from_path(path: str | Path) -> PromptSet:
             f"prompts: the folder {str(path)!r} has neither train.txt, test.txt, nor the same as"
             " .jsonl"
         )
-    return from_rows(
-        read_rows(found[0]), read_rows(found[-1]), path
-    )  # one file serves as both parts
+    # one file serves as both parts
+    return from_rows(read_rows(found[0]), read_rows(found[-1]), path)
 
 # %% ../nbs/basics/05_prompts.ipynb #b8a6fce7
 COLUMNS = ("prompt", "Prompt", "Prompts", "caption", "text")
@@ -472,9 +472,10 @@ def from_hub(name: str) -> PromptSet:
         raise ValueError(
             f"prompts: {where!r} has no column {column or 'prompt'!r}; it has {', '.join(has)}"
         )
+    # no images
     plain = (
         [column] if chosen else [key for key, kind in has.items() if not hasattr(kind, "decode")]
-    )  # no images
+    )
     rows = {
         part: dataset_rows(name, data.select_columns(plain), column) for part, data in parts.items()
     }

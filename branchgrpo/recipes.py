@@ -25,14 +25,8 @@ from .messages import check_one_of, shown
 from .settings import MethodSettings, OptimiserSettings, SizeSettings, field_types
 
 # %% ../nbs/basics/04_recipes.ipynb #1901560d
-TEXTS = (
-    "name",
-    "summary",
-    "base",
-    "paper",
-    "equation",
-    "family",
-)  # of a recipe, besides its values
+# of a recipe, besides its values
+TEXTS = ("name", "summary", "base", "paper", "equation", "family")
 
 
 def stated_in(table: dict[str, Any], path: Path) -> dict[str, Sourced]:
@@ -115,11 +109,8 @@ def from_yaml(path: Path, within: tuple[Path, ...] = ()) -> Recipe:
     return base.changed(stated_in(table, path), **texts_in(table, name, base))
 
 # %% ../nbs/basics/04_recipes.ipynb #019dd547
-FILES = (
-    "branchgrpo.yaml",
-    "pro_grpo.yaml",
-    "others.yaml",
-)  # in branchgrpo/methods; a recipe stands after its base
+# in branchgrpo/methods; a recipe stands after its base
+FILES = ("branchgrpo.yaml", "pro_grpo.yaml", "others.yaml")
 BASES = ("neutral", "shared", "sd")  # what is no method by itself
 
 

@@ -82,12 +82,10 @@ class Registry:
     group: str
     entries: dict[str, Any] = field(default_factory=dict)
     contract: Callable[[Any, str], Any] | None = None  # none: the table takes no file.py:name
-    imported: dict[str, Any] = field(
-        default_factory=dict, init=False, repr=False
-    )  # your own, by name
-    ready: dict[str, tuple[Any, Any]] = field(
-        default_factory=dict, init=False, repr=False
-    )  # an entry, and its use
+    # your own, by name
+    imported: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+    # an entry, and its use
+    ready: dict[str, tuple[Any, Any]] = field(default_factory=dict, init=False, repr=False)
 
     def register(self, name: str) -> Callable:
         "Return a decorator that adds an object under `name`; the latest entry of a name counts."

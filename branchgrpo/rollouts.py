@@ -211,9 +211,9 @@ def show_previews(g: Growth, i: int, x: Tensor, output: Tensor) -> None:
     nodes = plan.preview_nodes(i)
     for number, n in enumerate(plan.previews.get(i, ())):
         grid = completion_grid(g.process, i, n, plan.preview_levels)
-        start = nodes[
-            0
-        ]  # the branches of a side step come last, so a slice has them; a list would be sent to the GPU
+        # the branches of a side step come last, so a slice has them; a list would be sent to the
+        # GPU
+        start = nodes[0]
         ends = complete(g.process, grid, x[:, start:], output[:, start:], g.predict)
         g.judge.preview(i, number, ends)
 
@@ -291,9 +291,8 @@ def rollout(
     predict: Predict,  # for P prompts, as a `Predictor`
     process: Transition,
     noise: Noise,  # of P prompts
-    s: float = float(
-        "inf"
-    ),  # s of Eq. 2: siblings' noise has the correlation 1 / (1 + s²); inf: independent
+    # s of Eq. 2: siblings' noise has the correlation 1 / (1 + s²); inf: independent
+    s: float = float("inf"),
     dtype: torch.dtype = torch.float32,  # how latents are stored
     judge: Judge | None = None,  # needed by pruning steps and previews
 ) -> Tree:

@@ -324,14 +324,14 @@ class AdaptiveSplits:
 
     `previews` counts the scored previews. Raises `ValueError` if the splits do not fit."""
 
-    score: Callable[
-        [int, Tensor], Tensor
-    ]  # (step, x0_hat (P, W, …)) -> rewards (P, W); NaN of a prompt left out
+    # (step, x0_hat (P, W, …)) -> rewards (P, W); NaN of a prompt left out
+    score: Callable[[int, Tensor], Tensor]
     count: int  # splits that are left
     factor: int  # children per split
     last: int  # latest step of the last split
     growth: float = 0.1  # a step splits if the std grew by a smaller fraction
-    reduce: Callable[[Tensor], Tensor] = lambda sums: sums  # over processes: all split alike
+    # sum over processes, so that all of them split alike
+    reduce: Callable[[Tensor], Tensor] = lambda sums: sums
     previews: int = field(default=0, init=False)
     std_before: float | None = field(default=None, init=False)
 

@@ -185,22 +185,10 @@ READERS: dict[Any, tuple[Callable[[Any], Any], str]] = {  # type: how a value is
 }
 
 
-PLACES = (
-    "output",
-    "backbone",
-    "lora",
-    "prompts",
-    "embeddings",
-    "recipe",
-)  # settings that may be a file or a folder
-PLACES += (
-    "runs",
-    "folder",
-    "settings",
-    "images",
-    "python",
-    "name",
-)  # and options of other commands
+# settings that may be a file or a folder
+PLACES = ("output", "backbone", "lora", "prompts", "embeddings", "recipe")
+# and options of other commands
+PLACES += ("runs", "folder", "settings", "images", "python", "name")
 
 
 def without_none(hint: Any) -> Any:
@@ -253,35 +241,26 @@ class PlanSettings:
     steps: int = from_recipe(1, 999)  # denoising steps
     roots: int = from_recipe(1, 65_536, off=1)  # chains that begin for each prompt
     same_root: bool = from_recipe(off=False)  # all of a prompt's roots have the same initial noise
-    splits: tuple[int, ...] | str = (
-        from_recipe()
-    )  # steps that branch; window: all its steps; window-start: its first
-    branch_factor: int = from_recipe(
-        1, 65_536, off=2
-    )  # children per node at a split, or branches at a side step
-    side: tuple[int, ...] | str = from_recipe(
-        off=()
-    )  # steps at which branches with noise leave a chain; all; window
-    adaptive: bool = from_recipe(
-        off=False
-    )  # place splits by the std of preview rewards (splits: how many, the latest)
+    # steps that branch; window: all its steps; window-start: its first
+    splits: tuple[int, ...] | str = from_recipe()
+    # children per node at a split, or branches at a side step
+    branch_factor: int = from_recipe(1, 65_536, off=2)
+    # steps at which branches with noise leave a chain; all; window
+    side: tuple[int, ...] | str = from_recipe(off=())
+    # place splits by the std of preview rewards (splits: how many, the latest)
+    adaptive: bool = from_recipe(off=False)
     prune_at: dict[int, int] = from_recipe(off={})  # pruning steps and survivors, e.g. 5:24,7:12
-    selection: str = from_recipe(
-        off="ovf"
-    )  # how a pruning step chooses: ovf, random, best, …, my_file.py:f
+    # how a pruning step chooses: ovf, random, best, …, my_file.py:f
+    selection: str = from_recipe(off="ovf")
     stochastic: str = from_recipe(off="all")  # steps that draw noise: all, window, splits+window
-    noisy_last: bool = from_recipe(
-        off=False
-    )  # the last step draws noise and is trained, though its x̂₀ is the image
-    previews: str = from_recipe(
-        off="none"
-    )  # scored completions of a latent: none, x0, ode, ode/2, 5; joined by +
-    preview_at: tuple[int, ...] | str = from_recipe(
-        off="drawn"
-    )  # depths; drawn: about noisy steps; after: behind
-    preview_levels: str = from_recipe(
-        off="grid"
-    )  # of completions: grid (the rollout's), even (parts of the rest)
+    # the last step draws noise and is trained, though its x̂₀ is the image
+    noisy_last: bool = from_recipe(off=False)
+    # scored completions of a latent: none, x0, ode, ode/2, 5; joined by +
+    previews: str = from_recipe(off="none")
+    # depths; drawn: about noisy steps; after: behind
+    preview_at: tuple[int, ...] | str = from_recipe(off="drawn")
+    # of completions: grid (the rollout's), even (parts of the rest)
+    preview_levels: str = from_recipe(off="grid")
 
 # %% ../nbs/basics/02_settings.ipynb #8ae641f2
 @dataclass(frozen=True)
@@ -294,64 +273,49 @@ class WindowSettings:
     window_stop: int | None = from_recipe(off=None)  # its last place
     window_every: int = from_recipe(off=30)  # iterations between two moves
     window_stride: int = from_recipe(off=1)  # steps per move; negative: towards the noise
-    tail_ratio: float = from_recipe(
-        0, 1, off=0.0
-    )  # solver steps after the window per step left; 0: no solver
+    # solver steps after the window per step left; 0: no solver
+    tail_ratio: float = from_recipe(0, 1, off=0.0)
 
 # %% ../nbs/basics/02_settings.ipynb #b145d255
 @dataclass(frozen=True)
 class ProcessSettings:
     "The reverse process"
 
-    transition: str = (
-        from_recipe()
-    )  # dance, flow, linear, cps, ddim, or your own: my_file.py:sampler
+    # dance, flow, linear, cps, ddim, or your own: my_file.py:sampler
+    transition: str = from_recipe()
     eta: float = from_recipe(0)  # noise level η of the transition (a of Flow-GRPO)
-    noise_factors: dict[int, float] = from_recipe(
-        off={}
-    )  # of η at steps, e.g. 0:1,1:1.5; counted from a window
-    merged: dict[int, int] = from_recipe(
-        off={}
-    )  # first and number of steps taken as one, 5:2,7:3; then counted anew
-    shift: float | str = from_recipe(
-        above=0
-    )  # time shift of even noise levels; scheduler: those of the model's files
-    s: float = from_recipe(
-        0, inf, off=inf
-    )  # private per shared noise of siblings (Eq. 2); inf: independent
-    split_noise: str = from_recipe(
-        off="correlated"
-    )  # correlated (Eq. 2), or scaled: noise of split steps times s
-    split_density: Literal["drawn", "plain"] = from_recipe(
-        off="drawn"
-    )  # at scaled splits: of the noise drawn, or no s
+    # of η at steps, e.g. 0:1,1:1.5; counted from a window
+    noise_factors: dict[int, float] = from_recipe(off={})
+    # first and number of steps taken as one, 5:2,7:3; then counted anew
+    merged: dict[int, int] = from_recipe(off={})
+    # time shift of even noise levels; scheduler: those of the model's files
+    shift: float | str = from_recipe(above=0)
+    # private per shared noise of siblings (Eq. 2); inf: independent
+    s: float = from_recipe(0, inf, off=inf)
+    # correlated (Eq. 2), or scaled: noise of split steps times s
+    split_noise: str = from_recipe(off="correlated")
+    # at scaled splits: of the noise drawn, or no s
+    split_density: Literal["drawn", "plain"] = from_recipe(off="drawn")
 
 # %% ../nbs/basics/02_settings.ipynb #fdd6e265
 @dataclass(frozen=True)
 class CreditSettings:
     "Credit"
 
-    reward_sum: str = from_recipe(
-        off="together"
-    )  # of rewards: together, decoupled (each normalised), decoupled+batch
-    advantage: str = from_recipe(
-        off="depthwise"
-    )  # depthwise, joint, siblings, …, my_file.py:f; of previews: gains, …
-    beta: float = from_recipe(
-        -(10**9), off=0.0
-    )  # β of Eq. 3: weight of a path's log-probability in reward fusion
-    beta_scale: str = from_recipe(
-        off="mean"
-    )  # densities in Eq. 3 over D elements: mean, sum, or sqrt (mean times √D)
-    weights: Literal["path", "edge"] = from_recipe(
-        off="path"
-    )  # log-probabilities in Eq. 3: of path or edge
-    std: str = from_recipe(
-        off="own"
-    )  # standard deviation that divides advantages: own (tree's), pooled, global, none
-    min_nodes: int = from_recipe(
-        0, off=0
-    )  # depths with fewer nodes take the pooled standard deviation
+    # of rewards: together, decoupled (each normalised), decoupled+batch
+    reward_sum: str = from_recipe(off="together")
+    # depthwise, joint, siblings, …, my_file.py:f; of previews: gains, …
+    advantage: str = from_recipe(off="depthwise")
+    # β of Eq. 3: weight of a path's log-probability in reward fusion
+    beta: float = from_recipe(-(10**9), off=0.0)
+    # densities in Eq. 3 over D elements: mean, sum, or sqrt (mean times √D)
+    beta_scale: str = from_recipe(off="mean")
+    # log-probabilities in Eq. 3: of path or edge
+    weights: Literal["path", "edge"] = from_recipe(off="path")
+    # standard deviation that divides advantages: own (tree's), pooled, global, none
+    std: str = from_recipe(off="own")
+    # depths with fewer nodes take the pooled standard deviation
+    min_nodes: int = from_recipe(0, off=0)
     advantage_clip: float = from_recipe(above=0, most=inf)  # bound of an advantage's absolute value
 
 # %% ../nbs/basics/02_settings.ipynb #320f5c5d
@@ -359,23 +323,18 @@ class CreditSettings:
 class SelectionSettings:
     "What is trained"
 
-    group_selection: str = from_recipe(
-        off="all"
-    )  # leaves that count: all, ovf, random, best, diverse, my_file.py:f
+    # leaves that count: all, ovf, random, best, diverse, my_file.py:f
+    group_selection: str = from_recipe(off="all")
     group_keep: int = from_recipe(0, off=0)  # how many leaves count
-    diversity: float = from_recipe(
-        0, 1, off=0.0
-    )  # of selection diverse: weight of looks against rewards, 0 (ovf) to 1
-    features: str = from_recipe(
-        off="pixels"
-    )  # what images are compared by: pixels (8 × 8 means), my_file.py:f
-    prune: str = from_recipe(
-        off="none"
-    )  # trained edges: none, parent-top1, extreme, depth-window, my_file.py:f
+    # of selection diverse: weight of looks against rewards, 0 (ovf) to 1
+    diversity: float = from_recipe(0, 1, off=0.0)
+    # what images are compared by: pixels (8 × 8 means), my_file.py:f
+    features: str = from_recipe(off="pixels")
+    # trained edges: none, parent-top1, extreme, depth-window, my_file.py:f
+    prune: str = from_recipe(off="none")
     prune_keep: int = from_recipe(1, off=4)  # b of extreme: best and worst leaves kept
-    train_fraction: float = from_recipe(
-        above=0, most=1, off=1.0
-    )  # share of trained steps, drawn per trajectory
+    # share of trained steps, drawn per trajectory
+    train_fraction: float = from_recipe(above=0, most=1, off=1.0)
 
 # %% ../nbs/basics/02_settings.ipynb #a195a260
 @dataclass(frozen=True)
@@ -383,25 +342,19 @@ class ObjectiveSettings:
     "The objective"
 
     ratio: str = from_recipe(off="ppo")  # ppo, guard, unscaled, unscaled-kl, my_file.py:f
-    loss: str = from_recipe(
-        off="clip"
-    )  # clip (of ratios), kl-mask (no edges beyond kl_limit), my_file.py:f
+    # clip (of ratios), kl-mask (no edges beyond kl_limit), my_file.py:f
+    loss: str = from_recipe(off="clip")
     clip_range: float = from_recipe(above=0)  # ε of Eq. 5
-    kl_limit: float = from_recipe(
-        0, inf, off=inf
-    )  # of kl-mask: KL to the rollout's policy, per element; inf: none
-    kl: float = from_recipe(
-        0, off=0.0
-    )  # weight of the KL to the model before training; 0: no reference
-    kl_share: float = from_recipe(
-        above=0, most=1, off=1.0
-    )  # leaves with the KL: most above rewards of weight 0
-    step_weights: str = from_recipe(
-        off="equal"
-    )  # of steps: equal, std, inverse-gradient, inverse-step, my_file.py:f
-    loss_mean: str = from_recipe(
-        off="step"
-    )  # over a step's edges: step, or step*tree (by a tree's edges too)
+    # of kl-mask: KL to the rollout's policy, per element; inf: none
+    kl_limit: float = from_recipe(0, inf, off=inf)
+    # weight of the KL to the model before training; 0: no reference
+    kl: float = from_recipe(0, off=0.0)
+    # leaves with the KL: most above rewards of weight 0
+    kl_share: float = from_recipe(above=0, most=1, off=1.0)
+    # of steps: equal, std, inverse-gradient, inverse-step, my_file.py:f
+    step_weights: str = from_recipe(off="equal")
+    # over a step's edges: step, or step*tree (by a tree's edges too)
+    loss_mean: str = from_recipe(off="step")
 
 # %% ../nbs/basics/02_settings.ipynb #0be0ca5e
 @dataclass(frozen=True)
@@ -409,12 +362,10 @@ class OptimiserSettings:
     "The optimiser's steps"
 
     passes: int = from_recipe(1, 100_000, off=1)  # times that a rollout's trained edges are used
-    steps_per_pass: int = from_recipe(
-        1, 100_000, off=1
-    )  # optimiser steps in a pass, each on its own part of the edges
-    step_unit: str = from_recipe(
-        off="prompts"
-    )  # what a part is made of: prompts, trajectories, edges, my_file.py:f
+    # optimiser steps in a pass, each on its own part of the edges
+    steps_per_pass: int = from_recipe(1, 100_000, off=1)
+    # what a part is made of: prompts, trajectories, edges, my_file.py:f
+    step_unit: str = from_recipe(off="prompts")
     learning_rate: float = from_recipe(above=0)  # of AdamW
     weight_decay: float = from_recipe(0)  # of AdamW
     adam_beta1: float = from_recipe(0, below=1, off=0.9)  # of AdamW: memory of the mean
@@ -423,9 +374,8 @@ class OptimiserSettings:
     max_grad_norm: float = from_recipe(above=0, most=inf)  # gradients are scaled down to this norm
     ema_decay: float = from_recipe(0, 1)  # decay of the averaged weights
     ema_every: int = from_recipe(1, off=1)  # optimiser steps between two averagings
-    ema_ramp: bool = from_recipe(
-        off=False
-    )  # the decay starts lower: (1 + n) / (10 + n) after n optimiser steps
+    # the decay starts lower: (1 + n) / (10 + n) after n optimiser steps
+    ema_ramp: bool = from_recipe(off=False)
     ema_used: bool = from_recipe(off=False)  # evaluations and the result take the averaged weights
 
 # %% ../nbs/basics/02_settings.ipynb #0bece620
@@ -434,16 +384,14 @@ class SizeSettings:
     "Sizes and the trained weights"
 
     prompts_per_iteration: int = from_recipe(1, 100_000)  # prompts per rollout, over all processes
-    evaluation_steps: int | None = from_recipe(
-        1, 999, off=None
-    )  # denoising steps of evaluations' images; none: steps
+    # denoising steps of evaluations' images; none: steps
+    evaluation_steps: int | None = from_recipe(1, 999, off=None)
     guidance_scale: float = from_recipe(0)  # classifier-free guidance; 1: none
     height: int = from_recipe(1, 16_384)  # pixels
     width: int = from_recipe(1, 16_384)  # pixels
     frames: int | None = from_recipe(1)  # frames of a clip, for video models
-    text_length: int | None = from_recipe(
-        1, off=None
-    )  # tokens for the longest text encoder; none: the pipeline's
+    # tokens for the longest text encoder; none: the pipeline's
+    text_length: int | None = from_recipe(1, off=None)
     lora_rank: int = from_recipe(0, off=0)  # rank of the adapter; 0: full fine-tuning
     lora_alpha: int = from_recipe(1, off=64)  # the adapter's scale is lora_alpha / lora_rank
 
@@ -525,9 +473,8 @@ def variable(name: str, default: int, least: int = 0, most: int = 10**9) -> int:
         raise ValueError(f"{error} (a variable of the environment)") from None
 
 # %% ../nbs/basics/02_settings.ipynb #5e771ed0
-RETIRED: dict[
-    str, tuple[Any, str]
-] = {  # settings of earlier versions, which tables may still name: default, and why
+# settings of earlier versions, which tables may still name: default, and why
+RETIRED: dict[str, tuple[Any, str]] = {
     "checkpoint_async": (False, "a checkpoint is written at once"),
     "checkpoint_minutes": (None, "set checkpoint_every by the seconds of an iteration"),
     "retain": (0, "it never changed results"),
@@ -541,8 +488,7 @@ def without_retired(table: dict[str, Any]) -> dict[str, Any]:
         default, why = RETIRED[name]
         if str(table[name]).lower() != str(default).lower():
             text = f"{name}: this setting is gone and is ignored; {why}"
-            warnings.warn_explicit(
-                text, UserWarning, "settings", 1
-            )  # one line: no source line follows
+            # one line: no source line follows
+            warnings.warn_explicit(text, UserWarning, "settings", 1)
             break
     return {name: value for name, value in table.items() if name not in RETIRED}

@@ -34,17 +34,15 @@ from branchgrpo.samplers import (
 class Transition:
     "A reverse process of T steps."
 
-    step_dist: Callable[
-        ..., Gaussian
-    ]  # (x, output, level, next level, noise) -> the step's Gaussian
+    # (x, output, level, next level, noise) -> the step's Gaussian
+    step_dist: Callable[..., Gaussian]
     times: Tensor  # (T,) σ or timestep, which the model is conditioned on
     levels: Tensor  # (T + 1,) σ or ᾱ
     noise: Tensor  # (T,) noise of each step, as `step_dist` takes it
     per_root_h: bool = False  # whether `noise` is a level g, so that std = g·√h
     amplitude: dict[int, float] = field(default_factory=dict)  # {step: factor of its std}
-    draw_scale: dict[int, float] = field(
-        default_factory=dict
-    )  # {step: factor of its noise, not of its density}
+    # {step: factor of its noise, not of its density}
+    draw_scale: dict[int, float] = field(default_factory=dict)
     tail: "SolverTail | None" = None  # takes the steps from `tail.start` on
     ends: Tensor | None = None  # (T,) level after each step, where it is not the one of the next
 

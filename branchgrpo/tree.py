@@ -42,9 +42,8 @@ class Tree:
     plan: RolloutPlan
     parents: list[Tensor]  # (P, W) int64: index into the depth above
     drawn: list[Tensor]  # (P, W) bool: the edge into each node draws noise
-    log_probs: list[
-        Tensor
-    ]  # (P, W) float32: of the edge into each node, mean over elements; 0 if not drawn
+    # (P, W) float32: of the edge into each node, mean over elements; 0 if not drawn
+    log_probs: list[Tensor]
     latents: list[Tensor]  # (P, W, …) as stored
     lines: Tensor | None = None  # (P, W) int64, on the CPU: noise lines of the depth reached
     x0_hat: Tensor | None = None  # (P, leaves, …) of the last step, if that step drew noise
@@ -105,9 +104,8 @@ class Siblings:
         """Return the siblings among edges from `parents (P, C)`, of which the `drawn (P, C)` ones
         count."""
         parent = parents.masked_fill(~drawn, -1)
-        order = parent.argsort(
-            dim=1, stable=True
-        )  # siblings next to each other, the earlier ones first
+        # siblings next to each other, the earlier ones first
+        order = parent.argsort(dim=1, stable=True)
         in_order = parent.gather(1, order)
         first = torch.searchsorted(in_order, in_order)  # where each one's siblings begin
         earlier = torch.arange(parent.shape[1], device=parent.device) - first

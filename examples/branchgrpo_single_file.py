@@ -62,10 +62,8 @@ class Flux:
         self.height, self.width, self.guidance_scale = height, width, guidance_scale
         patch = 2 * pipeline.vae_scale_factor
         self.grid = (height // patch, width // patch)
-        self.latent_shape = (
-            self.grid[0] * self.grid[1],
-            self.denoiser.config.in_channels,
-        )  # packed tokens
+        # packed tokens
+        self.latent_shape = (self.grid[0] * self.grid[1], self.denoiser.config.in_channels)
 
     @torch.no_grad()
     def encode(self, prompt: str) -> dict[str, Tensor]:
@@ -80,9 +78,8 @@ class Flux:
         FLUX.1-dev takes its guidance as an input.
         """
         dtype, device = self.denoiser.dtype, latents.device
-        ids = torch.zeros(
-            *self.grid, 3, device=device, dtype=dtype
-        )  # row and column of every token
+        # row and column of every token
+        ids = torch.zeros(*self.grid, 3, device=device, dtype=dtype)
         ids[..., 1] += torch.arange(self.grid[0], device=device)[:, None]
         ids[..., 2] += torch.arange(self.grid[1], device=device)[None, :]
         row = latents.new_ones(len(latents), dtype=torch.float32)
@@ -220,7 +217,9 @@ def rollout(model: Flux, text: dict[str, Tensor], o: Options, noise: Noise) -> T
             # update.
             children = mean[:, None] + std * noise.children(i, len(x), branches, shape).to(device)
             log_probs = log_density(children, mean, std)
-        else:  # the image is decoded from this step's mean: noise would only blur it, so there is nothing to train
+        else:
+            # the image is decoded from this step's mean: noise would only blur it, so there is
+            # nothing to train
             children = flow_step(x, v, sigmas[i], sigmas[i + 1], 0.0)[0][:, None]
             log_probs = torch.zeros(len(x), 1, device=device)
         tree.latents.append(children.reshape(prompts, width * branches, *shape))
@@ -328,9 +327,8 @@ def accumulate(
 # ----------------------------------------------------------------------------------------------------------
 # training
 
-Reward = Callable[
-    [Tensor, list[str]], Tensor
-]  # images (B, 3, H, W) in [0, 1] and their B prompts → B scores
+# images (B, 3, H, W) in [0, 1] and their B prompts → B scores
+Reward = Callable[[Tensor, list[str]], Tensor]
 
 
 def train(
@@ -346,9 +344,8 @@ def train(
     optimizer = torch.optim.AdamW(parameters, lr=o.learning_rate, weight_decay=o.weight_decay)
     average = [p.detach().clone() for p in parameters]
     for iteration, prompts in enumerate(draws):
-        encoded = [
-            model.encode(prompt) for prompt in prompts
-        ]  # one by one: neighbours change the last bits
+        # one by one: neighbours change the last bits
+        encoded = [model.encode(prompt) for prompt in prompts]
         text = {name: torch.cat([one[name] for one in encoded]) for name in encoded[0]}
         tree = rollout(model, text, o, noise_of(iteration))
         leaves = tree.latents[-1]
@@ -391,9 +388,8 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    o = Options(
-        steps=6, splits=(0, 2), eta=0.9, prompts=4, learning_rate=2e-4
-    )  # Options() is the paper's
+    # Options() is the paper's
+    o = Options(steps=6, splits=(0, 2), eta=0.9, prompts=4, learning_rate=2e-4)
     pipeline = DiffusionPipeline.from_pretrained(given.model, dtype=torch.float32)
     pipeline = pipeline.to("cuda" if torch.cuda.is_available() else "cpu")
     for part in pipeline.components.values():

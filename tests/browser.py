@@ -40,9 +40,8 @@ PAGES = [
 ]
 SIZES = {"narrow": (390, 844), "wide": (1400, 900)}
 ROOT = Path(__file__).parents[1]
-TOKEN = secrets.token_hex(
-    16
-)  # of the JupyterLab that is started: nobody else on this machine may use it
+# of the JupyterLab that is started: nobody else on this machine may use it
+TOKEN = secrets.token_hex(16)
 GRID = "#grid [data-row][data-step]"
 
 
@@ -122,9 +121,8 @@ def compare(page):
         or option["group_selection"] != "all"
         or option["train_fraction"] < 1
     )
-    pruned = pruned or bool(
-        plan.prune_at and plan.splits
-    )  # the library's number is the most there can be
+    # the library's number is the most there can be
+    pruned = pruned or bool(plan.prune_at and plan.splits)
     if pruned:
         assert found["trained calls"] <= cost.trained_calls, (found, cost, plan)
     else:

@@ -15,13 +15,8 @@ from multiprocessing import reduction
 from pathlib import Path
 from types import ModuleType
 
-FIXED = (
-    "HF_",
-    "TRANSFORMERS_",
-    "DIFFUSERS_",
-    "PYTHON",
-    "LD_",
-)  # beginnings of variables that are read only at a start
+# beginnings of variables that are read only at a start
+FIXED = ("HF_", "TRANSFORMERS_", "DIFFUSERS_", "PYTHON", "LD_")
 server = multiprocessing.get_context("forkserver")
 server.set_forkserver_preload(
     [
@@ -68,9 +63,8 @@ def _number(copy):
 def _become(words, environment, folder, out, err):
     "Be `python WORDS`, in a session of its own."
     os.setsid()
-    ctypes.CDLL(None).prctl(
-        1, signal.SIGTERM
-    )  # end with the fork server, which ends with the tests
+    # end with the fork server, which ends with the tests
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, file in ((out, 1), (err, 2)):
         if number is not None:
@@ -82,9 +76,8 @@ def _become(words, environment, folder, out, err):
     sys.modules["numpy"].random.seed()
     threads = environment.get("OMP_NUM_THREADS", "1")
     sys.modules["torch"].set_num_threads(int(threads) if threads.isdigit() else 1)
-    multiprocessing.current_process()._config["daemon"] = (
-        False  # a command may have processes of its own
-    )
+    # a command may have processes of its own
+    multiprocessing.current_process()._config["daemon"] = False
     try:
         _run(words)
     except Exception as error:

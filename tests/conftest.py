@@ -7,9 +7,8 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "agg")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two processes run the suite
-os.environ.setdefault(
-    "CUDA_VISIBLE_DEVICES", ""
-)  # the suite compares bits of a CPU; tests/gpu_bench.py uses a GPU
+# the suite compares bits of a CPU; tests/gpu_bench.py uses a GPU
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 HERE = Path(__file__).parent
 
 

@@ -72,13 +72,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PROMPTS = PromptSet([f"prompt {n}" for n in range(64)], [f"test {n}" for n in range(16)])
 SHORT = {"steps": 6, "splits": (0, 2)}  # 17 calls: enough for a mismatch
 TINY = {"steps": 3, "splits": (0, 1)}
-FLUX_RECIPES = (
-    "branchgrpo",
-    "dancegrpo",
-    "branchgrpo-mix",
-    "branchgrpo-deppru",
-    "mixgrpo",
-)  # the claim first
+# the claim first
+FLUX_RECIPES = ("branchgrpo", "dancegrpo", "branchgrpo-mix", "branchgrpo-deppru", "mixgrpo")
 
 
 class Lines:
@@ -127,9 +122,8 @@ class Lines:
             if not isinstance(error, TimeoutError):
                 traceback.print_exc(limit=-4)
         gc.collect()
-        with contextlib.suppress(
-            RuntimeError
-        ):  # after an illegal access the device answers nothing more
+        # after an illegal access the device answers nothing more
+        with contextlib.suppress(RuntimeError):
             torch.cuda.empty_cache()
         return None
 
@@ -421,12 +415,8 @@ def kernels(lines: Lines, policy, batch: int) -> None:
     """Add by attention kernel seconds per latent, without and with gradient, and whether the
     gradient is finite."""
     trained = [p for p in policy.denoiser.parameters() if p.requires_grad]
-    for name in (
-        "native",
-        "_native_flash",
-        "_native_efficient",
-        "_native_cudnn",
-    ):  # what may break the process last
+    # what may break the process last
+    for name in ("native", "_native_flash", "_native_efficient", "_native_cudnn"):
 
         def job(name=name):
             set_attention(policy.denoiser, name)
@@ -754,9 +744,8 @@ def first_half_hour(lines: Lines, steps: list[str] | None = None) -> None:
             )
             break
         first, began = len(lines.record["lines"]), time.time()
-        lines.limit = (
-            began - lines.start + seconds
-        )  # nothing of the step begins that would end later
+        # nothing of the step begins that would end later
+        lines.limit = began - lines.start + seconds
         signal.alarm(seconds)
         lines.attempt(name, "the whole step", partial(job, lines), 0)
         signal.alarm(0)

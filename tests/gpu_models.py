@@ -153,11 +153,8 @@ def sd(device, tiny: bool, dtype: torch.dtype = torch.bfloat16) -> RandomSD:
     "Return Stable Diffusion 1.5 at 512 × 512 pixels, guided by 5."
     from diffusers import AutoencoderKL, DDIMScheduler, UNet2DConditionModel
 
-    betas = {
-        "beta_start": 0.00085,
-        "beta_end": 0.012,
-        "beta_schedule": "scaled_linear",
-    }  # runwayml's scheduler
+    # runwayml's scheduler
+    betas = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
     parts = SimpleNamespace(
         unet=built(
             UNet2DConditionModel,

@@ -163,9 +163,8 @@ def counted(name: str, folder) -> tuple[Counter, dict, Trainer]:
     policy = GaussianFlow(shape=(4,))
     counter = Counter(policy)
     small = dict(iterations=1, prompts_per_iteration=PROMPTS, evaluate_every=0, tracker="none")
-    config = TrainConfig(
-        recipe=name, output=str(folder), lora_rank=0, **small
-    )  # the flow has nothing to adapt
+    # the flow has nothing to adapt
+    config = TrainConfig(recipe=name, output=str(folder), lora_rank=0, **small)
     trainer = Trainer(
         config, policy=policy, reward=reward, prompts=[f"prompt {n}" for n in range(8)]
     )
@@ -222,9 +221,8 @@ def test_equal_rewards_teach_nothing(estimator, std, shape):
     )
     seen = {d: rewards[:, : plan.populations[d], None] for d in plan.previews}
     found = estimate_advantages(tree, rewards, estimator, CreditOptions(std=std, previews=seen))
-    one = rewards[:1].expand_as(
-        rewards
-    )  # of all prompts, so that none differs from the mean of all
+    # of all prompts, so that none differs from the mean of all
+    one = rewards[:1].expand_as(rewards)
     for advantages in (
         found,
         estimate_advantages(tree, one, estimator, CreditOptions(std=std, previews=None)),

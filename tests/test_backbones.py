@@ -77,10 +77,8 @@ pipe.set_progress_bar_config(disable=True)
 out = pipe(output_type="pt", **draw, **given)
 torch.save(out.frames if hasattr(out, "frames") else out.images, sys.argv[2])
 """
-SIZED = {
-    "use_dynamic_shifting": True,
-    "shift": 1.0,
-}  # FLUX.1-dev's own: the shift follows the image's size
+# FLUX.1-dev's own: the shift follows the image's size
+SIZED = {"use_dynamic_shifting": True, "shift": 1.0}
 PNDM = {"_class_name": "PNDMScheduler", "skip_prk_steps": True}  # Stable Diffusion's
 UNIPC = {
     "_class_name": "UniPCMultistepScheduler",
@@ -184,9 +182,8 @@ def test_the_doctor_knows_it(backbone):
     s = resolve(config("unused", backbone))
     text = report(s)
     assert "MISSING" not in text and "leaves" in text
-    assert (
-        estimate(s).tflop > 0
-    )  # the report leaves it out, since a small model's FLOPs decide nothing
+    # the report leaves it out, since a small model's FLOPs decide nothing
+    assert estimate(s).tflop > 0
 
 
 KNOWN_TO_COMFYUI = {"tiny-flux": True, "tiny-sd3": True, "tiny-sd": False, "tiny-wan": False}

@@ -24,6 +24,7 @@ from branchgrpo.backbones.published import PUBLISHED
 from branchgrpo.files import parse_table
 from branchgrpo.machine.counting import meta_pipeline
 from branchgrpo.options import parse, parser_of
+from branchgrpo.registry import docstring_text
 from branchgrpo.settings import RETIRED
 
 
@@ -78,7 +79,7 @@ def test_every_flag_has_a_help_text():
     for name, command in cli.COMMANDS.items():
         assert command.run.__doc__
         for action in parser_of(
-            name, command.run.__doc__, command.classes(), command.config
+            name, docstring_text(command.run), command.classes(), command.config
         )._actions:
             assert action.help and (action.help != argparse.SUPPRESS or action.dest in RETIRED), (
                 action.dest
@@ -138,9 +139,8 @@ def test_alone_it_says_what_to_do_next(capsys):
     for program, name, *words in lines:
         command = cli.COMMANDS[name]
         assert program == "branchgrpo"
-        parse(
-            parser_of(name, "", command.classes(), command.config), words
-        )  # raises if a word is none
+        # raises if a word is none
+        parse(parser_of(name, "", command.classes(), command.config), words)
 
 
 PIPED = [

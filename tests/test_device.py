@@ -176,9 +176,8 @@ def test_a_shared_tree_on_a_gpu(gpu, tmp_path, monkeypatch):
     "One of two processes that share each tree; what the other would send is what this one has."
     group = RankGroup(0, 2, lambda own: torch.stack([own, own]))
     monkeypatch.setattr("branchgrpo.training.collection.make_group", lambda *_: group)
-    monkeypatch.setattr(
-        "branchgrpo.training.trainer.check_mismatch", lambda *_: None
-    )  # the other sent other outputs
+    # the other sent other outputs
+    monkeypatch.setattr("branchgrpo.training.trainer.check_mismatch", lambda *_: None)
     for changes in ({"recipe": "branchgrpo", **SHORT}, {"recipe": "pro-grpo", **FUNNEL}):
         assert trainer(tmp_path, **changes).step()["grad_norm"] >= 0
 
@@ -202,9 +201,8 @@ def test_a_rollout_uploads_noise_and_nothing_else(gpu, tmp_path, name):
     t = trainer(tmp_path, **LOOPS[name])
     x = t.collect(0)
     in_steps = [transfer for transfer in gpu.transfers if transfer.within("take_step")]
-    in_steps = [
-        transfer for transfer in in_steps if not transfer.within("preview")
-    ]  # where images are scored
+    # where images are scored
+    in_steps = [transfer for transfer in in_steps if not transfer.within("preview")]
     assert [transfer.kind for transfer in in_steps] == ["upload"] * len(
         x.tree.plan.stochastic - {x.tree.steps - 1}
     )

@@ -188,9 +188,8 @@ def test_trained_edges_are_the_librarys(js, prune):
             mask[0].tolist() for mask in keep_edges(tree, counted, prune, values, rewards, options)
         ]
         assert js(MASK, fields, compared, rules | {"prune": prune}) == expected, (fields, rules)
-        if prune == "none" and not (
-            plan.prune_at and plan.splits
-        ):  # there the plan's number is the most there can be
+        # there the plan's number is the most there can be
+        if prune == "none" and not (plan.prune_at and plan.splits):
             assert sum(map(sum, expected)) == plan.trained_edges
         compared += 1
 

@@ -102,9 +102,8 @@ def test_train_evaluate_sample_and_draw_with_diffusers_alone(tmp_path):
         str(png),
     ]
     assert cli.main(words) == 0
-    drawn = (
-        torch.from_numpy(np.array(Image.open(png)))[::4, ::4].permute(2, 0, 1) / 255
-    )  # a pixel is written as 4 × 4
+    # a pixel is written as 4 × 4
+    drawn = torch.from_numpy(np.array(Image.open(png)))[::4, ::4].permute(2, 0, 1) / 255
 
     noise = Noise(drawing_seed(), 0, (0,)).roots(1, (16, 64))[:, 0]
     torch.save({"prompt": ["a red 3"], "latents": noise}, tmp_path / "images.pt")
@@ -114,6 +113,5 @@ def test_train_evaluate_sample_and_draw_with_diffusers_alone(tmp_path):
     )
     assert plain.returncode == 0, plain.stdout[-3000:]
     theirs = torch.load(tmp_path / "images.pt")[0].float()
-    torch.testing.assert_close(
-        drawn, theirs, rtol=0, atol=0.03
-    )  # bfloat16; one has its adapter in float32
+    # bfloat16; one has its adapter in float32
+    torch.testing.assert_close(drawn, theirs, rtol=0, atol=0.03)

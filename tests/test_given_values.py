@@ -48,9 +48,8 @@ def quiet():
         yield
 
 
-SETTINGS = [
-    field.name for field in dataclasses.fields(MethodSettings) if field.name != "seed"
-]  # of a run
+# of a run
+SETTINGS = [field.name for field in dataclasses.fields(MethodSettings) if field.name != "seed"]
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -63,9 +63,8 @@ def given_to_train(words: list[str]) -> TrainConfig:
 def test_a_file_of_settings_is_taken_by_the_command(path):
     settings = resolve(given_to_train(["--config", str(path)]))
     table = read_table(path)
-    assert {
-        name: getattr(settings, name) for name in table
-    } == table  # a value that a file gives is final
+    # a value that a file gives is final
+    assert {name: getattr(settings, name) for name in table} == table
     assert settings.lora_rank > 0 and settings.embeddings
 
 

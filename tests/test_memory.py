@@ -64,9 +64,8 @@ def large() -> tuple[TrainConfig, int]:
 
 @pytest.mark.parametrize("path", SETTINGS, ids=file_name)
 def test_a_file_of_examples_fits_on_the_gpu_that_it_names(path):
-    gb = (
-        float(re.search(r"(\d+) GB", path.read_text(encoding="utf-8"))[1]) * 1.0737
-    )  # a card has GiB
+    # a card has GiB
+    gb = float(re.search(r"(\d+) GB", path.read_text(encoding="utf-8"))[1]) * 1.0737
     assert fits(peak_gb(resolve(TrainConfig.from_yaml(path)), 1), gb)
 
 

@@ -69,9 +69,8 @@ def as_before():
     for module in sys.modules.keys() - modules.keys():
         if not (getattr(sys.modules[module], "__file__", None) or sys.prefix).startswith(INSTALLED):
             del sys.modules[module]  # a file that the lesson wrote
-    for added in (
-        set(vars(builtins)) - known_builtins
-    ):  # of IPython: what asks for them believes to be in a notebook
+    # of IPython: what asks for them believes to be in a notebook
+    for added in set(vars(builtins)) - known_builtins:
         delattr(builtins, added)
     os.environ.clear()
     os.environ.update(variables)

@@ -52,9 +52,8 @@ class Largest(TorchDispatchMode):
 
 
 def test_win_rates_of_many_samples_need_no_table_of_pairs():
-    scores = (
-        torch.randn(500, generator=torch.Generator().manual_seed(0)).mul(20).round()
-    )  # many are equal
+    # many are equal
+    scores = torch.randn(500, generator=torch.Generator().manual_seed(0)).mul(20).round()
     with Largest() as seen:
         rates = win_rate(scores[::2])
     assert seen.most <= 2 * 250

@@ -172,9 +172,8 @@ def test_every_registry_takes_an_object_of_a_file(rules, tmp_path, mine, more):
     for setting, name in mine.items():
         assert recorded[setting] == f"{rules}:{name}"
         assert setting in recorded["sources"]
-    assert all(
-        abs(row["reward"]) < 100 for row in result.metrics
-    )  # a rule that changes its tensors changes copies
+    # a rule that changes its tensors changes copies
+    assert all(abs(row["reward"]) < 100 for row in result.metrics)
 
 
 def test_a_changed_file_is_another_run_and_a_moved_one_is_not(rules, tmp_path):

@@ -22,7 +22,8 @@ from branchgrpo.methods.papers import (
 ROOT = Path(__file__).parents[1]
 ALL = [recipes.get(name) for name in recipes.names()]
 SAID = [*QUOTES, *(q for e in ERRATA for q in e.quotes)]
-NO_PLACE = r"off(:|$)|ours|derived|not given"  # how a source begins that names no place, or one that it leaves
+# how a source begins that names no place, or one that it leaves
+NO_PLACE = r"off(:|$)|ours|derived|not given"
 CODE_FILE = r"\w\.(py|sh|yaml|json)\b"
 
 

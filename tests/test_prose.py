@@ -151,16 +151,8 @@ def place(tmp_path_factory):
 
 
 SHOWS = ("", "--help", "--version")
-RUN = {
-    "recipes",
-    "rewards",
-    "completion",
-    "doctor",
-    "view",
-    "sample",
-    "train",
-    "reproduce",
-}  # others take minutes
+# others take minutes
+RUN = {"recipes", "rewards", "completion", "doctor", "view", "sample", "train", "reproduce"}
 
 
 def test_every_command_of_ours_is_valid(place, monkeypatch):
@@ -212,12 +204,8 @@ def runs(line):
     """Return whether a command is run, too: it is cheap and needs no weights that are not in the
     package."""
     name = line.split(" ")[0]
-    if line in (
-        "view",
-        "train",
-        "sample",
-        "reproduce",
-    ):  # a name alone, of a command that wants more
+    # a name alone, of a command that wants more
+    if line in ("view", "train", "sample", "reproduce"):
         return False
     large = "--slurm" in line or (
         name == "train" and re.search(r"--backbone [\w-]+/|--config examples/", line)
@@ -241,9 +229,8 @@ def test_every_cheap_command_runs(line, place, monkeypatch, capsys):
             shutil.rmtree(old)
         code = cli.main(words)
         said = capsys.readouterr()
-        assert code == 0 or line.startswith("doctor") and code == 1 and said.out, (
-            said.err
-        )  # 1: something is missing
+        # 1: something is missing
+        assert code == 0 or line.startswith("doctor") and code == 1 and said.out, said.err
 
 
 def test_every_make_target_is_there():

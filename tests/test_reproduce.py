@@ -160,16 +160,14 @@ def test_every_committed_run_is_named_by_its_settings():
         for label, found in record["runs"].items():
             for seed, run in found.items():
                 settings, folder = run["settings"], Path(run["run"]).name
-                if (
-                    "backbone" not in settings or folder == "None"
-                ):  # a record from before runs kept all settings
+                # a record from before runs kept all settings
+                if "backbone" not in settings or folder == "None":
                     assert is_earlier(name), name
                     continue
                 assert folder == cache_key(settings) or is_earlier(name), (name, label, seed)
                 begin = f"{settings['recipe']}-{settings['backbone']}-{seed}-"
-                renamed = (
-                    is_earlier(name) and "labels_renamed" in record
-                )  # mixgrpo of then is mixgrpo-shared now
+                # mixgrpo of then is mixgrpo-shared now
+                renamed = is_earlier(name) and "labels_renamed" in record
                 assert folder.startswith(begin) or renamed, (name, label, seed)
                 assert settings["seed"] == int(seed), (name, label, seed)
                 assert get(settings["recipe"])
@@ -177,9 +175,8 @@ def test_every_committed_run_is_named_by_its_settings():
 
 def test_every_committed_row_is_the_mean_of_its_runs():
     for name, record in recorded():
-        for row in (
-            row for row in record["rows"] if row.get("label") in record["runs"]
-        ):  # not those of a whole table
+        # not those of a whole table
+        for row in (row for row in record["rows"] if row.get("label") in record["runs"]):
             last = [run["evaluations"][-1] for run in record["runs"][row["label"]].values()]
             for title, value in row.items():
                 metric = metric_of(title, last[0])

@@ -93,9 +93,8 @@ FUNNEL = {
 OBJECTIVE = dict(
     loss="kl-mask", kl_limit=1e-6, passes=2, reward="tiny-clip+0.5*tiny-hps+0*tiny-aesthetic"
 )
-OBJECTIVE |= dict(
-    reward_sum="decoupled+batch", kl=0.1, kl_share=0.3
-)  # the batch is that of all processes
+# the batch is that of all processes
+OBJECTIVE |= dict(reward_sum="decoupled+batch", kl=0.1, kl_share=0.3)
 WHOLE = {}  # DDP
 CASES = {
     "pruned, kl": (PRUNED | PLAIN, [(2, FULL)]),
@@ -127,10 +126,8 @@ def test_any_number_of_processes_and_any_sharding_do_the_same(tmp_path, case):
         assert many["mismatch"] < 1e-5
         for name, gradient in one["grads"].items():
             torch.testing.assert_close(many["grads"][name], gradient, rtol=0, atol=1e-5)
-        for kept in (
-            "weights",
-            "averages",
-        ):  # AdamW turns a gradient near 0 into a step of either sign
+        # AdamW turns a gradient near 0 into a step of either sign
+        for kept in ("weights", "averages"):
             differences = torch.cat(
                 [(many[kept][k] - one[kept][k]).abs().flatten() for k in one[kept]]
             )

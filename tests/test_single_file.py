@@ -34,9 +34,8 @@ SIZES = {
 def single():
     "The example as a module."
     spec = importlib.util.spec_from_file_location("branchgrpo_single_file", FILE)
-    sys.modules[spec.name] = module = importlib.util.module_from_spec(
-        spec
-    )  # its dataclasses look for it there
+    # its dataclasses look for it there
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     yield module
     del sys.modules[spec.name]
@@ -133,9 +132,8 @@ def test_one_rollout_and_its_gradient(single, sizes, tmp_path):
     assert sum(float(a.abs().sum()) for a in advantages) > 0
 
     loss = single.accumulate(model, text, tree, advantages, o)
-    assert loss == pytest.approx(
-        float(stats["loss"]), rel=1e-5, abs=1e-7
-    )  # summed in another order
+    # summed in another order
+    assert loss == pytest.approx(float(stats["loss"]), rel=1e-5, abs=1e-7)
     mine = {name: p.grad for name, p in parameters.items()}
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)

@@ -87,9 +87,8 @@ def small_repository(root, text):
     (root / "nbs/index.ipynb").write_text(notebook(INDEX))
     (root / NAVIGATION).write_text(CONTENTS)
     (root / "nbs/a.ipynb").write_text(notebook(*LESSON, text))
-    shutil.copy(
-        ROOT / "nbs/site/00_build.ipynb", root / "nbs/site"
-    )  # the lesson of the module in the reference
+    # the lesson of the module in the reference
+    shutil.copy(ROOT / "nbs/site/00_build.ipynb", root / "nbs/site")
     (root / "reproduce/a/fig1.ipynb").write_text(
         notebook("# Figure 1\n> A claim.", "#| export\nz = 3")
     )
@@ -122,9 +121,8 @@ def test_a_small_site_is_built(tmp_path):
     assert build(root, tmp_path / "site") == 0
     site = tmp_path / "site/html"
     pages = {path.relative_to(site).as_posix(): path.read_text() for path in site.rglob("*.html")}
-    assert [name for name, page in pages.items() if "#|" in page] == [
-        "nbs/site/00_build.html"
-    ]  # its lesson shows one
+    # its lesson shows one
+    assert [name for name, page in pages.items() if "#|" in page] == ["nbs/site/00_build.html"]
     assert "x^2" in pages["nbs/a.html"] and "unseen" not in pages["nbs/a.html"]
     assert '"../reference' not in pages["nbs/a.html"], (
         "a lesson's module is in the reference if there is one"

@@ -104,9 +104,8 @@ def test_the_answers_follow_from_the_registration_and_the_record():
             if look <= len(seeds) and word == "undecided":
                 level = plan["alpha"] * (look - before) / last / len(plan["claims"])
                 word, at = answer(claim, runs, seeds[:look], level), look
-        if (
-            word == "undecided" and new and len(new) == claim["again"]
-        ):  # the second test: new seeds alone
+        # the second test: new seeds alone
+        if word == "undecided" and new and len(new) == claim["again"]:
             seeds, at = new, len(new)
             word = answer(claim, runs, seeds, plan["alpha"] / len(again))
         assert said["seeds"] == len(seeds), said["claim"]

@@ -13,7 +13,8 @@ from branchgrpo.reproduction.pages import templates
 
 ROOT = Path(__file__).parents[1]
 PUBLISHED = ROOT / "reproduce/published"
-RECOMPUTED = {  # tables that a page computes line by line from the csv itself, and the json that it writes
+# tables that a page computes line by line from the csv itself, and the json that it writes
+RECOMPUTED = {
     ("branchgrpo", "Table 2"): "branchgrpo_table2",
     ("pro_grpo", "Table 4"): "pro_grpo_tables4_10_11",
     ("pro_grpo", "Table 7"): "pro_grpo_tables7_8",
@@ -22,14 +23,10 @@ RECOMPUTED = {  # tables that a page computes line by line from the csv itself, 
     ("pro_grpo", "Table 10"): "pro_grpo_tables4_10_11",
     ("pro_grpo", "Table 11"): "pro_grpo_tables4_10_11",
 }
-INPUTS = {
-    "Noise Prediction",
-    "VAE Decoding",
-    "Reward Computation",
-}  # rows that such a page's arithmetic starts from
-BESIDE = {
-    ("pro_grpo", "Table 13"): "pro_grpo/table13"
-}  # tables of seconds that a page prints below its own
+# rows that such a page's arithmetic starts from
+INPUTS = {"Noise Prediction", "VAE Decoding", "Reward Computation"}
+# tables of seconds that a page prints below its own
+BESIDE = {("pro_grpo", "Table 13"): "pro_grpo/table13"}
 
 
 def printed(paper: str) -> dict[str, tuple[set[str], set[str]]]:

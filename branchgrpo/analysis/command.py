@@ -50,10 +50,10 @@ def groups_of(words: tuple[str, ...]) -> dict[str, list[str]]:
 class CompareOptions:
     "What to compare"
 
-    runs: tuple[str, ...] = field(
-        default=(), metadata={"positional": "*"}
-    )  # mine=FOLDERS base=FOLDERS, or folders
-    metric: str = "reward"  # a score of the evaluations: reward, reward/NAME of held_out, check_all (share right), …
+    # mine=FOLDERS base=FOLDERS, or folders
+    runs: tuple[str, ...] = field(default=(), metadata={"positional": "*"})
+    # a score of the evaluations: reward, reward/NAME of held_out, check_all (share right), …
+    metric: str = "reward"
     base: str | None = None  # the group that the others are compared with; none: the last
     output: str = "compare.png"  # the learning curves: a file .png, .svg or .pdf
     json: str | None = None  # a JSON file for all numbers

@@ -154,9 +154,8 @@ class Group:
         return {seed: curve.at(metric, x, value) for seed, curve in self.by_seed.items()}
 
 
-METHOD = {"recipe", "prompts_per_iteration", *field_types(MethodSettings)} - {
-    "seed"
-}  # what a group has in common
+# what a group has in common
+METHOD = {"recipe", "prompts_per_iteration", *field_types(MethodSettings)} - {"seed"}
 
 # %% ../../nbs/analysis/00_curves.ipynb #ae48832d
 def difference_in(names: Iterable[str], one: Curve, other: Curve) -> str:
@@ -193,21 +192,10 @@ def read_group(label: str, runs: Runs) -> Group:
     return Group(label, [seen[seed] for seed in sorted(seen)])
 
 # %% ../../nbs/analysis/00_curves.ipynb #44c684c4
-TASK = (
-    "backbone",
-    "lora",
-    "negative_prompt",
-    "reward",
-    "prompts",
-    "evaluation_prompts",
-)  # the same for all groups
-DRAWING = (
-    "guidance_scale",
-    "height",
-    "width",
-    "frames",
-    "text_length",
-)  # of the images of an evaluation
+# the same for all groups
+TASK = ("backbone", "lora", "negative_prompt", "reward", "prompts", "evaluation_prompts")
+# of the images of an evaluation
+DRAWING = ("guidance_scale", "height", "width", "frames", "text_length")
 
 
 def task_difference(one: Curve, other: Curve) -> str:

@@ -65,15 +65,12 @@ class Backbone:
     "A pipeline with a short name, its default sizes, and how a recipe is adapted to it."
 
     where: str  # a folder inside this package, any other folder, or a hub name owner/model
-    sizes: dict[str, int] = field(
-        default_factory=dict
-    )  # default height and width in pixels, and frames
-    adapt: Callable | str | None = (
-        None  # (recipe, backbone's name) -> recipe, its name in FITS, or "module:name"
-    )
-    steps: int | None = (
-        None  # denoising steps of an image if none are given; none: those of its pipeline
-    )
+    # default height and width in pixels, and frames
+    sizes: dict[str, int] = field(default_factory=dict)
+    # (recipe, backbone's name) -> recipe, its name in FITS, or "module:name"
+    adapt: Callable | str | None = None
+    # denoising steps of an image if none are given; none: those of its pipeline
+    steps: int | None = None
     about: str = ""  # what it makes, for the list of models
 
     @property
@@ -142,13 +139,8 @@ def folder_of(name: str) -> str:
     )
 
 # %% ../../nbs/backbones/01_loading.ipynb #56cec890
-PIPELINE_ERRORS = (
-    OSError,
-    ValueError,
-    ImportError,
-    UnpicklingError,
-    SafetensorError,
-)  # diffusers on bad files
+# diffusers on bad files
+PIPELINE_ERRORS = (OSError, ValueError, ImportError, UnpicklingError, SafetensorError)
 
 
 def pipeline_error(name: str, error: Exception) -> ValueError:
@@ -232,9 +224,8 @@ def default_sizes(name: str) -> dict[str, int]:
         declared(policy_class, "default_size"),
         declared(policy_class, "default_frames"),
     )
-    if declared(
-        policy_class, "sized_by_files"
-    ):  # diffusers: sample_size · vae_scale_factor, 768 of SD-2.1
+    # diffusers: sample_size · vae_scale_factor, 768 of SD-2.1
+    if declared(policy_class, "sized_by_files"):
         blocks = part_config(name, "vae").get("block_out_channels", range(4))
         fold = 2 ** (len(blocks) - 1)
         pixels = denoiser_config(name).get("sample_size", pixels // fold) * fold
@@ -322,9 +313,8 @@ def read_checked(folder: str, name: str, kind: type, dtype: torch.dtype) -> nn.M
     variant = "fp16" if files and all(".fp16." in file for file in files) else None
     options: dict[str, Any] = {"subfolder": name, "variant": variant, "output_loading_info": True}
     model, found = kind.from_pretrained(folder, dtype=dtype, **options)
-    more = (
-        () if kind.__module__.startswith("transformers") else found["unexpected_keys"]
-    )  # half of a larger model
+    # half of a larger model
+    more = () if kind.__module__.startswith("transformers") else found["unexpected_keys"]
     for what, keys in (("lack", found["missing_keys"]), ("have, beyond its configuration,", more)):
         if keys:
             raise ValueError(f"the files of its {name} {what} the weight {min(keys)}")
@@ -486,7 +476,8 @@ def own_policy(name: str, device: str | torch.device = "cpu") -> Any:
 
 
 def load_backbone(
-    name: str,  # a name of BACKBONES, a pipeline's folder, a hub name, or your own: my_file.py:MyPolicy
+    # a name of BACKBONES, a pipeline's folder, a hub name, or your own: my_file.py:MyPolicy
+    name: str,
     height: int | None = None,  # pixels
     width: int | None = None,  # pixels
     guidance_scale: float | None = None,
@@ -494,7 +485,8 @@ def load_backbone(
     device: str | torch.device = "cpu",
     guidance_grad: bool = False,  # with a gradient through the unconditional branch
     frames: int | None = None,  # for the families that take them
-    **options: Any,  # text_length, negative_prompt; those of `load_pipeline`; and what else the family `takes`
+    # text_length, negative_prompt; those of `load_pipeline`; and what else the family `takes`
+    **options: Any,
 ) -> Policy:
     """Return the policy of a pipeline, frozen. What is None takes the backbone's or the family's
     default.
@@ -576,14 +568,11 @@ def largest_rank(
     return min(widths)
 
 # %% ../../nbs/backbones/01_loading.ipynb #53fc0715
-LORA_FILES = (
-    "pytorch_lora_weights.safetensors",
-    "adapter_model.safetensors",
-)  # by diffusers, by PEFT
+# by diffusers, by PEFT
+LORA_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
 
-FACTOR = re.compile(
-    r"[._]lora[._](A|B|down|up)(\.default)?\.weight$"
-)  # names in files; the last dot ends the layer's
+# names in files; the last dot ends the layer's
+FACTOR = re.compile(r"[._]lora[._](A|B|down|up)(\.default)?\.weight$")
 TEXT = re.compile(r"^(text_encoder|lora_te)|text_model")
 
 
@@ -701,9 +690,8 @@ def load_lora(policy: Any, where: str, encoders: bool = True) -> None:
         for one in pair
         if one in key and key.replace(one, pair[one]) not in state
     ]
-    texts = [
-        key for key in keys if FACTOR.search(key) and TEXT.search(key)
-    ]  # diffusers drops those of FLUX's T5, say
+    # diffusers drops those of FLUX's T5, say
+    texts = [key for key in keys if FACTOR.search(key) and TEXT.search(key)]
     lost += texts if len(texts) != sum(key.startswith("text_encoder") for key in state) else []
     if lost or placed < len(state) or dict(policy.denoiser.config) != channels:
         what = (

@@ -29,61 +29,49 @@ from ..transition import SolverTail, Transition
 # %% ../../nbs/backbones/00_pipeline.ipynb #185ef340
 ENCODERS = ("text_encoder", "image_encoder")  # how the names of a pipeline's encoders begin
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
-JOINT_ATTENTION = (
-    *ATTENTION,
-    "add_q_proj",
-    "add_k_proj",
-    "add_v_proj",
-    "to_add_out",
-)  # of image and text together
+# of image and text together
+JOINT_ATTENTION = (*ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 
 # %% ../../nbs/backbones/00_pipeline.ipynb #f5d71b0c
 class FamilyDefaults:
     "What a family declares about its models; a family overrides what differs."
 
-    kind = "flow"  # time is σ, the output a velocity; "diffusion": time is a step 0…999, the output the noise
+    # time is σ, the output a velocity; "diffusion": time is a step 0…999, the output the noise
+    kind = "flow"
     component = "transformer"  # the part of the pipeline that is trained
     default_size: int | tuple[int, int] = 1024  # height and width in pixels if none are given
     guidance = 1.0  # guidance scale if none is given
     guidance_name = "guidance_scale"  # what the pipeline's call names it
     lora_targets = ATTENTION  # layers that an adapter changes
-    adapter_unread_by: tuple[
-        str, ...
-    ] = ()  # programs that do not know the names that diffusers gives these layers
+    # programs that do not know the names that diffusers gives these layers
+    adapter_unread_by: tuple[str, ...] = ()
     patch = 2  # latent pixels per side of a token
-    most_tokens = None  # what the denoiser's configuration calls the most tokens per side; none: there is no limit
+    # what the denoiser's configuration calls the most tokens per side; none: there is no limit
+    most_tokens = None
     sized_by_files = False  # whether the default is the size that the files call sample_size
     default_frames = None  # frames of a clip if none are given
     takes = ()  # further options of the class: ("frames",) for video
-    text_lengths: tuple[int, int] | None = (
-        None  # tokens of the longest text: the pipeline's, and the most; none: fixed
-    )
+    # tokens of the longest text: the pipeline's, and the most; none: fixed
+    text_lengths: tuple[int, int] | None = None
     long_tokenizer = "tokenizer"  # whose tokens these are
     text_from_recipe = False  # recipes that state a length are written for this family
-    negative_prompt: str | None = (
-        None  # what guidance leads away from; none: the family has no such guidance
-    )
+    # what guidance leads away from; none: the family has no such guidance
+    negative_prompt: str | None = None
     encoded_by: tuple[str, ...] = ()  # parts that `encode` asks, besides the text encoders
     fps = None  # frames per second of a clip; none: images
-    first_frames = (
-        None  # function: P prompts -> P first frames (3, H, W) in [0, 1], for image-to-video
-    )
+    # function: P prompts -> P first frames (3, H, W) in [0, 1], for image-to-video
+    first_frames = None
     decode_batch = None  # images per call of the VAE; none: as many as `DECODE_BYTES` hold
-    published = (
-        "",
-        {},
-    )  # the published denoiser: its class in diffusers, and what differs from the class's defaults
+    # the published denoiser: its class in diffusers, and what differs from the class's defaults
+    published = ("", {})
     factors = {"vae_scale_factor": 8}  # pixels per latent pixel, named as in the published pipeline
-    parts: tuple[str, ...] | None = (
-        None  # of the pipeline, that read a prompt; none: what it has is not checked
-    )
+    # of the pipeline, that read a prompt; none: what it has is not checked
+    parts: tuple[str, ...] | None = None
     optional: tuple[str, ...] = ()  # those of them that may be absent
-    unused: tuple[
-        str, ...
-    ] = ()  # parts and flags that change no image here; the parts are not loaded
-    flags: tuple[
-        str, ...
-    ] = ()  # of the denoiser's configuration, that change its images and are not supported
+    # parts and flags that change no image here; the parts are not loaded
+    unused: tuple[str, ...] = ()
+    # of the denoiser's configuration, that change its images and are not supported
+    flags: tuple[str, ...] = ()
 
     @classmethod
     def guidance_for(cls, config) -> float:
@@ -440,9 +428,8 @@ def guided(
     run: Callable,  # (latents, conditioning) -> output (B, …)
     latents: Tensor,  # (B, …)
     conditioning: dict[str, Tensor],  # B rows, with those of `without_prompt`
-    rescale: (
-        Callable | None
-    ) = None,  # (guided, conditional) -> output, for a family that changes the result
+    # (guided, conditional) -> output, for a family that changes the result
+    rescale: Callable | None = None,
 ) -> Tensor:
     """Return the guided output `(B, …)` of `run`; two forward passes if `policy.guidance_scale` is
     above 1.
@@ -474,10 +461,8 @@ def measured_decode(
 ) -> tuple[int, int]:
     """Return the bytes that a VAE holds at its peak while it decodes one image, its own weights
     aside, and the FLOPs."""
-    with (
-        torch.random.fork_rng([]),
-        torch.device("meta"),
-    ):  # the caller's random numbers stay as they are
+    # the caller's random numbers stay as they are
+    with torch.random.fork_rng([]), torch.device("meta"):
         vae = model.from_config(json.loads(config)).to(dtype)
     with torch.no_grad(), fused_attention(), Operations() as live:
         vae.decode(torch.empty(1, *shape, device="meta", dtype=dtype), return_dict=False)
@@ -556,9 +541,8 @@ class ImagePolicy(PipelinePolicy):
 class PackedPolicy(ImagePolicy):
     "A policy of images; latents `(N, C)` are tokens of 2 × 2 latent pixels each."
 
-    grid = property(
-        lambda self: (self.height // self.step, self.width // self.step)
-    )  # rows and columns of tokens
+    # rows and columns of tokens
+    grid = property(lambda self: (self.height // self.step, self.width // self.step))
 
     @cached_property
     def latent_shape(self) -> tuple[int, ...]:

@@ -109,9 +109,8 @@ def kl_config(channels: int, quant: bool) -> dict[str, Any]:
 # %% ../../nbs/backbones/08_published.ipynb #516b3029
 CLIP_L = 123_060_480  # text, 12 layers of 768 (openai/clip-vit-large-patch14)
 CLIP_L_PROJECTED = 123_650_304  # the same with a projection (SD3's text_encoder)
-CLIP_BIG_G = (
-    694_659_840  # text, 32 layers of 1280, projected (laion/CLIP-ViT-bigG-14-laion2B-39B-b160k)
-)
+# text, 32 layers of 1280, projected (laion/CLIP-ViT-bigG-14-laion2B-39B-b160k)
+CLIP_BIG_G = 694_659_840
 T5_XXL = 4_762_310_656  # encoder, 24 layers of 4096, 32,128 tokens (google/t5-v1_1-xxl)
 UMT5_XXL = 5_680_910_336  # encoder, 24 layers of 4096, 256,384 tokens (google/umt5-xxl)
 CLIP_VIT_H = 630_766_080  # image, 32 layers of 1280 (Wan's image_encoder)
@@ -128,9 +127,8 @@ class Published:
 
     family: str
     vae: tuple[str, dict[str, Any]]  # a class of diffusers and its configuration
-    encoders: dict[str, int] = field(
-        default_factory=dict
-    )  # parameters of the encoders, by the pipeline's name
+    # parameters of the encoders, by the pipeline's name
+    encoders: dict[str, int] = field(default_factory=dict)
     makes: str = "images"  # or clips
     billions: float = 0.0  # of parameters of its denoiser
 

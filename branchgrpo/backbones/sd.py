@@ -36,9 +36,8 @@ def predict_sd(policy, latents: Tensor, time: Tensor, conditioning: dict[str, Te
     step = time.item() if isinstance(time, Tensor) else time
 
     def run(x, text):
-        steps = torch.full(
-            (len(x),), step, device=x.device
-        )  # no copy of `time`, for which the device would wait
+        # no copy of `time`, for which the device would wait
+        steps = torch.full((len(x),), step, device=x.device)
         return policy.call(x.to(policy.dtype), steps, text["prompt_embeds"], return_dict=False)[0]
 
     return guided(policy, run, latents, conditioning)
@@ -97,23 +96,21 @@ class SDPolicy(ImagePolicy):
     negative_prompt = ""
     parts = ("text_encoder", "tokenizer")
     unused = ("image_encoder", "feature_extractor", "safety_checker")
-    adapter_unread_by = (
-        "ComfyUI",
-    )  # its comfy/lora.py (commit 17358c8) knows kohya's names of a U-Net's layers
+    # its comfy/lora.py (commit 17358c8) knows kohya's names of a U-Net's layers
+    adapter_unread_by = ("ComfyUI",)
+    # further inputs
     flags = (
         "time_cond_proj_dim",
         "encoder_hid_dim_type",
         "addition_embed_type",
         "class_embed_type",
-    )  # further inputs
+    )
     published = ("UNet2DConditionModel", {"sample_size": 64, "cross_attention_dim": 768})
 
-    alphas_cumprod = property(
-        lambda self: ddim_scheduler(self).alphas_cumprod
-    )  # ᾱ_t of the training steps, (1000,)
-    prediction_type = property(
-        lambda self: ddim_scheduler(self).config.prediction_type
-    )  # or v_prediction, …
+    # ᾱ_t of the training steps, (1000,)
+    alphas_cumprod = property(lambda self: ddim_scheduler(self).alphas_cumprod)
+    # or v_prediction, …
+    prediction_type = property(lambda self: ddim_scheduler(self).config.prediction_type)
 
     encode = encode_sd
     predict = predict_sd

@@ -75,10 +75,8 @@ class SD3Policy(ImagePolicy):
     parts = tuple(
         f"{kind}{number}" for kind in ("text_encoder", "tokenizer") for number in ("", "_2", "_3")
     )
-    optional = (
-        "text_encoder_3",
-        "tokenizer_3",
-    )  # without T5 its tokens are zeros, as in the pipeline
+    # without T5 its tokens are zeros, as in the pipeline
+    optional = ("text_encoder_3", "tokenizer_3")
     unused = ("image_encoder", "feature_extractor")
     published = ("SD3Transformer2DModel", SD35_MEDIUM)
 

@@ -77,16 +77,15 @@ class WanPolicy(PipelinePolicy):
     text_lengths = (512, 512)
     negative_prompt = ""
     parts = ("text_encoder", "tokenizer")
-    adapter_unread_by = (
-        "ComfyUI",
-    )  # its comfy/lora.py (commit 17358c8) knows the names of Wan's own code
-    unused = (
-        "expand_timesteps",
-    )  # a time per token (Wan2.2 5B); without a first frame all are equal
+    # its comfy/lora.py (commit 17358c8) knows the names of Wan's own code
+    adapter_unread_by = ("ComfyUI",)
+    # a time per token (Wan2.2 5B); without a first frame all are equal
+    unused = ("expand_timesteps",)
+    # of 1.3B
     published = (
         "WanTransformer3DModel",
         {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30},
-    )  # of 1.3B
+    )
     factors = {"vae_scale_factor_spatial": 8, "vae_scale_factor_temporal": 4}
     takes = ("frames",)
     fps = 16.0  # Wan2.1: wan/configs/shared_config.py, sample_fps
@@ -203,10 +202,11 @@ class WanImagePolicy(WanPolicy):
     optional = ("image_encoder", "image_processor")
     unused = ()  # with a first frame the times of `expand_timesteps` differ
     flags = ("pos_embed_seq_len",)  # a first and a last frame
+    # of 14B
     published = (
         "WanTransformer3DModel",
         {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120},
-    )  # of 14B
+    )
 
     encode = encode_wan_i2v
     blank = blank_wan_i2v

@@ -113,9 +113,8 @@ def vbench_layout(rows: list[dict], metadata: list[dict], source: Path, target: 
     for row, name in zip(rows, names):
         first, *rest = frames = strip_frames(Image.open(source / row["image"]), row.get("frames"))
         still += any(a.tobytes() == b.tobytes() for a, b in zip(frames, rest))
-        shown = 1000 / (
-            row.get("fps") or 8
-        )  # milliseconds: VBench's dynamic degree looks 8 times per second
+        # milliseconds: VBench's dynamic degree looks 8 times per second
+        shown = 1000 / (row.get("fps") or 8)
         first.save(target / name, save_all=True, append_images=rest, duration=shown, loop=0)
     if still:
         warnings.warn(
@@ -173,9 +172,8 @@ def read_vbench(path: str | Path) -> dict[str, float]:
 class Benchmark:
     "A tool in an environment of its own."
 
-    layout: (
-        Callable  # (rows, metadata, evaluation's folder, tool's folder): writes the tool's files
-    )
+    # (rows, metadata, evaluation's folder, tool's folder): writes the tool's files
+    layout: Callable
     read: Callable  # (path of the results) -> {name: score}
     results: str  # where the results are, inside the tool's folder
     command: str  # an example; {images} and {results} are filled in

@@ -32,40 +32,30 @@ class Drawing:
     "What draws the images"
 
     backbone: str = "tiny-flux"  # a name, a pipeline's folder, a hub name, or a run's folder
-    weights: str = (
-        "trained"  # of a run: trained (as it was exported: with ema_used the average), ema or base
-    )
+    # of a run: trained (as it was exported: with ema_used the average), ema or base
+    weights: str = "trained"
     _: KW_ONLY
     lora: str | None = None  # an adapter on a model: a .safetensors file, a folder, or a hub name
-    height: int | None = as_in_training(
-        "height"
-    )  # pixels; none: those of the run or of the model's family
+    # pixels; none: those of the run or of the model's family
+    height: int | None = as_in_training("height")
     width: int | None = as_in_training("width")  # pixels, likewise
     frames: int | None = as_in_training("frames")  # of a clip, likewise
-    guidance_scale: float | None = as_in_training(
-        "guidance_scale"
-    )  # classifier-free guidance, likewise; 1: none
-    text_length: int | None = as_in_training(
-        "text_length"
-    )  # tokens of a prompt for the longest text encoder, likewise
-    negative_prompt: str | None = (
-        None  # what guidance leads away from; none: the run's or the family's
-    )
-    shift: float | str | None = as_in_training(
-        "shift"
-    )  # of a flow's levels; none: the run's, or its own scheduler
-    base_dtype: Literal["float32", "bfloat16"] | None = (
-        None  # of weights; none: the run's; else bfloat16 on a GPU
-    )
-    mixed_precision: Literal["no", "bf16", "fp16"] | None = (
-        None  # of activations; none: the run's, or no
-    )
-    max_batch: int | None = bounded(
-        None, 1, 100_000
-    )  # images per denoiser call; none: the run's, or all of a block
-    seed: int | None = as_in_training(
-        "seed"
-    )  # of the initial noises; none: that of all evaluations, 10000
+    # classifier-free guidance, likewise; 1: none
+    guidance_scale: float | None = as_in_training("guidance_scale")
+    # tokens of a prompt for the longest text encoder, likewise
+    text_length: int | None = as_in_training("text_length")
+    # what guidance leads away from; none: the run's or the family's
+    negative_prompt: str | None = None
+    # of a flow's levels; none: the run's, or its own scheduler
+    shift: float | str | None = as_in_training("shift")
+    # of weights; none: the run's; else bfloat16 on a GPU
+    base_dtype: Literal["float32", "bfloat16"] | None = None
+    # of activations; none: the run's, or no
+    mixed_precision: Literal["no", "bf16", "fp16"] | None = None
+    # images per denoiser call; none: the run's, or all of a block
+    max_batch: int | None = bounded(None, 1, 100_000)
+    # of the initial noises; none: that of all evaluations, 10000
+    seed: int | None = as_in_training("seed")
 
     def policy(self, device: str = "cpu") -> Any:
         "Return the policy that draws. Raise `ValueError` as `load_policy` does."
@@ -90,22 +80,17 @@ class Drawing:
 class Evaluation(Drawing):
     "What to sample and how to score it; the same fields in the same folder continue an evaluation."
 
-    prompts: str | None = (
-        None  # a name, a .txt or .jsonl file, a folder, a hub data set; none: the run's, or digits
-    )
-    limit: int | None = bounded(
-        None, 1
-    )  # only so many prompts, a fixed sample; none: as the run's evaluations, or all
+    # a name, a .txt or .jsonl file, a folder, a hub data set; none: the run's, or digits
+    prompts: str | None = None
+    # only so many prompts, a fixed sample; none: as the run's evaluations, or all
+    limit: int | None = bounded(None, 1)
     samples: int = bounded(1, 1, 10**6)  # images per prompt
-    rewards: tuple[
-        str, ...
-    ] = ()  # names, sums, or your own: my_scores:redness; none: the run's, or tiny-clip
-    steps: int | None = as_in_training(
-        "steps"
-    )  # denoising steps; none: of a run its evaluations', or the pipeline's
-    block: int | None = bounded(
-        None, 1, 10**6
-    )  # images drawn and written together; none: 8, as in a training
+    # names, sums, or your own: my_scores:redness; none: the run's, or tiny-clip
+    rewards: tuple[str, ...] = ()
+    # denoising steps; none: of a run its evaluations', or the pipeline's
+    steps: int | None = as_in_training("steps")
+    # images drawn and written together; none: 8, as in a training
+    block: int | None = bounded(None, 1, 10**6)
     save_images: bool = True  # keep PNG files, clips as strips of frames
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #88679b60
@@ -114,9 +99,8 @@ def check_evaluation(e: Evaluation, rewards: Mapping[str, Any] = MappingProxyTyp
 
     Load no weights.
     """
-    from branchgrpo.rewards.names import (
-        check_name,
-    )  # not above: the help of `evaluate` needs no torch
+    # not above: the help of `evaluate` needs no torch
+    from branchgrpo.rewards.names import check_name
 
     read_settings(Evaluation, asdict(e))
     for name in e.rewards:
@@ -250,9 +234,8 @@ def check_place(folder: Path, new: dict[str, Any]) -> bool:
 
     check_output(folder)
     if (folder / "evaluation.json").is_file():
-        old = {
-            name: new[name] for name in ("prompt_set", "iterations") if name in new
-        }  # older records have none
+        # older records have none
+        old = {name: new[name] for name in ("prompt_set", "iterations") if name in new}
         old |= read_evaluation(folder)
         if "drawn_with" not in old or "drawn_with" not in new:  # not loaded yet, or an older record
             old, new = [{k: v for k, v in one.items() if k != "drawn_with"} for one in (old, new)]
@@ -307,9 +290,8 @@ class Evaluator:
     rank: int = 0  # this process draws the blocks rank, rank + processes, …
     processes: int = 1
     device: str = "cpu"
-    given: dict[str, Any] = field(
-        default_factory=dict
-    )  # objects: policy, prompts, rewards and scorers by name
+    # objects: policy, prompts, rewards and scorers by name
+    given: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
         from branchgrpo.evaluation.sampling import (
@@ -421,9 +403,8 @@ def score_images(
     from branchgrpo.training.scoring import finite_rows, with_rows
 
     known, lost = rows_of(prompts), ~finite_rows(images)
-    images = (
-        with_rows(images, lost, 0.0) if lost.any() else images
-    )  # what is not finite is no image, and has no score
+    # what is not finite is no image, and has no score
+    images = with_rows(images, lost, 0.0) if lost.any() else images
     rewards = {
         name: scorer.total(scorer(images, prompts, known)[1]) for name, scorer in scorers.items()
     }
@@ -594,10 +575,8 @@ def run_evaluation(evaluator: Evaluator) -> dict[str, Any] | None:
     paths = [block_path(evaluator, block) for block in range(block_count(evaluator))]
     if not all(path.is_file() for path in paths):
         return None
-    for part in (
-        "blocks",
-        "images",
-    ):  # of killed processes: all blocks are there, so nobody writes one now
+    # of killed processes: all blocks are there, so nobody writes one now
+    for part in ("blocks", "images"):
         remove_temporaries(evaluator.folder / part)
     if evaluator.processes == 1:  # else another one may write the summary
         remove_temporaries(evaluator.folder)
@@ -662,8 +641,10 @@ def evaluate_run(
 # %% ../../nbs/evaluation/01_evaluate.ipynb #2fcf73f6
 def evaluate(
     policy: Any,  # a `Policy`, a backbone's name, or a run's folder
-    prompts: Any = None,  # a name, a file, a list of texts or a `PromptSet`; none: the run's, or digits
-    rewards: Any = None,  # a name, a function `(images, prompts) -> scores`, several; none: the run's, or tiny-clip
+    # a name, a file, a list of texts or a `PromptSet`; none: the run's, or digits
+    prompts: Any = None,
+    # a name, a function `(images, prompts) -> scores`, several; none: the run's, or tiny-clip
+    rewards: Any = None,
     output: str | Path | None = None,  # the evaluation's folder; none: only the summary is kept
     device: str | None = None,  # none: a GPU if there is one; a `Policy` stays where it is
     **fields: Any,  # of `Evaluation`: limit, samples, steps, weights, …

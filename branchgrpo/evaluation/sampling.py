@@ -252,9 +252,8 @@ def load_run_policy(
             " Python"
         )
         raise ValueError(f"backbone: {what}; draw with that object itself")
-    needed = (
-        ("backbone", "lora") if weights == "base" or table else ("backbone",)
-    )  # the export holds the rest
+    # the export holds the rest
+    needed = ("backbone", "lora") if weights == "base" or table else ("backbone",)
     if whole and not own:
         recorded = info["settings"] | {"backbone": str(model)}
     else:
@@ -269,13 +268,11 @@ def load_run_policy(
     if whole and own:
         load_model(policy.denoiser, model / "model.safetensors")
     policy.pad = getattr(settings, "pad_batches", False)
-    policy.shift = getattr(
-        settings, "shift", 3.0
-    )  # a run's images, its base's too, are drawn at its noise levels
+    # a run's images, its base's too, are drawn at its noise levels
+    policy.shift = getattr(settings, "shift", 3.0)
     if table is None and weights == "trained" and settings.lora_rank:
-        with without_remarks(
-            "diffusers.loaders.lora_base"
-        ):  # that there is none for a text encoder
+        # that there is none for a text encoder
+        with without_remarks("diffusers.loaders.lora_base"):
             policy.pipeline.load_lora_weights(run.path / "lora")
     if weights == "base" and settings.lora is not None:
         load_lora(policy, settings.lora)
@@ -301,12 +298,12 @@ def check_drawing(policy: Any, name: str, frames: int | None, shift: float | str
 
 
 def load_policy(
-    name: str,  # a backbone's name, folder or hub name, your own my_file.py:MyPolicy, or a run's folder
+    # a backbone's name, folder or hub name, your own my_file.py:MyPolicy, or a run's folder
+    name: str,
     weights: str = "trained",  # of a run: trained, ema or base
     device: str | torch.device = "cpu",
-    shift: (
-        float | str | None
-    ) = None,  # of a flow model's noise levels; none: the run's, or its files draw
+    # of a flow model's noise levels; none: the run's, or its files draw
+    shift: float | str | None = None,
     lora: str | None = None,  # an adapter to put on a backbone: a file, a folder or a hub name
     **options: Any,  # as of `load_backbone`: sizes, guidance_scale, dtype, …
 ) -> Policy:
@@ -347,9 +344,8 @@ def load_policy(
 def sample(
     policy: Any,  # a `Policy`, a backbone's name, or a run's folder
     prompts: str | Sequence[str],
-    steps: (
-        int | None
-    ) = None,  # denoising steps; none: of a run its evaluations', else the pipeline's own
+    # denoising steps; none: of a run its evaluations', else the pipeline's own
+    steps: int | None = None,
     seed: int | None = None,  # of the initial noises; none: that of all evaluations
     device: str | None = None,  # none: a GPU if there is one; a `Policy` stays where it is
     **options: Any,  # of `load_policy`: weights, lora, height, guidance_scale, …
@@ -388,7 +384,9 @@ def check_finite(images: Tensor) -> None:
         )
 
 
-KNOWN = {  # what the models in the package can draw, still or moving: a parser of prompts, examples, and prompts
+# what the models in the package can draw, still or moving: a parser of prompts, examples, and
+# prompts
+KNOWN = {
     False: (
         "branchgrpo.testbed.digits:parse_caption",
         "'a red 3' or 'a blue 7 above a green 5'",

@@ -33,10 +33,8 @@ from ..training.trainer import Trainer
 from ..training.update import accumulate, micro_batches
 
 # %% ../../nbs/machine/03_bench.ipynb #a539be80
-CLOCKS = {
-    "cpu": "processor seconds",
-    "cuda": "seconds of a synchronised clock",
-}  # by kind of device
+# by kind of device
+CLOCKS = {"cpu": "processor seconds", "cuda": "seconds of a synchronised clock"}
 
 
 def seconds_now(device: torch.device) -> float:
@@ -169,9 +167,8 @@ def node_by_node(work: Work) -> None:
         nodes = [work.rolled.tree.latents[0][p, root : root + 1] for root in range(plan.roots)]
         for i, (parents, drawn) in enumerate(plan.shape):
             outputs = [policy.predict(x, process.times[i], row) for x in nodes]
-            dist = process.step(
-                i, torch.cat(nodes), torch.cat(outputs)
-            )  # once: a solver counts its steps
+            # once: a solver counts its steps
+            dist = process.step(i, torch.cat(nodes), torch.cat(outputs))
             nodes = []
             for parent, is_drawn in zip(parents, drawn):
                 mean = dist.mean[parent : parent + 1]

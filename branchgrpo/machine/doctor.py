@@ -159,10 +159,8 @@ def lacking(folder: Path) -> list[str]:
     """Return the parts of a pipeline that it needs, by its model_index.json, and that are not whole
     in its folder."""
     place = str(folder)
-    kinds = {
-        declared(family(place), "component"): "",
-        "vae": "",
-    }  # needed, even if the file does not name them
+    # needed, even if the file does not name them
+    kinds = {declared(family(place), "component"): "", "vae": ""}
     kinds |= {name: str(kind[-1]) for name, kind in used_parts(place).items()}
     models = {name for name, kind in kinds.items() if not WITHOUT_WEIGHTS.search(kind)}
     without = {name for name in models if not has_weights(folder / name)}

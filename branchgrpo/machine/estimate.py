@@ -121,9 +121,8 @@ def denoiser_parts(c: CallCost, s: Settings, share: GpuShare) -> list[MemoryPart
     if s.sharding == "none":
         return [own]
     size = compute_bytes(s)
-    blocks = (
-        2 * c.block * (size + 4)
-    )  # weights of this block and the next one, and float32 gradients on their way
+    # weights of this block and the next one, and float32 gradients on their way
+    blocks = 2 * c.block * (size + 4)
     return [
         own,
         MemoryPart("gathered weights", size * c.parameters, ("evaluation", "rollout")),
@@ -141,9 +140,8 @@ def call_rows(s: Settings, share: GpuShare) -> int:
 def update_rows(s: Settings, share: GpuShare) -> int:
     "Return the latents of a micro-batch of the update."
     plan = share.plan
-    parents = (
-        plan.roots if plan.side else max(plan.widths)
-    )  # only the trunk's nodes have trained children
+    # only the trunk's nodes have trained children
+    parents = plan.roots if plan.side else max(plan.widths)
     return s.train_batch or s.max_batch or share.prompts * parents // s.ranks_per_prompt
 
 # %% ../../nbs/machine/01_estimate.ipynb #ea5f9dd9
@@ -195,9 +193,8 @@ def image_parts(policy: Any, s: Settings, share: GpuShare) -> list[MemoryPart]:
     image = 4 * 3 * frames * policy.height * policy.width
     rollout, evaluated = images_of_rollout(share), share.evaluated
 
-    def decoded(
-        images: int,
-    ) -> float:  # one call of the VAE, and the images before and after they are joined
+    # one call of the VAE, and the images before and after they are joined
+    def decoded(images: int) -> float:
         return vae.peak * decoded_at_once(s, vae.peak, images, frames > 1) + 2 * image * images
 
     return [
@@ -318,9 +315,8 @@ def training_flops(c: CallCost, s: Settings) -> float:
 def calls_after_pruning(s: Settings, plan: RolloutPlan, prompts: int = 32) -> float:
     """Return the denoiser calls of one prompt's update after pruning, a mean over trees with random
     rewards."""
-    s = replace(
-        s, beta=0.0, beta_scale="mean"
-    )  # log-densities, which decide little here, are not known
+    # log-densities, which decide little here, are not known
+    s = replace(s, beta=0.0, beta_scale="mean")
     tree, noise = Tree.from_plan(plan, prompts), Noise(0, 0, tuple(range(prompts)))
     generator = torch.Generator().manual_seed(0)
     rewards = torch.rand(prompts, plan.leaves, generator=generator)
@@ -351,10 +347,8 @@ def evaluation_flops(c: CallCost, s: Settings, image: float) -> float:
     return times * s.evaluation_prompts * ((s.evaluation_steps or s.steps) * c.forward + image)
 
 # %% ../../nbs/machine/01_estimate.ipynb #0bd3df9b
-FULL_PRECISION = {
-    "float32": 50.0,
-    "TF32": 200.0,
-}  # sustained TFLOP/s at most; an H100's peaks are 67 and 494
+# sustained TFLOP/s at most; an H100's peaks are 67 and 494
+FULL_PRECISION = {"float32": 50.0, "TF32": 200.0}
 
 
 def precision_of(s: Settings) -> str:
@@ -492,11 +486,8 @@ KEPT = (
     "embeddings",
     "mixed_precision",
 )
-KEPT += (
-    "gradient_checkpointing",
-    "max_batch",
-    "decode_batch",
-)  # what the nearest model takes of a run
+# what the nearest model takes of a run
+KEPT += ("gradient_checkpointing", "max_batch", "decode_batch")
 
 
 def smaller_models(s: Settings) -> tuple[str, ...]:
@@ -511,9 +502,8 @@ def nearest_fit(s: Settings, gpus: int, gpu: float) -> str:
     from branchgrpo.training.resolve import resolve
 
     for name in smaller_models(s):
-        with suppress(
-            ValueError, OSError
-        ):  # a recipe that this model refuses, or a model that is not known here
+        # a recipe that this model refuses, or a model that is not known here
+        with suppress(ValueError, OSError):
             given: dict[str, Any] = {key: getattr(s, key) for key in KEPT} | ADAPTER
             run = resolve(TrainConfig(backbone=name, **given))
             changes = advice(run, gpus, gpu)

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 # %% ../../nbs/machine/04_gpus.ipynb #cf794ef7
 GPU_GB = 85.5  # 10⁹ bytes of an H100 with 80 GB
-MEASURED_SPEED = 320.0  # TFLOP/s in 16 bits: FLUX at 720² on an H200, 2026-11-26 (figures/gpu/first-half-hour.json)
-SLOWER = (
-    1.9,
-    2.2,
-)  # published runs take so many times the hours (BranchGRPO Table 1: 698, 493, 148 s an iteration)
+# TFLOP/s in 16 bits: FLUX at 720² on an H200, 2026-11-26 (figures/gpu/first-half-hour.json)
+MEASURED_SPEED = 320.0
+# published runs take so many times the hours (BranchGRPO Table 1: 698, 493, 148 s an iteration)
+SLOWER = (1.9, 2.2)
 GPUS_PER_NODE = 8
 
 # %% ../../nbs/machine/04_gpus.ipynb #8520db21

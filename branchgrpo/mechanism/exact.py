@@ -157,9 +157,8 @@ def trained_parents(rolled: Experience) -> float:
     return sum(len(batch.parents) for batch in batches) / rolled.tree.prompts
 
 # %% ../../nbs/mechanism/01_exact.ipynb #555dd05f
-def score_function_side(
-    t: Trainer, iteration: int, direction: Tensor, delta: float
-) -> Tensor:  # (P,)
+# (P,)
+def score_function_side(t: Trainer, iteration: int, direction: Tensor, delta: float) -> Tensor:
     "Return each prompt's REINFORCE gradient along a direction, at the scale of ∇J."
     rolled = t.collect(iteration)
     t.credit(rolled)

@@ -88,10 +88,8 @@ def read_erratum(paper: str, entry: dict[str, Any]) -> Erratum:
     return Erratum(paper, entry["title"], entry["finding"], quotes, tuple(entry.get("audit", ())))
 
 # %% ../../nbs/methods/05_papers.ipynb #59b9943b
-PAPERS = {
-    "BranchGRPO": "branchgrpo.yaml",
-    "Pro-GRPO": "pro_grpo.yaml",
-}  # those whose words are kept, and their files
+# those whose words are kept, and their files
+PAPERS = {"BranchGRPO": "branchgrpo.yaml", "Pro-GRPO": "pro_grpo.yaml"}
 
 
 def read_paper(paper: str) -> tuple[tuple[Quote, ...], tuple[Erratum, ...]]:

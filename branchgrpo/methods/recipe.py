@@ -16,12 +16,8 @@ from ..settings import NEUTRAL, MethodSettings, read_settings
 
 # %% ../../nbs/methods/00_recipe.ipynb #d7dd78ca
 Sourced = tuple[Any, str]  # a value and its source
-FAMILY_SIZES = (
-    "height",
-    "width",
-    "frames",
-    "guidance_scale",
-)  # what a value of one family of models says of no other
+# what a value of one family of models says of no other
+FAMILY_SIZES = ("height", "width", "frames", "guidance_scale")
 
 
 @dataclass(frozen=True)
@@ -35,15 +31,13 @@ class Recipe:
     sources: dict[str, str]
     paper: str = ""  # "Name, arXiv 2509.06040"
     equation: str = ""  # in the symbols of the lessons
-    sizes_for: dict[str, str] = field(
-        default_factory=dict
-    )  # {size or guidance: the pipeline it is stated for}
+    # {size or guidance: the pipeline it is stated for}
+    sizes_for: dict[str, str] = field(default_factory=dict)
     published: bool = False  # a recipe of the package, which is fitted to a small model
     origin: "Recipe | None" = None  # of a fitted recipe: the published one
     base: "Recipe | None" = None  # of a recipe of your own: the published one that it starts from
-    stated: dict[str, Sourced] = field(
-        default_factory=dict
-    )  # what a recipe of your own states: used as it stands
+    # what a recipe of your own states: used as it stands
+    stated: dict[str, Sourced] = field(default_factory=dict)
 
     def rows(self) -> list[tuple[str, Any, str]]:
         "Return `(setting, value, source)` of every setting that the recipe states."
@@ -113,6 +107,5 @@ def neutral() -> Recipe:
     return Recipe("neutral", "every optional part off", NEUTRAL, sources)
 
 # %% ../../nbs/methods/00_recipe.ipynb #9078adec
-FITS = Registry(
-    "recipe", "fits", {"testbed": "branchgrpo.testbed.scaling:at_testbed"}
-)  # (recipe, model) -> recipe
+# (recipe, model) -> recipe
+FITS = Registry("recipe", "fits", {"testbed": "branchgrpo.testbed.scaling:at_testbed"})

@@ -38,7 +38,8 @@ from ..training.resolve import resolve
 def cost_of(
     config: TrainConfig,
     gpus: int = 1,
-    tflops: float = MEASURED_SPEED,  # sustained speed of one GPU in bfloat16 (the peak of an H200 is 989)
+    # sustained speed of one GPU in bfloat16 (the peak of an H200 is 989)
+    tflops: float = MEASURED_SPEED,
 ) -> Estimate | None:
     "Return the cost of a run; None if no configuration of the backbone is available."
     try:

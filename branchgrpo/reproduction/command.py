@@ -25,27 +25,25 @@ from ..settings import bounded, options
 class PageOptions:
     "Which notebooks, and how"
 
-    names: tuple[str, ...] = field(
-        default=(), metadata={"positional": "*"}
-    )  # notebooks; see --all --dry-run
+    # notebooks; see --all --dry-run
+    names: tuple[str, ...] = field(default=(), metadata={"positional": "*"})
     all: bool = False  # every notebook that the scale knows
-    scale: str = "testbed"  # smoke (minutes), quickstart, testbed (hours on two cores) or paper (GPUs, real weights)
+    # smoke (minutes), quickstart, testbed (hours on two cores) or paper (GPUs, real weights)
+    scale: str = "testbed"
     jobs: int = bounded(1, 1, 10_000)  # runs, and then notebooks, at a time
     gpus: str | None = None  # one run, and then one notebook, per GPU: 0,1,2,3
-    set: tuple[
-        str, ...
-    ] = ()  # NAME=VALUE for all named notebooks, as JSON; a table is merged: extra={lora_rank: 32}
+    # NAME=VALUE for all named notebooks, as JSON; a table is merged: extra={lora_rank: 32}
+    set: tuple[str, ...] = ()
     folder: str = "reproduce"  # where the notebooks are
     output: str = "runs/reproduce"  # where executed notebooks go
-    launch: str | None = (
-        None  # how a run starts on several GPUs: 'torchrun --standalone --nproc-per-node 8'
-    )
+    # how a run starts on several GPUs: 'torchrun --standalone --nproc-per-node 8'
+    launch: str | None = None
     redraw: bool = False  # draw again from the recorded runs; nothing is trained
-    recorded: bool = (
-        False  # take the runs that the tables of figures/ hold, and train only the others
-    )
+    # take the runs that the tables of figures/ hold, and train only the others
+    recorded: bool = False
     only: tuple[str, ...] = ()  # train only these runs of the notebooks (names of their folders)
-    dry_run: bool = False  # list every run that would be trained with its GPUs, memory, hours, and every file it needs
+    # list every run that would be trained with its GPUs, memory, hours, and every file it needs
+    dry_run: bool = False
     tflops: float = bounded(MEASURED_SPEED, 0.001)  # sustained speed of one GPU, for --dry-run
 
 # %% ../../nbs/reproduction/08_command.ipynb #6dec1095
@@ -53,14 +51,13 @@ class PageOptions:
 class SlurmOptions:
     "Slurm"
 
-    slurm: bool = False  # hand the runs, and after them the notebooks, to Slurm (with --dry-run: show the scripts)
+    # hand the runs, and after them the notebooks, to Slurm (with --dry-run: show the scripts)
+    slurm: bool = False
     slurm_options: str = ""  # further #SBATCH options: partition=a100,account=x
-    hours: int = bounded(
-        24, 1, 10_000
-    )  # time limit of a task; a task that reaches it goes back into the queue
-    nodes: int | None = bounded(
-        None, 1, 100_000
-    )  # nodes per run; none: as many as the scale's number of GPUs needs
+    # time limit of a task; a task that reaches it goes back into the queue
+    hours: int = bounded(24, 1, 10_000)
+    # nodes per run; none: as many as the scale's number of GPUs needs
+    nodes: int | None = bounded(None, 1, 100_000)
     gpus_per_node: int = bounded(8, 0, 1000)  # GPUs per node of a run
 
 # %% ../../nbs/reproduction/08_command.ipynb #ebe99a98

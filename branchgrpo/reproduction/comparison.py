@@ -27,10 +27,8 @@ from ..training.resolve import resolve
 from ..training.runs import Run
 
 # %% ../../nbs/reproduction/09_comparison.ipynb #79c5ee38
-COST = (
-    "cost",
-    "calls, rollout + 3–4 × trained",
-)  # key and label of the axis; 4 with a reference model
+# key and label of the axis; 4 with a reference model
+COST = ("cost", "calls, rollout + 3–4 × trained")
 
 # %% ../../nbs/reproduction/09_comparison.ipynb #31c8ea0d
 CURVE = "curve"  # in place of an x: compare the averages over the run
@@ -109,9 +107,8 @@ class Comparison:
 
     def test_claims(
         self,
-        claims: list[
-            tuple[str, str]
-        ],  # pairs of labels: the first is claimed to be above the second
+        # pairs of labels: the first is claimed to be above the second
+        claims: list[tuple[str, str]],
         key: str = "eval_reward",
         xs=(None, "denoiser_calls", "seconds"),
     ) -> list[dict]:
@@ -160,10 +157,8 @@ def scores_below_base(found: Comparison) -> dict[str, str]:
     sentences = {}
     for label, runs in found.runs.items() if found.decides else ():
         for metric in (key for key in runs[0].evaluations[0] if key.startswith("eval_")):
-            before, after = (
-                runs[0].evaluations[0][metric],
-                found.at_end(label, metric),
-            )  # of the label's own base model
+            # of the label's own base model
+            before, after = runs[0].evaluations[0][metric], found.at_end(label, metric)
             if np.mean(after) < before:
                 _, _, high = mean_interval([value - before for value in after])
                 sentence = f"{label} ends below the base model in {score_name(metric)}"
@@ -201,9 +196,8 @@ def test_rougher(found: Comparison, label: str, other: str, early: bool = False)
 def calls_per_image(config: TrainConfig, run: Run) -> dict[str, float]:
     "Return a run's denoiser calls per image, in rollouts and in training."
     last = run.metrics[-1]
-    prompts = (
-        last["iteration"] * run.info["settings"]["prompts_per_iteration"]
-    )  # the run's own: it may be an older one
+    # the run's own: it may be an older one
+    prompts = last["iteration"] * run.info["settings"]["prompts_per_iteration"]
     images = prompts * plan_of(resolve(config)).leaves
     return {
         "calls per image": last["denoiser_calls"] / images,
@@ -239,7 +233,8 @@ def train_all(configs: dict[tuple, TrainConfig], root: str) -> dict[tuple, Run]:
 # %% ../../nbs/reproduction/09_comparison.ipynb #6cf95261
 def compare(
     arms: Arms,
-    rounds: int = 0,  # timed iterations per arm, see `timing`; 0: the seconds of the runs themselves
+    # timed iterations per arm, see `timing`; 0: the seconds of the runs themselves
+    rounds: int = 0,
     record: str | Path = "",  # a record to read the runs from; empty: train them, or find them
 ) -> Comparison:
     """Return the runs of all arms and seeds.

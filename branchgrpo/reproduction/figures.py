@@ -170,9 +170,8 @@ def save_small_png(fig: Figure, target: str | Path | BinaryIO, colours: int, **o
     fig.savefig(full, format="png", bbox_inches="tight", **options)
     image = Image.open(full).convert("RGB")
     if image.getcolors(MOST):
-        image = image.quantize(
-            colours, kmeans=1
-        )  # without it, one pale band may get another's colour
+        # without it, one pale band may get another's colour
+        image = image.quantize(colours, kmeans=1)
     image.save(target, format="png", optimize=True)
 
 # %% ../../nbs/reproduction/11_figures.ipynb #5c5c5126
@@ -251,8 +250,8 @@ def plot_curve(
     x: str,  # a key of the rows, for example denoiser_calls
     y: str,
     label: str | None,
-    recipe: str
-    | None = None,  # decides the colour; without it the label does, if it is a recipe's name
+    # decides the colour; without it the label does, if it is a recipe's name
+    recipe: str | None = None,
     band: bool = True,  # the range over seeds as a band; else as a bar at the end
 ) -> None:
     "Draw one setting at equal iterations. The axis of iterations has whole numbers."
@@ -346,16 +345,15 @@ def draw_curves(
     c: "Comparison",
     x: str,  # cost, denoiser_calls, seconds or iteration
     key: str = "eval_reward",
-    names: dict[str, str]
-    | None = None,  # {label: its name in the legend}; only these labels are drawn
+    # {label: its name in the legend}; only these labels are drawn
+    names: dict[str, str] | None = None,
 ) -> None:
     """Draw `key` of every label against `x`, in the colours of the recipes; variants of a recipe
     differ in line style."""
     recipes = own_recipes(c)
     shown = names or {label: label for label in c.runs}
-    alone = len({recipes[label] for label in shown}) == len(
-        shown
-    )  # bands of one colour hide each other
+    # bands of one colour hide each other
+    alone = len({recipes[label] for label in shown}) == len(shown)
     band = alone and len(shown) < MANY
     for label, name in shown.items():
         plot_curve(ax, c.evaluations(label), x, key, name, recipe=recipes[label], band=band)
@@ -402,9 +400,8 @@ def comparison_panels(c: "Comparison", xs=THREE_AXES) -> Figure:
     else:
         ordered_legend(axes[0, -1], loc="center left", bbox_to_anchor=(1.06, 0.5))
     name_methods_below_base(axes.flat[: len(xs)], c)
-    fig.tight_layout(
-        w_pad=1 + 0.5 * len(c.runs) if len(c.runs) >= MANY else None
-    )  # room for the bars
+    # room for the bars
+    fig.tight_layout(w_pad=1 + 0.5 * len(c.runs) if len(c.runs) >= MANY else None)
     return fig
 
 # %% ../../nbs/reproduction/11_figures.ipynb #88777ba8
@@ -414,7 +411,8 @@ def forest_panel(
     key: str,  # of the table of value, low and high in a row
     line: float | None = 1.0,  # no difference
     log: bool = True,
-    band: float = 0.0,  # half of the width of a grey band around the line: what counts as no difference
+    # half of the width of a grey band around the line: what counts as no difference
+    band: float = 0.0,
 ) -> None:
     "Draw one value of each row with its interval; the first row is on top."
     floor = 0.05 if log else -np.inf
@@ -429,9 +427,8 @@ def forest_panel(
         ax.axvspan(line - band, line + band, color="0.9", lw=0, zorder=0)
     if log:
         low, high = ax.get_xlim()
-        log_axis(
-            ax, (1, 2, 5) if high < 200 * low else (1,)
-        )  # fewer numbers over more than two decades
+        # fewer numbers over more than two decades
+        log_axis(ax, (1, 2, 5) if high < 200 * low else (1,))
     else:
         ax.locator_params(axis="x", nbins=6)
     ax.set_yticks(range(len(rows)), [row["label"] for row in rows])

@@ -81,9 +81,8 @@ class Ended:
     code: int
     told: list[str]
     last: deque[str] = field(default_factory=lambda: deque(maxlen=50))
-    said: dict[int, str] = field(
-        default_factory=dict
-    )  # the last line of each rank that has said something
+    # the last line of each rank that has said something
+    said: dict[int, str] = field(default_factory=dict)
 
     def hear(self, line: str) -> None:
         "Keep a line of the log."
@@ -157,9 +156,8 @@ def passing_on(process: subprocess.Popen) -> Iterator[list[str]]:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
 
-    main = (
-        threading.current_thread() is threading.main_thread()
-    )  # Python allows handlers there only
+    # Python allows handlers there only
+    main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, pass_on) for number in SIGNALS if main}
     try:
         yield told
@@ -199,9 +197,8 @@ def run_logged(
     is killed.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    ranks = tempfile.TemporaryDirectory(
-        prefix="ranks-", ignore_cleanup_errors=True
-    )  # torchrun's files
+    # torchrun's files
+    ranks = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
     with open(log, "ab") as output:
         start = output.tell()
         process = started(command, output, held, ranks.name)

@@ -144,9 +144,8 @@ class Job:
     template: Path
     parameters: dict
     executed: Path
-    runner: dict = field(
-        default_factory=dict
-    )  # what its runs need: {gpus: 16}; the page does not see it
+    # what its runs need: {gpus: 16}; the page does not see it
+    runner: dict = field(default_factory=dict)
 
     def digest(self) -> str:
         "Return a digest of the template's cells and the parameters."

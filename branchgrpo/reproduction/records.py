@@ -148,16 +148,14 @@ def recorded_runs(record: dict[str, Any]) -> dict[str, list[RecordedRun]]:
 def run_record(run: Any) -> dict[str, Any]:
     """Return what a record keeps of a run: metrics, folder, machine, comparable seconds,
     evaluations, settings."""
-    device = (
-        {"device": run.info["device"]} if run.info.get("device") else {}
-    )  # some records do not say it
+    # some records do not say it
+    device = {"device": run.info["device"]} if run.info.get("device") else {}
     return {
         "metrics": run.metrics,
         "run": str(run.path),
         **device,
-        "seconds_per_iteration": getattr(
-            run, "seconds_per_iteration", None
-        ),  # none if it was not timed
+        # none if it was not timed
+        "seconds_per_iteration": getattr(run, "seconds_per_iteration", None),
         "evaluations": run.evaluations,
         "settings": run.info["settings"],
     }

@@ -83,7 +83,8 @@ def numbers_of(record: dict) -> dict[str, list[dict]]:
 def beside_printed(rows: list[dict], printed: dict[str, dict[str, str]]) -> list[dict]:
     """Return the rows and columns of a record that a paper prints too: ours, and in brackets what
     is printed."""
-    columns = {}  # a column of ours begins with the printed name, and says in brackets what is measured
+    # a column of ours begins with the printed name, and says in brackets what is measured
+    columns = {}
     for ours in dict.fromkeys(name for row in rows for name in row):
         names = [
             name for row in printed.values() for name in row if f"{ours} (".startswith(f"{name} (")
@@ -93,9 +94,8 @@ def beside_printed(rows: list[dict], printed: dict[str, dict[str, str]]) -> list
     both = []
     for row in rows if columns else []:
         theirs = printed.get(row.get("label", ""))
-        if theirs is not None and any(
-            row.get(ours) is not None for ours in columns
-        ):  # two tables may share a label
+        # two tables may share a label
+        if theirs is not None and any(row.get(ours) is not None for ours in columns):
             cells = {
                 ours: (cell_text(row.get(ours)), theirs.get(name)) for ours, name in columns.items()
             }
@@ -378,8 +378,8 @@ def summary(parts: dict[str, list[ReportPart]]) -> str:
 def write_page(
     folder: str | Path = "reproduce",  # the pages
     figures: str | Path = "figures/testbed",  # what they have written
-    page: str
-    | Path = "figures/README.md",  # the first file of the report; the others lie beside it
+    # the first file of the report; the others lie beside it
+    page: str | Path = "figures/README.md",
 ) -> int:
     """Write the report on all pages that have written something, in one file a paper; return how
     many pages there are."""

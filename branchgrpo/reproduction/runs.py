@@ -63,9 +63,8 @@ def key_value(value: object) -> object:
     run.json."""
     if isinstance(value, float):
         return str(value)
-    if isinstance(
-        value, dict
-    ):  # JSON turns whole-number keys, such as the steps of prune_at, into text
+    # JSON turns whole-number keys, such as the steps of prune_at, into text
+    if isinstance(value, dict):
         return {int(key) if str(key).isdigit() else key: item for key, item in value.items()}
     return value
 
@@ -171,9 +170,8 @@ def holds_run(path: Path) -> bool:
 def set_run_aside(run: Run) -> None:
     "Rename the folder of a run that cannot be read."
     if holds_run(run.path) and not is_readable(run):
-        aside = run.path.with_name(
-            f"{run.path.name}.damaged-{time.time_ns()}-{os.getpid()}"
-        )  # clocks may go back
+        # clocks may go back
+        aside = run.path.with_name(f"{run.path.name}.damaged-{time.time_ns()}-{os.getpid()}")
         run.path.rename(aside)
 
 # %% ../../nbs/reproduction/03_runs.ipynb #37e711e5
@@ -286,9 +284,8 @@ def write_run(folder: Path, table: Path, record: dict[str, Any]) -> None:
             raise
 
 # %% ../../nbs/reproduction/03_runs.ipynb #00d04db0
-Wanted = dict[
-    Path, tuple[TrainConfig, str]
-]  # of each run's folder, its config and the folder of all runs
+# of each run's folder, its config and the folder of all runs
+Wanted = dict[Path, tuple[TrainConfig, str]]
 
 
 def found_in_tables(wanted: Wanted, tables: list[Path]) -> dict[Path, tuple[Path, dict[str, Any]]]:
@@ -302,9 +299,8 @@ def found_in_tables(wanted: Wanted, tables: list[Path]) -> dict[Path, tuple[Path
             continue
         table, record = recorded[folder.name]
         whole = len(record["metrics"]) >= config.iterations
-        if (
-            whole and cache_key(record["settings"]) == folder.name
-        ):  # else a table of another version
+        # else a table of another version
+        if whole and cache_key(record["settings"]) == folder.name:
             found[folder] = table, record
     return found
 

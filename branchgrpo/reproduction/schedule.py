@@ -132,10 +132,8 @@ def worker_environments(workers: int, gpus: list[str] | None = None) -> list[dic
     return [environment | {"OMP_NUM_THREADS": str(cores)} for environment in environments]
 
 # %% ../../nbs/reproduction/05_schedule.ipynb #d7b32173
-QUIET = {
-    "TRANSFORMERS_VERBOSITY": "error",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-}  # unless they are set
+# unless they are set
+QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 
 def _take_environment(environments) -> None:

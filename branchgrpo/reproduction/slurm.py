@@ -191,9 +191,8 @@ def job_arrays(
 # %% ../../nbs/reproduction/06_slurm.ipynb #6a56a94f
 def slurm_scripts(todo: list[Job], folder: str | Path, **options: Any) -> str:
     "Return the scripts that `submit` gives to sbatch, as text; `options` as in `job_arrays`."
-    from submitit.slurm.slurm import (
-        _make_sbatch_string,
-    )  # the function that submitit's own executor calls
+    # the function that submitit's own executor calls
+    from submitit.slurm.slurm import _make_sbatch_string
 
     place = shlex.quote(str(Path(folder).absolute()))
     command = f"{shlex.quote(sys.executable)} -u -m submitit.core._submit {place}"

@@ -188,7 +188,8 @@ def power(
 
 def seeds_needed(
     size: float,  # of the difference that shall be seen
-    spread: float,  # standard deviation between seeds: of the differences, or of one group if not paired
+    # standard deviation between seeds: of the differences, or of one group if not paired
+    spread: float,
     paired: bool = True,
     chance: float = 0.8,  # with which it is seen
     most: int = 1000,
@@ -219,9 +220,8 @@ def spent(looks: Sequence[int], alpha: float = 0.05) -> list[float]:
 
 # %% ../../nbs/reproduction/00_statistics.ipynb #e1a27f8a
 def sequence(
-    at_looks: Sequence[
-        dict[str, dict[str, float]]
-    ],  # at each look: of each claim, the p value of each answer
+    # at each look: of each claim, the p value of each answer
+    at_looks: Sequence[dict[str, dict[str, float]]],
     looks: Sequence[int],  # seeds at each look, of all that are planned
     alpha: float = 0.05,
     claims: int | None = None,  # how many are registered; None: those of the first look

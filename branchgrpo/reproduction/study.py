@@ -54,9 +54,8 @@ class Claim:
     label: str  # the method of which it is claimed
     other: str  # the method that it is compared with
     at: Literal["end", "equal cost"]  # where the trained reward is compared
-    margin: float = field(
-        metadata={"bounds": Bounds(above=0, below=1)}
-    )  # 0.2: a fifth of the baseline's gain
+    # 0.2: a fifth of the baseline's gain
+    margin: float = field(metadata={"bounds": Bounds(above=0, below=1)})
     kind: Literal["above", "not below"] = "above"
     baseline: str = ""  # whose gain is the unit; empty: `other`
     again: int = bounded(0, 0)  # new seeds of a second test, if the last look leaves it undecided
@@ -88,9 +87,8 @@ class Registration:
     claims: list[Claim]
     tasks: dict[str, Task]
     looks: tuple[int, ...] = bounded((), 2)  # numbers of seeds at which the claims are tested
-    alpha: float = bounded(
-        0.05, above=0, below=1
-    )  # the chance of any wrong answer, by the looks, and by second tests
+    # the chance of any wrong answer, by the looks, and by second tests
+    alpha: float = bounded(0.05, above=0, below=1)
     first_seed: int = bounded(0, 0)  # seeds that no earlier run has had
     deviations: tuple[str, ...] = ()  # what was done otherwise, and why
 
@@ -191,10 +189,8 @@ class StudyArms:
         return dict(sorted(places.items(), key=lambda item: item[0][1]))
 
 # %% ../../nbs/reproduction/12_study.ipynb #8087bca7
-COUNTS = {
-    "cost": "the engine's count",
-    "nfe": "the papers' count",
-}  # an axis of a curve, and whose it is
+# an axis of a curve, and whose it is
+COUNTS = {"cost": "the engine's count", "nfe": "the papers' count"}
 
 Curve = Sequence[dict]  # a run's evaluations, each with its reward and both costs
 Curves = dict[str, dict[int, Curve]]  # of each recipe and seed
@@ -303,12 +299,10 @@ class Answer:
     answer: str  # confirmed, refuted, the same, undecided; or why there is none
     decided_at: int  # seeds at which it was decided, or looked at last; 0 before the first look
     seeds: int  # of the runs that answer it: all, or the new ones of a second test
-    found: dict[str, Difference] = field(
-        default_factory=dict
-    )  # on these seeds, at the "end", and by each of `COUNTS`
-    first: dict[str, Difference] = field(
-        default_factory=dict
-    )  # where a second test was made, what the first had found
+    # on these seeds, at the "end", and by each of `COUNTS`
+    found: dict[str, Difference] = field(default_factory=dict)
+    # where a second test was made, what the first had found
+    first: dict[str, Difference] = field(default_factory=dict)
 
 
 def differences(claim: Claim, curves: Curves, seeds: list[int]) -> dict[str, Difference]:

@@ -158,8 +158,8 @@ def date_and_machine(record: dict[str, Any] | None = None) -> dict[str, Any]:
 def write_numbers(
     path: str | Path,
     numbers: dict[str, Any],
-    started: float
-    | None = None,  # the time when the page began; none: it says nothing of its seconds
+    # the time when the page began; none: it says nothing of its seconds
+    started: float | None = None,
     runs: Runs | None = None,  # a table of runs, to lie beside it
     drawn_from: str | Path = "",  # the record that is drawn again
 ) -> dict[str, Any]:
@@ -395,8 +395,8 @@ def whole_table(
     columns: dict[str, Any],  # PAPER_COLUMNS: a metric, a tuple of metrics, or None
     why: dict[str, str],  # WHY
     source: Source,
-    more: dict[str, str]
-    | None = None,  # columns of ours that the paper lacks, {title: metric}, such as COSTS
+    # columns of ours that the paper lacks, {title: metric}, such as COSTS
+    more: dict[str, str] | None = None,
 ) -> WholeTable:
     """Return the whole table.
 
@@ -452,9 +452,8 @@ def tiny_trainer(recipe: str, folder: str) -> Trainer:
         "evaluate_every": 0,
         "tracker": "none",
     }
-    config = TrainConfig(
-        recipe=recipe, lora_rank=0, output=f"{folder}/{recipe}", **fields
-    )  # no attention to adapt
+    # no attention to adapt
+    config = TrainConfig(recipe=recipe, lora_rank=0, output=f"{folder}/{recipe}", **fields)
     return Trainer(
         config, policy=GaussianFlow(shape=(4,)), reward=brightness, prompts=["a", "b", "c", "d"]
     )

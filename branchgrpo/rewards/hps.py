@@ -29,9 +29,8 @@ def pad_square(images: Tensor, size: int) -> Tensor:
     The resize is bicubic, antialiased and not clamped. Source: hpsv2's ResizeMaxSize.
     """
     h, w = images.shape[-2:]
-    scale = size / max(
-        h, w
-    )  # first, as there: 45 · (224 / 320) is below 31.5, and 45 · 224 / 320 is not
+    # first, as there: 45 · (224 / 320) is below 31.5, and 45 · 224 / 320 is not
+    scale = size / max(h, w)
     high, wide = round(h * scale), round(w * scale)
     if (high, wide) != (h, w):
         images = F.interpolate(

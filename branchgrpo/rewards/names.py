@@ -257,9 +257,8 @@ def terms(name: str) -> tuple[list[tuple[float, str]], bool]:
     check_no_secret(name)
     key, colon, where = name.partition(":")
     alone = not colon or re.fullmatch(r"[\w.-]+", key)
-    if alone and is_there(
-        Path(where or name).expanduser()
-    ):  # a path may hold a plus, a space or brackets
+    # a path may hold a plus, a space or brackets
+    if alone and is_there(Path(where or name).expanduser()):
         return [(1.0, name)], False
     inner = re.fullmatch(r"\s*norm\((.+)\)\s*", name)
     parts = _PLUS.split(inner[1] if inner else name)
@@ -296,11 +295,8 @@ def load_one(name: str, device: torch.device | str = "cpu") -> Reward:
         return make(entry, where, name, device)
     except torch.OutOfMemoryError:
         raise
-    except (
-        UnpicklingError,
-        SafetensorError,
-        RuntimeError,
-    ) as error:  # a pointer of git-lfs, a page, half a file
+    except (UnpicklingError, SafetensorError, RuntimeError) as error:
+        # a pointer of git-lfs, a page, half a file
         if refusal(error):  # of the operating system
             raise
         raise ValueError(

@@ -150,10 +150,12 @@ def argument_comments(what: str, name: str, item: Any) -> list[str]:
     "Return the lines on the comments in the source of an item."
     if what == "data":
         module, _, variable = name.rpartition(".")
-        beside = re.search(
-            rf"^{variable}\b.*  # (.+)$", source_of(sys.modules[module]), re.MULTILINE
-        )
-        return [escaped(beside[1])] if beside else []
+        source = source_of(sys.modules[module])
+        beside = re.search(rf"^{variable}\b.*  # (.+)$", source, re.MULTILINE)
+        if beside:
+            return [escaped(beside[1])]
+        above = re.search(rf"((?:^# (?!%%).*\n)+){variable}\b", source, re.MULTILINE)
+        return [escaped(" ".join(above[1].replace("# ", "").split()))] if above else []
     found = docments(item) if what in ("class", "function", "method") else {}
     fields = {
         "returns" if name == "return" else f"param {name}": text

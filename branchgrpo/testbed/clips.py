@@ -291,9 +291,8 @@ def check_clips(clips: Tensor, captions: list[str]) -> dict[str, Tensor]:
         wanted.append(
             [glyph.digit, list(GLYPH_COLOURS).index(glyph.colour), TEXTURES.index(glyph.texture)]
         )
-    share = (
-        (read_frames(clips) == torch.tensor(wanted)[:, None]).float().mean(1)
-    )  # of the frames, (B, 3)
+    # of the frames, (B, 3)
+    share = (read_frames(clips) == torch.tensor(wanted)[:, None]).float().mean(1)
     moves = (scores["velocity"] > np.exp(-0.5)) & (scores["smoothness"] > 0.5)
     right = (share > 0.5).all(1) & moves.cpu()
     shares = dict(zip(("digit", "colour", "texture"), share.T))

@@ -127,11 +127,8 @@ def parse_caption(caption: str) -> Scene:
     return Scene("one", (parse_glyph(words[1:]),))
 
 # %% ../../nbs/testbed/01_digits.ipynb #69c0c835
-SPLITS = {
-    "train": (0.0, 0.6),
-    "checker": (0.6, 0.85),
-    "test": (0.85, 1.0),
-}  # fractions of the permuted set
+# fractions of the permuted set
+SPLITS = {"train": (0.0, 0.6), "checker": (0.6, 0.85), "test": (0.85, 1.0)}
 
 
 @cache

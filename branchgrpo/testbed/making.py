@@ -25,9 +25,8 @@ from ..reproduction.figures import small_figure, use_style
 from .digits import RELATIONS
 
 # %% ../../nbs/testbed/06_making.ipynb #7dc6f31f
-WEIGHTS_FOLDER = (
-    Path(branchgrpo.__file__).parent / "testbed/weights"
-)  # the committed weights, one folder per model
+# the committed weights, one folder per model
+WEIGHTS_FOLDER = Path(branchgrpo.__file__).parent / "testbed/weights"
 
 # %% ../../nbs/testbed/06_making.ipynb #89ce7cc6
 def warmup_cosine(step: int, steps: int) -> float:

@@ -140,9 +140,8 @@ def scaled_pruning(recipe: Recipe, backbone: str, new: int) -> dict[str, Sourced
     return {"prune_at": (dict(zip(steps, survivors)), source)}
 
 # %% ../../nbs/testbed/05_scaling.ipynb #0fa05024
-LATENT_CHANNELS = {
-    "StableDiffusionPipeline": 4
-}  # of the published autoencoders, which divide each side by 8; else 16
+# of the published autoencoders, which divide each side by 8; else 16
+LATENT_CHANNELS = {"StableDiffusionPipeline": 4}
 TINY_ELEMENTS = {"tiny-wan": 1536, "tiny-wan-i2v": 1536}  # 8 × 3 × 8 × 8; an image has 8 × 8 × 8
 
 
@@ -231,9 +230,8 @@ def at_testbed(recipe: Recipe, backbone: str = "tiny-flux") -> Recipe:
     "Return the published recipe with the digits testbed's sizes, for one of its backbones."
     recipe = recipe.origin or recipe
     changes = scaled_merging(recipe, recipe.values.steps, SIZES["steps"][0])
-    merged = sum(
-        count - 1 for count in recipe.values.merged.values()
-    )  # all else counts the steps that are left
+    # all else counts the steps that are left
+    merged = sum(count - 1 for count in recipe.values.merged.values())
     old, new = recipe.values.steps - merged, SIZES["steps"][0] - merged
     changes |= (
         scaled_window(recipe, old, new)

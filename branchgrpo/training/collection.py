@@ -50,9 +50,8 @@ class Collector:
     prompts: PromptSet
     conditioner: Conditioner
     accelerator: Accelerator
-    watch: Callable[[], None] = (
-        do_nothing  # called while scores are awaited; what it raises is raised on all processes
-    )
+    # called while scores are awaited; what it raises is raised on all processes
+    watch: Callable[[], None] = do_nothing
     plan: Callable[[int], RolloutPlan] | None = None  # of an iteration; None: that of the settings
     group: RankGroup = field(init=False)
 
@@ -87,9 +86,8 @@ class RewardJudge(Judge):
     sketch: Sketch  # of the first tree
     splits: AdaptiveSplits | None = None  # those that the rollout places
     selected: int = 0  # nodes that were scored, over all processes, besides those for `splits`
-    scores: dict[int, list[Tensor]] = field(
-        default_factory=dict
-    )  # {depth: (P, V) of each completion}
+    # {depth: (P, V) of each completion}
+    scores: dict[int, list[Tensor]] = field(default_factory=dict)
 
     @property
     def previews(self) -> int:

@@ -94,9 +94,8 @@ class EmbeddingCache:
     model: str  # the text encoders' fingerprint
     encode: Callable  # P prompts -> dict of tensors with P rows
     batch: int = 32  # prompts per call of `encode`
-    content: Callable = (
-        str  # prompt -> what its entry depends on besides the model (its first frame, say)
-    )
+    # prompt -> what its entry depends on besides the model (its first frame, say)
+    content: Callable = str
     negative: str | None = None  # what guidance leads away from
     made: int = 0  # entries that this object has written
 
@@ -194,9 +193,8 @@ def make_conditioner(s: Settings, policy: Any, device) -> Conditioner:
     if not s.embeddings:
         return Conditioner(policy, device)
     encode = encoder(policy, device, s.embeddings, is_reader())
-    name = of_all(fingerprint(policy.pipeline, declared(type(policy), "encoded_by")))[
-        0
-    ]  # of the first process
+    # of the first process
+    name = of_all(fingerprint(policy.pipeline, declared(type(policy), "encoded_by")))[0]
     model = f"{name} {getattr(policy, 'text_length', None)}"
     negative = getattr(policy, "negative_prompt", None)
     store = EmbeddingCache(

@@ -21,23 +21,19 @@ class RunSettings:
     "The run"
 
     recipe: str = "branchgrpo"  # a name of `branchgrpo recipes`, or a YAML file of your own
-    backbone: str = (
-        "tiny-flux"  # a name, a pipeline's folder, a hub name, or your own: my_file.py:MyPolicy
-    )
-    lora: str | None = (
-        None  # an adapter to start from: a .safetensors file, a folder, or a hub name
-    )
-    negative_prompt: str | None = (
-        None  # what guidance leads away from; none: the family's, mostly an empty text
-    )
-    reward: str = "tiny-clip"  # a name, a sum 0.7*hps-v2.1+0.3*clip, norm(a+b), or your own: my_package.scores:redness
+    # a name, a pipeline's folder, a hub name, or your own: my_file.py:MyPolicy
+    backbone: str = "tiny-flux"
+    # an adapter to start from: a .safetensors file, a folder, or a hub name
+    lora: str | None = None
+    # what guidance leads away from; none: the family's, mostly an empty text
+    negative_prompt: str | None = None
+    # a name, a sum 0.7*hps-v2.1+0.3*clip, norm(a+b), or your own: my_package.scores:redness
+    reward: str = "tiny-clip"
     reward_retries: int = bounded(2, 0)  # further calls of a reward that fails
-    max_unscored: float = bounded(
-        0.5, 0, below=1
-    )  # the run stops if a larger share of prompts has no finite reward
-    prompts: str = (
-        "digit-pairs"  # a name, a .txt or .jsonl file, a folder, a hub data set, or my_file.py:f
-    )
+    # the run stops if a larger share of prompts has no finite reward
+    max_unscored: float = bounded(0.5, 0, below=1)
+    # a name, a .txt or .jsonl file, a folder, a hub data set, or my_file.py:f
+    prompts: str = "digit-pairs"
     output: str = "runs/demo"  # the run's folder; an unfinished run there continues
     iterations: int = bounded(50, 1)  # rollouts, each with its update
 
@@ -46,25 +42,20 @@ class RunSettings:
 class RecordSettings:
     "Evaluation, checkpoints and logs"
 
-    evaluate_every: int = bounded(
-        25, 0
-    )  # iterations between evaluations on held-out prompts; 0: never
-    evaluation_prompts: int = bounded(
-        64, 1
-    )  # held-out prompts per evaluation: a fixed random sample of a longer list
+    # iterations between evaluations on held-out prompts; 0: never
+    evaluate_every: int = bounded(25, 0)
+    # held-out prompts per evaluation: a fixed random sample of a longer list
+    evaluation_prompts: int = bounded(64, 1)
     held_out: str | None = None  # further rewards, comma-separated, that only evaluations use
     checkpoint_every: int = bounded(10, 1)  # iterations between checkpoints
     keep_checkpoints: int = bounded(2, 1)  # the newest checkpoints that are kept
     keep_every: int = bounded(0, 0)  # checkpoints of every n-th iteration are kept too; 0: none
-    tree_every: int | None = bounded(
-        None, 0
-    )  # iterations between kept trees; none: evaluate_every; 0: never
-    max_skipped: int = bounded(
-        10, 1
-    )  # the run stops after so many iterations in a row whose gradient is not finite
-    tracker: str = (
-        "tensorboard"  # none, or any that accelerate knows: wandb, trackio, mlflow, comet_ml
-    )
+    # iterations between kept trees; none: evaluate_every; 0: never
+    tree_every: int | None = bounded(None, 0)
+    # the run stops after so many iterations in a row whose gradient is not finite
+    max_skipped: int = bounded(10, 1)
+    # none, or any that accelerate knows: wandb, trackio, mlflow, comet_ml
+    tracker: str = "tensorboard"
 
 # %% ../../nbs/training/00_config.ipynb #d701018d
 @dataclass(frozen=True)
@@ -72,27 +63,22 @@ class MemorySettings:
     "Memory and precision"
 
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"  # of activations; fp16 needs a GPU
-    base_dtype: Literal["float32", "bfloat16"] = (
-        "float32"  # frozen weights under an adapter; bfloat16: half the memory
-    )
-    vae_dtype: Literal["float32", "bfloat16"] | None = (
-        None  # of the autoencoder; none: base_dtype; Flow-GRPO: float32
-    )
+    # frozen weights under an adapter; bfloat16: half the memory
+    base_dtype: Literal["float32", "bfloat16"] = "float32"
+    # of the autoencoder; none: base_dtype; Flow-GRPO: float32
+    vae_dtype: Literal["float32", "bfloat16"] | None = None
     gradient_checkpointing: bool = False  # compute activations again in the backward pass
     guidance_grad: bool = False  # gradient through the unconditional branch of guidance too
-    max_batch: int | None = bounded(
-        None, 1, 100_000
-    )  # most latents per denoiser call; none: all nodes of a depth
+    # most latents per denoiser call; none: all nodes of a depth
+    max_batch: int | None = bounded(None, 1, 100_000)
     train_batch: int | None = bounded(None, 1, 100_000)  # the same for the update; none: max_batch
-    decode_batch: int | None = bounded(
-        None, 1
-    )  # images per VAE call; none: what 4 GB hold, at most 64 (clips: 8)
+    # images per VAE call; none: what 4 GB hold, at most 64 (clips: 8)
+    decode_batch: int | None = bounded(None, 1)
     vae_slicing: bool = False  # decode one image at a time
     vae_tiling: bool = False  # decode large images in tiles (changes their seams)
     offload: bool = False  # autoencoder and text encoders wait on the CPU, layer by layer
-    embeddings: str | None = (
-        None  # folder of prompt embeddings; the text encoders then leave the device
-    )
+    # folder of prompt embeddings; the text encoders then leave the device
+    embeddings: str | None = None
 
 # %% ../../nbs/training/00_config.ipynb #5pee1c0de
 @dataclass(frozen=True)
@@ -101,32 +87,26 @@ class SpeedSettings:
     another number)"""
 
     compile: bool = False  # compile the denoiser's repeated blocks with torch.compile
-    attention: str | None = (
-        None  # attention kernel, by diffusers' name: _native_cudnn, flash, sage; none: its default
-    )
+    # attention kernel, by diffusers' name: _native_cudnn, flash, sage; none: its default
+    attention: str | None = None
     tf32: bool = False  # TensorFloat-32 for matrix products of what stays float32 (rewards, VAE)
-    pad_batches: bool = (
-        True  # fill every batch up to max_batch, so that rollout and update use the same kernels
-    )
-    recompute_old: bool = (
-        False  # log-densities before training once more, by the kernels of the update
-    )
-    checkpoint_blocks: int = bounded(
-        1, 1
-    )  # with gradient_checkpointing: every n-th block is computed again
+    # fill every batch up to max_batch, so that rollout and update use the same kernels
+    pad_batches: bool = True
+    # log-densities before training once more, by the kernels of the update
+    recompute_old: bool = False
+    # with gradient_checkpointing: every n-th block is computed again
+    checkpoint_blocks: int = bounded(1, 1)
 
 # %% ../../nbs/training/00_config.ipynb #5pee2c0de
 @dataclass(frozen=True)
 class RankSettings:
     "Many GPUs"
 
-    sharding: Literal["none", "full", "hybrid"] = (
-        "none"  # split weights over all GPUs (full) or a node's (hybrid)
-    )
+    # split weights over all GPUs (full) or a node's (hybrid)
+    sharding: Literal["none", "full", "hybrid"] = "none"
     ranks_per_prompt: int = bounded(1, 1)  # processes that share the leaves of one prompt's tree
-    timeout_minutes: float = bounded(
-        60.0, above=0, most=10**6
-    )  # how long a process waits for the others
+    # how long a process waits for the others
+    timeout_minutes: float = bounded(60.0, above=0, most=10**6)
 
 # %% ../../nbs/training/00_config.ipynb #9b19d700
 @dataclass(frozen=True)

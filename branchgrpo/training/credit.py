@@ -295,10 +295,8 @@ def step_unit_contract(entry: Any, label: str) -> Any:
 
 
 STEP_UNITS = Registry("step_unit", "units", contract=step_unit_contract)
-LOSS_MEANS = (
-    "step",
-    "step*tree",
-)  # a step's loss is the mean of its edges; or also divided by a tree's edges
+# a step's loss is the mean of its edges; or also divided by a tree's edges
+LOSS_MEANS = ("step", "step*tree")
 
 
 @STEP_UNITS.register("prompts")
@@ -360,9 +358,8 @@ def assign_credit(s: Settings, policy: Policy, accelerator: Accelerator, x: Expe
     tree = x.tree
 
     def total(values: Tensor) -> Tensor:
-        return (
-            accelerator.reduce(values, "sum") / s.ranks_per_prompt
-        )  # each prompt is on so many processes
+        # each prompt is on so many processes
+        return accelerator.reduce(values, "sum") / s.ranks_per_prompt
 
     x.counted = counted_leaves(s, x.rewards, x.unscored, x.noise, x.seen)
     x.values = fused_values(s, tree, x.rewards, x.counted)

@@ -29,20 +29,17 @@ class Experience:
     conditioning: dict[str, Tensor]  # P rows each
     tree: Tree
     rewards: Tensor  # (P, L)
-    reward_parts: dict[
-        str, tuple[float, Tensor]
-    ]  # {reward of a sum: (its weight, its scores (P, L))}
+    # {reward of a sum: (its weight, its scores (P, L))}
+    reward_parts: dict[str, tuple[float, Tensor]]
     images: Tensor  # (P·n, …) of the n leaves per prompt that this process decodes
     unscored: Tensor  # (P,) bool
     unscored_prompts: int = 0  # over all processes
     previews: int = 0  # x̂₀ predictions and other previews scored, over all processes
     seen: Seen | None = None  # of the leaves' images, if their selection looks at them
-    completed: dict[int, Tensor] = field(
-        default_factory=dict
-    )  # {depth: (P, W_d, m)} scores of the plan's previews
-    x0_hats: dict[int, Tensor] | None = (
-        None  # {depth: (n, …)} of the first prompt's tree, if that shall be kept
-    )
+    # {depth: (P, W_d, m)} scores of the plan's previews
+    completed: dict[int, Tensor] = field(default_factory=dict)
+    # {depth: (n, …)} of the first prompt's tree, if that shall be kept
+    x0_hats: dict[int, Tensor] | None = None
     began: float = 0.0  # seconds of `time.perf_counter`, before the collection
     ended: float = 0.0  # and after it
 
@@ -51,9 +48,7 @@ class Experience:
     values: list[Tensor] = field(init=False)  # (P, W_d), fused rewards
     advantages: list[Tensor] = field(init=False)  # (P, W_d)
     edge_mask: list[Tensor] = field(init=False)  # (P, W_d) bool: the trained edges
-    step_of: list[Tensor] | None = field(
-        init=False
-    )  # (P, W_d): the optimiser step of each edge; None: one step
-    kl_mask: list[Tensor] | None = field(
-        init=False
-    )  # (P, W_d) bool: edges that the KL term sees; None: all
+    # (P, W_d): the optimiser step of each edge; None: one step
+    step_of: list[Tensor] | None = field(init=False)
+    # (P, W_d) bool: edges that the KL term sees; None: all
+    kl_mask: list[Tensor] | None = field(init=False)

@@ -73,9 +73,8 @@ def write_lora(policy, folder: Path, state: dict[str, torch.Tensor]) -> None:
     part = policy.component
     metadata = _collate_lora_metadata({part: policy.denoiser})
     for config in metadata.values():
-        config["target_modules"] = sorted(
-            config["target_modules"]
-        )  # a set, whose order differs between two processes
+        # a set, whose order differs between two processes
+        config["target_modules"] = sorted(config["target_modules"])
         config |= {
             "lora_alpha": config["r"],
             "alpha_pattern": config["rank_pattern"],

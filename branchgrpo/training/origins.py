@@ -84,11 +84,8 @@ def place_now(setting: str, name: str) -> Path | None:
     none."""
     from huggingface_hub import try_to_load_from_cache
 
-    from branchgrpo.backbones.loading import (
-        BACKBONES,
-        LORA_FILES,
-        is_hub_model,
-    )  # not above: it imports torch
+    # not above: it imports torch
+    from branchgrpo.backbones.loading import BACKBONES, LORA_FILES, is_hub_model
 
     if setting == "backbone" and name in BACKBONES.names():
         name = BACKBONES.get(name).source

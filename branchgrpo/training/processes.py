@@ -35,9 +35,8 @@ def check_launch() -> None:
                 f"launch: accelerate's {kind} is not supported; start with --multi_gpu, and set"
                 " sharding"
             )
-    variable(
-        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", 1, most=1
-    )  # accelerate would divide the loss by it
+    # accelerate would divide the loss by it
+    variable("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", 1, most=1)
     processes = variable("WORLD_SIZE", 1, least=1)
     for name in ("RANK", "LOCAL_RANK"):
         variable(name, 0, most=processes - 1)
@@ -85,9 +84,8 @@ class RankGroup:
 
     rank: int = 0  # of this process within the group
     ranks: int = 1  # processes of the group
-    gather: Callable[[Tensor], Tensor] = lambda x: x[
-        None
-    ]  # a tensor of each process -> (ranks, …), the same on all
+    # a tensor of each process -> (ranks, …), the same on all
+    gather: Callable[[Tensor], Tensor] = lambda x: x[None]
 
     def part(self, x: Tensor) -> Tensor:
         "Return this process's part `(P, m, …)` of the nodes `(P, W, …)`, m = ⌈W / ranks⌉ at most."
@@ -96,9 +94,8 @@ class RankGroup:
 
     def joined(self, own: Tensor, width: int) -> Tensor:
         "Return `(P, width, …)` of all nodes from the parts of all processes. Collective."
-        spare = (
-            ceil(width / self.ranks) - own.shape[1]
-        )  # places past the last node, filled with zeros
+        # places past the last node, filled with zeros
+        spare = ceil(width / self.ranks) - own.shape[1]
         filled = (
             torch.cat([own, own.new_zeros(len(own), spare, *own.shape[2:])], 1) if spare else own
         )
@@ -183,11 +180,8 @@ def raise_together(accelerator: Any, error: Exception | None) -> None:
         failed = torch.tensor(float(error is not None), device=accelerator.device)
         if not reduce(failed, "sum"):
             return
-        kinds = (
-            Preempted,
-            ValueError,
-            RuntimeError,
-        )  # any other error is a RuntimeError on the other processes
+        # any other error is a RuntimeError on the other processes
+        kinds = (Preempted, ValueError, RuntimeError)
         kind = next((i for i, known in enumerate(kinds) if isinstance(error, known)), 2)
         reasons = gather_object([None if error is None else (kind, str(error))])
         if error is None:

@@ -261,9 +261,8 @@ def check_trained(s: MethodSettings, plan: RolloutPlan) -> None:
     raise ValueError(f"stochastic: {s.stochastic!r} leaves no step to train where {where}")
 
 # %% ../../nbs/training/01_resolve.ipynb #2e845807
-MOST_NODES = (
-    100_000  # of one prompt's tree: far above the papers' 300, far below what ends a process
-)
+# of one prompt's tree: far above the papers' 300, far below what ends a process
+MOST_NODES = 100_000
 
 
 def check_size(s: MethodSettings, plan: RolloutPlan) -> None:
@@ -482,11 +481,8 @@ def check_noise_settings(s: MethodSettings) -> None:
         raise ValueError(f"s: {s.s} is not above 0 and at most 1000, as split_noise 'scaled' needs")
 
 # %% ../../nbs/training/01_resolve.ipynb #c5ee443d
-LOST = {
-    "no": 1e-8,
-    "bf16": 1e-3,
-    "fp16": 1e-4,
-}  # std of noise: about a tenth of the rounding of latents of ones
+# std of noise: about a tenth of the rounding of latents of ones
+LOST = {"no": 1e-8, "bf16": 1e-3, "fp16": 1e-4}
 LARGEST_LATENT = 1e4  # latents begin at about 1
 
 

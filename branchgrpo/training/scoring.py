@@ -121,9 +121,8 @@ class RolloutRewards:
     group: RankGroup = RankGroup()  # the processes that share the images
     watch: Callable[[], None] = do_nothing  # called between chunks; it may raise
     images: Tensor = field(default_factory=torch.Tensor)
-    faults: list[tuple[str, Tensor]] = field(
-        default_factory=list
-    )  # (what is not finite, rows (P,))
+    # (what is not finite, rows (P,))
+    faults: list[tuple[str, Tensor]] = field(default_factory=list)
 
     def __post_init__(self):
         self.unscored = torch.zeros(

@@ -26,9 +26,8 @@ from ..viewing.run import MOST_RUNS
 class SeedOptions:
     "Several seeds"
 
-    seeds: tuple[
-        int, ...
-    ] = ()  # such as 0,1,2: a run of each, one after the other, in OUTPUT-0, … ({seed} in OUTPUT)
+    # such as 0,1,2: a run of each, one after the other, in OUTPUT-0, … ({seed} in OUTPUT)
+    seeds: tuple[int, ...] = ()
 
 
 def read_seeds(value: Any) -> list[int]:

@@ -22,7 +22,8 @@ from ..settings import variable
 from ..messages import check_one_of
 from .config import Settings
 
-if TYPE_CHECKING:  # FSDP loads for two seconds; below, it is loaded by what uses it, so a check of settings is quick
+# FSDP loads for two seconds; below, it is loaded by what uses it, so a check of settings is quick
+if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
 
@@ -73,9 +74,8 @@ def compile_blocks(denoiser: nn.Module, backend: str = "inductor") -> None:
             " compiled"
         )
     torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
-    torch._dynamo.config.optimize_ddp = (
-        False  # a block is small: DDP need not cut it at its buckets
-    )
+    # a block is small: DDP need not cut it at its buckets
+    torch._dynamo.config.optimize_ddp = False
     for block in blocks:
         block.compile(fullgraph=True, dynamic=False, backend=backend)
 
@@ -171,9 +171,8 @@ def mesh_of(device_type: str, hybrid: bool = False) -> "DeviceMesh":
     (`hybrid`)."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    if (
-        not dist.is_initialized()
-    ):  # torchrun has made no group, and a sharded model needs one: of this process
+    # torchrun has made no group, and a sharded model needs one: of this process
+    if not dist.is_initialized():
         backend = "nccl" if device_type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     processes = dist.get_world_size()
@@ -213,9 +212,8 @@ def fill_sharded(module: nn.Module, state: dict[str, Tensor], device: torch.devi
         for name, buffer in module.named_buffers():
             buffer.copy_(buffers[name])
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(
-        module, dict(state), options=options
-    )  # it empties the table that it is given
+    # it empties the table that it is given
+    set_model_state_dict(module, dict(state), options=options)
 
 # %% ../../nbs/training/16_speed.ipynb #faa85d1e
 def sharded_parts(module: nn.Module) -> "list[FSDPModule]":

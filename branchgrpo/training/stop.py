@@ -11,7 +11,8 @@ import threading
 from typing import Any
 
 # %% ../../nbs/training/18_stop.ipynb #52bc1350
-REQUEUE = 75  # the exit code of a run that a signal ended and that can continue (EX_TEMPFAIL of sysexits.h)
+# the exit code of a run that a signal ended and that can continue (EX_TEMPFAIL of sysexits.h)
+REQUEUE = 75
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
 
@@ -47,9 +48,8 @@ class StopSignal:
 
     def __enter__(self) -> "StopSignal":
         self.depth += 1
-        is_main = (
-            threading.current_thread() is threading.main_thread()
-        )  # Python allows handlers there only
+        # Python allows handlers there only
+        is_main = threading.current_thread() is threading.main_thread()
         if self.depth == 1 and is_main:
             self.before = {number: signal.signal(number, self.remember) for number in SIGNALS}
         return self

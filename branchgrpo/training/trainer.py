@@ -159,9 +159,8 @@ class Tracking(Callback):
     """Sends the numbers of every iteration, and the images of every evaluation, to the tracker of
     the settings."""
 
-    ends_processes = (
-        True  # at the end, also the connection of the processes; False: other trainings follow
-    )
+    # at the end, also the connection of the processes; False: other trainings follow
+    ends_processes = True
 
     def on_start(self, trainer):
         s = trainer.settings
@@ -347,9 +346,8 @@ class ResumableRun(Iterations):
 
     def resume(self, run: Run) -> Saver:
         "Go on from the checkpoint, if there is one, and encode the prompts that are still to come."
-        from_main(
-            self.accelerator, lambda: remove_leftovers(run.path)
-        )  # first, since the disk may be full
+        # first, since the disk may be full
+        from_main(self.accelerator, lambda: remove_leftovers(run.path))
         self.progress = load_checkpoint(run.path, self.learner)
         done, s = self.progress.iteration, self.settings
         from_main(self.accelerator, lambda: rewind(run, done))

@@ -152,9 +152,8 @@ def edge_terms(learner: Learner, x: Experience, batch: MicroBatch) -> EdgeTerms:
         log_ratio=log_ratio.detach(),
         mismatch=log_probs.detach() - batch.of(x.tree.log_probs),
         kl=kl.detach(),
-        outside=rule.outside(
-            scaled.detach(), advantages, options
-        ),  # as the loss sees it (Flow-GRPO: clipfrac)
+        # as the loss sees it (Flow-GRPO: clipfrac)
+        outside=rule.outside(scaled.detach(), advantages, options),
     )
 
 # %% ../../nbs/training/08_update.ipynb #78ca1b5e
@@ -184,9 +183,8 @@ def accumulate(
     batches = batches or shared_micro_batches(learner, x.tree, x.edge_mask)
     edges = sum(len(batch) for batch in batches)
     mean_edges = processes.reduce(torch.tensor(float(edges), device=processes.device), "mean")
-    some_edges = mean_edges.clamp(
-        min=1 / processes.num_processes
-    )  # of a step without edges, the loss is 0
+    # of a step without edges, the loss is 0
+    some_edges = mean_edges.clamp(min=1 / processes.num_processes)
     sums = torch.zeros(len(EDGE_MEANS), device=processes.device)
     worst = torch.zeros((), device=processes.device)
     for batch in batches:
@@ -219,9 +217,8 @@ def optimiser_step(learner: Learner, losses: Tensor | None = None) -> tuple[Tens
     )
     norm = whole_tensor(norm)  # pyrefly: ignore[bad-argument-type] None with DeepSpeed only
     taken = bool(norm.isfinite() if losses is None else norm.isfinite() & losses.isfinite().all())
-    if (
-        taken or learner.accelerator.scaler is not None
-    ):  # the scaler of fp16 skips by itself, and must see it
+    # the scaler of fp16 skips by itself, and must see it
+    if taken or learner.accelerator.scaler is not None:
         learner.optimizer.step()
     learner.optimizer.zero_grad()
     return norm, taken
@@ -242,9 +239,8 @@ def count_skipped(learner: Learner, taken: bool) -> None:
         )
 
 # %% ../../nbs/training/08_update.ipynb #bc1acd36
-MISMATCH_LIMIT = (
-    1e-2  # of |ρ − 1|: more than rounding reaches where rollout and update have one batch size
-)
+# of |ρ − 1|: more than rounding reaches where rollout and update have one batch size
+MISMATCH_LIMIT = 1e-2
 ONE_SIZE = (
     "give both one batch size by max_batch (4, say), without train_batch; if nodes are pruned, add"
     " recompute_old"

@@ -45,14 +45,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # %% ../../nbs/viewing/03_page.ipynb #eb49cc53
-CURVE_COLOURS = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#E69F00",
-    "#56B4E9",
-)  # readable without red-green vision
+# readable without red-green vision
+CURVE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 CURVE_COLOURS += ("#6A5ACD", "#999933", "#882255", "#44AA99", "#AA4499", "#777777")
 INK = "#808080"  # of texts and axes, on a light page and on a dark one
 PICTURE_STYLE = dict.fromkeys(
@@ -314,12 +308,10 @@ def page(records: list[Record], refresh: float | None = None) -> str:
 class ViewOptions:
     "What to look at"
 
-    runs: tuple[str, ...] = field(
-        default=(), metadata={"positional": "*"}
-    )  # folders of runs, shown side by side
-    output: str | None = (
-        None  # the HTML file; none: view.html in the run's folder, of several beside the first
-    )
+    # folders of runs, shown side by side
+    runs: tuple[str, ...] = field(default=(), metadata={"positional": "*"})
+    # the HTML file; none: view.html in the run's folder, of several beside the first
+    output: str | None = None
     live: bool = False  # look again while a run is trained
     interval: float = bounded(10.0, 1, 86_400)  # seconds between two looks
 

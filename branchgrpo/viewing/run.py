@@ -51,9 +51,8 @@ def number_rows(run: Run, name: str) -> list[dict[str, float]]:
         ]
 
 # %% ../../nbs/viewing/01_run.ipynb #42ba47be
-QUIET_SECONDS = (
-    3600  # seconds without a new file after which a training on another machine counts as stopped
-)
+# seconds without a new file after which a training on another machine counts as stopped
+QUIET_SECONDS = 3600
 
 
 def is_alive(process: int) -> bool:
@@ -73,12 +72,8 @@ def is_training(folder: Path) -> bool:
         holder = json.loads((folder / LOCK).read_bytes())
         if holder["host"] == socket.gethostname():
             return is_alive(holder["process"])
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-    ):  # nobody holds it, or it is just being written
+    except (OSError, ValueError, KeyError, TypeError):
+        # nobody holds it, or it is just being written
         return False
     times = [path.stat().st_mtime for path in folder.glob("*.json*")]
     return time.time() - max(times, default=0) < QUIET_SECONDS
@@ -258,9 +253,8 @@ def metric_text(record: Record, name: str) -> str:
     return f"{found[0]:.4g} → {found[1]:.4g}"
 
 # %% ../../nbs/viewing/01_run.ipynb #c5845447
-METHOD = {"recipe", *field_types(MethodSettings)} - {
-    "seed"
-}  # what the runs of a group have in common
+# what the runs of a group have in common
+METHOD = {"recipe", *field_types(MethodSettings)} - {"seed"}
 
 
 def groups_of(records: list[Record]) -> dict[str, list[int]]:
@@ -277,18 +271,16 @@ def groups_of(records: list[Record]) -> dict[str, list[int]]:
     for (recipe, _), places in found.items():
         alone = sum(name == recipe for name, _ in found) == 1
         numbers = ", ".join(str(n + 1) for n in places)
-        groups[recipe if alone else f"{recipe} ({numbers})"] = (
-            places  # of other settings: by the runs' numbers
-        )
+        # of other settings: by the runs' numbers
+        groups[recipe if alone else f"{recipe} ({numbers})"] = places
     return groups
 
 
 def group_text(records: list[Record], name: str) -> str:
     """Return a metric of a group as it stands in the table: the mean over its runs, and the
     interval of its end."""
-    from branchgrpo.reproduction.statistics import (
-        mean_interval,
-    )  # scipy, which one run does not need
+    # scipy, which one run does not need
+    from branchgrpo.reproduction.statistics import mean_interval
 
     single = name.startswith("eval_") or name in COUNTERS
     found = [begin_and_end(series(r, name), single) for r in records]
@@ -369,11 +361,8 @@ def evenly_spread(items: list[Any], most: int) -> list[Any]:
     return [items[round(n * (len(items) - 1) / (most - 1))] for n in range(most)]
 
 # %% ../../nbs/viewing/01_run.ipynb #3a15b090
-COLUMNS, SHEET, SIDE = (
-    8,
-    32,
-    128,
-)  # images in a row, images of an earlier version's sheet, pixels of an image
+# images in a row, images of an earlier version's sheet, pixels of an image
+COLUMNS, SHEET, SIDE = 8, 32, 128
 RIGHT, WRONG = "#009E73", "#D55E00"  # readable without red-green vision
 
 # %% ../../nbs/viewing/01_run.ipynb #58c0bee5

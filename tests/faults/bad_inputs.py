@@ -70,8 +70,6 @@ def make_files(folder):
             Path(branchgrpo.__file__).parent / "testbed/weights/tiny-flux", folder / name
         )
         damage(folder / name)
-    for name in (
-        "wan",
-        "sd3",
-    ):  # as a model of one's own: nothing says at which size it was trained
+    # as a model of one's own: nothing says at which size it was trained
+    for name in ("wan", "sd3"):
         shutil.copytree(folder_of(f"tiny-{name}"), folder / f"b_{name}")

@@ -59,14 +59,13 @@ def noted(request):
     `what` is one line that names the fault: one row of the table of its `kind`, which is one of
     KINDS. What was kept may stand in the test's docstring: "Kept: …."
     """
-    words = (request.function.__doc__ or "").removeprefix("Kept: ").rstrip(".")
+    words = " ".join((request.function.__doc__ or "").split()).removeprefix("Kept: ").rstrip(".")
 
     def note(what, happened, kept=words, kind="faults", **more):
         assert kind in KINDS and kept, (kind, kept)
         name = re.sub(r"[^a-z0-9]+", "-", what.lower())[:100]
-        digest = hashlib.blake2b(
-            what.encode(), digest_size=4
-        ).hexdigest()  # texts that differ in signs only
+        # texts that differ in signs only
+        digest = hashlib.blake2b(what.encode(), digest_size=4).hexdigest()
         path = NOTES / kind / f"{name}-{digest}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         row = {"what": what, "happened": happened, "kept": kept} | more

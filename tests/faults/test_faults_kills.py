@@ -75,9 +75,10 @@ PLACES = {  # of one iteration after the first checkpoint, and of the end
         f"{TRAINING}.trainer:Trainer.evaluate_reached", 1, "before"
     ),
 }
-WRITES = {  # what the kernel ends in the middle of a write: the process has used up its quota of bytes
-    "a checkpoint's weights": (
-        at(f"{TRAINING}.checkpoints:check_weights", 1, "after", saving(2), limit=300_000)
+# what the kernel ends in the middle of a write: the process has used up its quota of bytes
+WRITES = {
+    "a checkpoint's weights": at(
+        f"{TRAINING}.checkpoints:check_weights", 1, "after", saving(2), limit=300_000
     ),
     "the exported model": at(f"{TRAINING}.export:write_result", 1, "before", limit=3_000_000),
     "the row of metrics": at(f"{TRAINING}.runs:Run.append", 2, "before", limit=900),
@@ -256,7 +257,8 @@ def test_killed_within_a_write(tmp_path, whole, noted, mode, name):
     check_kill(tmp_path / "run", mode, fault, whole, noted, f"within the write of {name}")
 
 
-LAST_SAVE = "checkpoints/000003*"  # of a run with a checkpoint each iteration, that keeps two: it deletes the first
+# of a run with a checkpoint each iteration, that keeps two: it deletes the first
+LAST_SAVE = "checkpoints/000003*"
 
 
 def operations(events, patterns):
@@ -354,10 +356,8 @@ def test_told_to_stop(tmp_path, whole, noted, mode, place, number, rank):
     never, _ = whole(mode)
     folder, fault = tmp_path / "run", PLACES[place] | {"rank": rank, "signal": number}
     if mode != ONE and fault["inside"][0].startswith(f"{TRAINING}.trainer"):
-        fault["inside"] = [
-            fault["inside"][0],
-            2,
-        ]  # these have three iterations; the last one would end the run
+        # these have three iterations; the last one would end the run
+        fault["inside"] = [fault["inside"][0], 2]
     attempt = Attempt(folder, mode, fault)
     code, others, _ = attempt.ends_by_fault()
     assert [code, *others] == [75] * attempt.n, attempt.log()

@@ -94,9 +94,8 @@ def test_2000_iterations_and_200_evaluations(tmp_path, noted):
     rows = sampled(TRAINED, json.dumps(table))
     assert len(rows) == 40 and len(read_jsonl(folder / "evaluations.jsonl")) == 201
     without_growth(rows, memory=24)
-    sizes = [
-        row["checkpoints_mb"] for row in rows
-    ]  # a third one is there while the oldest is deleted
+    # a third one is there while the oldest is deleted
+    sizes = [row["checkpoints_mb"] for row in rows]
     assert abs(min(sizes[-4:]) - min(sizes[4:8])) < 0.001, (
         "the last two checkpoints, whatever the iteration"
     )

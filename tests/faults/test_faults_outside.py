@@ -281,9 +281,8 @@ def test_the_doctor_names_the_commands_that_verify_downloads(tmp_path, capsys, n
     "Of the hub's cache, and of a folder; the tiny models are part of the package."
     (tmp_path / "head").mkdir()
     words = ["doctor", "--backbone", "black-forest-labs/FLUX.1-dev", "--verify"]
-    assert (
-        main([*words, "--reward", f"pickscore+aesthetic:{tmp_path}/head"]) == 1
-    )  # weights are missing
+    # weights are missing
+    assert main([*words, "--reward", f"pickscore+aesthetic:{tmp_path}/head"]) == 1
     said = capsys.readouterr().out.partition("verify: run\n")[2]
     assert said.splitlines() == [
         "hf cache verify black-forest-labs/FLUX.1-dev",

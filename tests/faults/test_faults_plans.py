@@ -43,9 +43,8 @@ FIELDS = {field.name for field in dataclasses.fields(TrainConfig)}
 PROMPTS = ["one", "two", "three", "four", "five"]
 
 
-ONCE = [
-    name for name in SELECTIONS.names() if not repeats_nodes(name)
-]  # what leaves may be chosen by
+# what leaves may be chosen by
+ONCE = [name for name in SELECTIONS.names() if not repeats_nodes(name)]
 
 
 def profile(examples: int) -> settings:
@@ -202,12 +201,8 @@ MORE = [
     "max_unscored",
     "max_skipped",
 ]
-COSTLY = {
-    "passes",
-    "steps_per_pass",
-    "prompts_per_iteration",
-    "lora_rank",
-}  # a large one only takes long
+# a large one only takes long
+COSTLY = {"passes", "steps_per_pass", "prompts_per_iteration", "lora_rank"}
 NAMES = {
     "advantage": tuple(ADVANTAGES.names()),
     "std": tuple(STDS),
@@ -429,9 +424,8 @@ def check_shapes(tree: Tree, plan: RolloutPlan, s, prompts: int) -> None:
             1, tree.parents[d], torch.ones(prompts, width)
         )
         taken = plan.prune_at.get(d - 1, above)
-        if (
-            d - 1 in plan.side
-        ):  # the trunk's nodes have branches, and one child more unless the trunk ends
+        # the trunk's nodes have branches, and one child more unless the trunk ends
+        if d - 1 in plan.side:
             more = d - 1 != max(plan.side)
             branches = plan.side[d - 1] + more
             assert (children[:, : plan.roots] == branches).all() and (
@@ -825,9 +819,8 @@ def check_step(t: Trainer, rolled, watched: Watched, iteration: int) -> None:
         parts = [part_mask(rolled.edge_mask, rolled.step_of, m) for m in range(s.steps_per_pass)]
     full = sum(any(m.any() for m in part) for part in parts)
     row = t.step()
-    if (
-        s.learning_rate > 1
-    ):  # the first step's weights may overflow in the second one, which is then skipped
+    # the first step's weights may overflow in the second one, which is then skipped
+    if s.learning_rate > 1:
         return
     assert watched.steps == row["optimiser_steps"] == s.passes * full
     assert row["edges"] == sum(int(m.sum()) for m in rolled.edge_mask)

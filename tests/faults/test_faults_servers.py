@@ -343,7 +343,9 @@ def watch(policy, name, first, asked, made):
     setattr(policy, name, watched)
 
 
-OVERLAPS = {  # which call waits: an image of an iteration after the first, a prediction after the first 16 prompts
+# which call waits: an image of an iteration after the first, a prediction after the first 16
+# prompts
+OVERLAPS = {
     "decode": (2, lambda trainer: trainer.step()["reward"]),
     "predict": (7, lambda trainer: trainer.evaluator(trainer.policy)[0]["eval_reward"]),
 }

@@ -333,7 +333,8 @@ def configs(examples: int) -> None:
 # all of them
 
 AGAIN = "nothing written; a printed config gives the same settings again"
-PROPERTIES = {  # what is checked, with how many examples by `make test` and by `make faults`, and what holds
+# what is checked, with how many examples by `make test` and by `make faults`, and what holds
+PROPERTIES = {
     "reward expressions, any text": (wrong_rewards, 30, 1000, "read, or one line"),
     "prompt files": (prompt_files, 30, 600, "whole and different prompts, or one line"),
     "command lines": (command_lines, 25, 400, AGAIN),

@@ -187,9 +187,8 @@ def texts(hps, imagereward, videoalign):
 
 def pixels(hps, imagereward, videoalign):
     stand_in()
-    package = sys.modules["open_clip"] = types.ModuleType(
-        "open_clip"
-    )  # without its __init__, which imports all of it
+    # without its __init__, which imports all of it
+    package = sys.modules["open_clip"] = types.ModuleType("open_clip")
     package.__path__ = [str(Path(hps) / "hpsv2/src/open_clip")]
     from open_clip.transform import image_transform
 
