@@ -332,15 +332,6 @@ def broadcast(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> list[
         advantages.insert(0, sums.scatter_add(1, tree.parents[d].to(below.device), below))
     return advantages
 
-# %% ../nbs/09_credit.ipynb #092325a1
-ADVANTAGES.entries |= {
-    "gains": "branchgrpo.gains:gains",
-    "joint-gains": "branchgrpo.gains:joint_gains",
-    "turns": "branchgrpo.gains:turning_points",
-    "consistent-turns": "branchgrpo.gains:consistent_turns",
-    "granularities": "branchgrpo.gains:granularities",
-}
-
 # %% ../nbs/09_credit.ipynb #b3d4686d
 REWARD_SUMS = ("together", "decoupled", "decoupled+batch")
 

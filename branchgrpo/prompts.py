@@ -543,19 +543,7 @@ def checked_prompts(found: Any, label: str) -> Any:
     return found
 
 
-PROMPT_SETS = Registry(
-    "prompts",
-    "prompt_sets",
-    {
-        "digits": "branchgrpo.testbed.clips:digits",
-        "digit-pairs": "branchgrpo.testbed.clips:digit_pairs",
-        "clips": "branchgrpo.testbed.clips:clips",
-        "digits-tuning": "branchgrpo.testbed.clips:digits_tuning",
-        "digit-pairs-tuning": "branchgrpo.testbed.clips:digit_pairs_tuning",
-        "clips-tuning": "branchgrpo.testbed.clips:clips_tuning",
-    },
-    contract=prompts_contract,
-)
+PROMPT_SETS = Registry("prompts", "prompt_sets", contract=prompts_contract)
 
 # %% ../nbs/basics/05_prompts.ipynb #50f5da94
 def is_dataset_folder(path: Path) -> bool:
