@@ -475,6 +475,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'branchgrpo/contracts.py'),
                                       'branchgrpo.contracts.CheckedRule.__init__': ( 'basics/contracts.html#checkedrule.__init__',
                                                                                      'branchgrpo/contracts.py'),
+                                      'branchgrpo.contracts.Depths': ('basics/contracts.html#depths', 'branchgrpo/contracts.py'),
                                       'branchgrpo.contracts.as_numbers': ('basics/contracts.html#as_numbers', 'branchgrpo/contracts.py'),
                                       'branchgrpo.contracts.call_own': ('basics/contracts.html#call_own', 'branchgrpo/contracts.py'),
                                       'branchgrpo.contracts.check_finite': ( 'basics/contracts.html#check_finite',

@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['call_own', 'check_takes', 'where_it_failed', 'failed_call_error', 'CheckedRule', 'rule_of', 'as_numbers',
-           'is_of_kind', 'checked_tensor', 'checked_depths', 'check_finite']
+           'is_of_kind', 'checked_tensor', 'Depths', 'checked_depths', 'check_finite']
 
 # %% ../nbs/basics/07_contracts.ipynb #144296a6
 import inspect
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ def call_own(function: Callable, name: str, *values: Any) -> Any:
         return function(*inputs)
 
 # %% ../nbs/basics/07_contracts.ipynb #3d641333
-def check_takes(entry: Any, label: str, names: Sequence[str]) -> None:
+def check_takes(entry: object, label: str, names: Sequence[str]) -> None:
     "Raise `ValueError` if an object cannot be called with the values `names`."
     wanted = f"({', '.join(names)})"
     if inspect.isclass(entry):
@@ -98,7 +98,7 @@ class CheckedRule:
 
 # %% ../nbs/basics/07_contracts.ipynb #2ada0ce0
 def rule_of(
-    entry: Any,
+    entry: object,
     label: str,
     names: Sequence[str],
     check: Callable[..., Any],
@@ -112,10 +112,11 @@ def rule_of(
     if is_ours(inner):
         return entry
     check_takes(entry, label, names)
+    assert callable(entry), "`check_takes` has found that it is"
     return CheckedRule(entry, label, check, once)
 
 # %% ../nbs/basics/07_contracts.ipynb #59e76757
-def as_numbers(found: Any, label: str, wanted: str = "numbers") -> Tensor:
+def as_numbers(found: object, label: str, wanted: str = "numbers") -> Tensor:
     """Return what a function returned as a tensor.
 
     Raise `ValueError` if it is none and cannot become one.
@@ -139,10 +140,11 @@ def is_of_kind(values: Tensor, kind: str) -> bool:
 
 
 def checked_tensor(
-    found: Any,
+    found: object,
     label: str,
     shape: Sequence[int],  # −1: any width
     kind: str = "numbers",  # or whole numbers, or true or false
+    *,
     like: Tensor | None = None,  # whose device the result goes to
     where: str = "",  # in a message: at depth 2
 ) -> Tensor:
@@ -162,8 +164,14 @@ def checked_tensor(
     return values if like is None else values.to(like.device)
 
 # %% ../nbs/basics/07_contracts.ipynb #e8de9775
+class Depths(Protocol):
+    "What has depths, such as a tree: the parents `(P, W_d)` of the nodes of each."
+
+    parents: list[Tensor]
+
+
 def checked_depths(
-    found: Any, label: str, tree: Any, kind: str = "numbers", shared: bool = False
+    found: object, label: str, tree: Depths, kind: str = "numbers", shared: bool = False
 ) -> list[Tensor]:
     """Return what a function returned for a tree: one tensor `(P, W_d)` per depth.
 

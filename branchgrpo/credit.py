@@ -95,6 +95,7 @@ def depthwise_advantages(
     values: list[Tensor],  # r̄ per depth, (P, W_d)
     clip: float | None = 5.0,  # A_max; None: no clipping
     eps: float = 1e-8,  # ϵ
+    *,
     std: str = "own",  # a name in STDS: own, pooled, global, none
     min_nodes: int = 0,  # trees with fewer nodes at a depth take the pooled one
     reduce: Callable[[Tensor], Tensor] = own_process,  # sums a tensor over processes
@@ -118,7 +119,7 @@ def depthwise_advantages(
 
 # %% ../nbs/09_credit.ipynb #35a14f00
 def checked_advantages(
-    found: Any, label: str, tree: Tree, leaf_rewards: Tensor, options: Any
+    found: object, label: str, tree: Tree, leaf_rewards: Tensor, options: "CreditOptions"
 ) -> list[Tensor]:
     """Return what an estimator of yours returned, `(P, W_d)` per depth.
 
@@ -130,7 +131,7 @@ def checked_advantages(
     return advantages
 
 
-def advantage_contract(entry: Any, label: str) -> Any:
+def advantage_contract(entry: object, label: str) -> Any:
     """Return an estimator as it is used.
 
     Raise `ValueError` if it is no function of a tree, leaf rewards and options.
@@ -354,6 +355,7 @@ def decoupled_advantages(
     options: CreditOptions = CreditOptions(),
     # A_max, of the sum (of each reward if the estimator clips itself); None: no clipping
     clip: float | None = 5.0,
+    *,
     batch: bool = False,  # normalise the sums of a depth over all trees
 ) -> list[Tensor]:  # per depth (P, W_d)
     """Return the weighted sums of the advantages that each reward has alone.

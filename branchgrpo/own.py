@@ -122,13 +122,13 @@ def object_name(reward: Any) -> str:
 PLAIN = (bool, int, float, str, bytes, type(None))
 
 
-def is_ours(value: Any) -> bool:
+def is_ours(value: object) -> bool:
     "Return whether a function, a class or an object is one of this package."
     module = getattr(value, "__module__", None) or ""
     return module.partition(".")[0] == "branchgrpo"
 
 # %% ../nbs/rewards/01_own.ipynb #bc67b242
-def value_text(value: Any) -> str:
+def value_text(value: object) -> str:
     """Return the text of a number, a text or nested lists and tuples of them; of any other value,
     only its type."""
     if isinstance(value, (list, tuple)):
@@ -170,7 +170,7 @@ def object_values(value: Any) -> list[str]:
 SOURCE = "source-"  # begins a digest of source
 
 
-def object_digest(reward: Any) -> str:
+def object_digest(reward: object) -> str:
     """Return a digest of the source of a function, class or object, and of the plain values that it
     holds."""
     if isinstance(reward, functools.partial):
@@ -202,7 +202,7 @@ def is_moved(old: str, new: str) -> bool:
     return both[0] == both[1] and all(is_own_name(name) and ".py:" in name for name in (old, new))
 
 
-def same_as_recorded(old: Any, new: Any) -> bool:
+def same_as_recorded(old: object, new: object) -> bool:
     """Return whether a recorded setting is today's.
 
     An older digest of code is that of any source, and a file that has moved is the same."""

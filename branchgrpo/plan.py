@@ -417,6 +417,7 @@ def plan_cost(
     plan: RolloutPlan,
     denoiser: float = 1.0,  # FLOPs of one call (any unit)
     decode_and_reward: float = 0.0,  # FLOPs of one decoded and scored image (same unit)
+    *,
     latent_elements: int = 1,  # of one latent
     latent_bytes: int = 2,  # of one element
     reference: bool = False,  # the update calls a reference model, too
@@ -471,6 +472,7 @@ def pro_grpo_flops(
     group_sizes: Sequence[int],  # N_0, N_1, …, K, e.g. 48, 24, 12
     prune_at: Sequence[int],  # pruning steps between them, e.g. 5, 7
     steps: int,  # T
+    *,
     denoiser: float,  # C, FLOPs per call
     decode_and_reward: float,  # x, FLOPs per image
     prompts: int,

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .plan import RolloutPlan
+from .policy import Policy
 from .messages import check_one_of, shown
 from .samplers import alpha_bars, ddim_timesteps, flow_sigmas, merged_levels
 from .settings import NEUTRAL, MethodSettings
@@ -113,7 +114,7 @@ def rollout_steps(s: MethodSettings, iteration: int = 0) -> int:
     return len(with_tail(s, iteration, torch.arange(taken_steps(s) + 1.0))) - 1
 
 
-def flow_levels(s: MethodSettings, policy: Any = None) -> tuple[Tensor, Tensor]:
+def flow_levels(s: MethodSettings, policy: Policy | None = None) -> tuple[Tensor, Tensor]:
     """Return the times `(T,)` that a flow model is told and its noise levels σ `(T + 1,)`.
 
     With `shift` scheduler they are those of the policy's files; a model without files takes those
@@ -130,7 +131,9 @@ def flow_levels(s: MethodSettings, policy: Any = None) -> tuple[Tensor, Tensor]:
     return scheduler.sigmas[:-1], scheduler.sigmas
 
 
-def noise_grid(s: MethodSettings, iteration: int = 0, policy: Any = None) -> tuple[Tensor, Tensor]:
+def noise_grid(
+    s: MethodSettings, iteration: int = 0, policy: Policy | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the times `(T,)` and the levels `(T + 1,)` of an iteration, steps merged and a
     solver's tail thinned."""
     times, sigmas = flow_levels(s, policy)

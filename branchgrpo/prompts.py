@@ -14,7 +14,7 @@ __all__ = ['PROMPT_FIELDS', 'ENDINGS', 'FORMATS', 'PART_NAMES', 'METADATA', 'COL
 import csv
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -131,7 +131,7 @@ def prompt_key(rows: list) -> str | None:
     return None
 
 
-def prompt_of(row: Any, key: str, where: str) -> str:
+def prompt_of(row: object, key: str, where: str) -> str:
     """Return the prompt of a row of a .jsonl file, without unseen marks at its ends; spaces stay as
     they are.
 
@@ -335,7 +335,7 @@ def from_path(path: str | Path) -> PromptSet:
 COLUMNS = ("prompt", "Prompt", "Prompts", "caption", "text")
 
 
-def check_csv(place: str, config: Any) -> None:
+def check_csv(place: str, config: object) -> None:
     """Raise `ValueError` if a row of a CSV file has other fields than its header, or two columns
     have one name.
 
@@ -431,7 +431,7 @@ def read_dataset(where: str) -> dict:
         raise ValueError(f"prompts: {where!r} {what}") from None
 
 # %% ../nbs/basics/05_prompts.ipynb #df87aab8
-def dataset_rows(name: str, data: Any, column: str) -> list[dict]:
+def dataset_rows(name: str, data: Iterable[dict], column: str) -> list[dict]:
     "Return the rows of a part of a data set, without empty lines of text and without what is null."
     rows = []
     for n, row in enumerate(data, 1):
@@ -527,14 +527,14 @@ def paper_set(name: str) -> PromptSet:
     )
 
 # %% ../nbs/basics/05_prompts.ipynb #064b08a8
-def prompts_contract(entry: Any, label: str) -> Any:
+def prompts_contract(entry: object, label: str) -> Any:
     "Return an entry as it is used. Raise `ValueError` if it holds no prompts and makes none."
     if isinstance(entry, (PromptSet, str, Path, list, tuple)):
         return entry
     return rule_of(entry, label, (), checked_prompts)
 
 
-def checked_prompts(found: Any, label: str) -> Any:
+def checked_prompts(found: object, label: str) -> Any:
     "Return the prompts that a function of yours returned. Raise `ValueError` if they are none."
     if not isinstance(found, (PromptSet, list, tuple)):
         raise ValueError(

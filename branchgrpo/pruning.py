@@ -45,14 +45,14 @@ def edges_kept(keep: list[Tensor]) -> Tensor:
     return sum((mask.sum(1) for mask in keep[1:]), start=torch.tensor(0))
 
 # %% ../nbs/12_pruning.ipynb #fd562fb1
-def checked_mask(found: Any, label: str, tree: Tree, *others: Any) -> list[Tensor] | None:
+def checked_mask(found: object, label: str, tree: Tree, *others: Any) -> list[Tensor] | None:
     "Return the depth mask that a rule of yours returned. Raise `ValueError` if it is none."
     return (
         None if found is None else checked_depths(found, label, tree, "true or false", shared=True)
     )
 
 
-def pruning_contract(entry: Any, label: str) -> Any:
+def pruning_contract(entry: object, label: str) -> Any:
     "Return a rule as it is used. Raise `ValueError` if it takes other values."
     return rule_of(entry, label, ("tree", "values", "leaf_rewards", "options"), checked_mask)
 
@@ -118,8 +118,15 @@ def extreme(
 # %% ../nbs/12_pruning.ipynb #abd37e34
 @PRUNINGS.register("depth-window")
 def _depth_window(tree, values, leaf_rewards, o):
-    window = (o.window_size, o.window_start, o.window_stop, o.window_every, o.window_stride)
-    return depth_window(tree.plan, o.iteration, *window)
+    return depth_window(
+        tree.plan,
+        o.iteration,
+        size=o.window_size,
+        start=o.window_start,
+        stop=o.window_stop,
+        every=o.window_every,
+        stride=o.window_stride,
+    )
 
 # %% ../nbs/12_pruning.ipynb #67661bcb
 def random_steps(
@@ -153,6 +160,7 @@ def keep_edges(
     rule: str,  # a name in PRUNINGS
     values: list[Tensor],  # fused rewards, (P, W_d) per depth
     leaf_rewards: Tensor,  # (P, leaves)
+    *,
     options: PruningOptions = PruningOptions(),
     more: Sequence[list[Tensor]] = (),  # further depth masks
 ) -> list[Tensor]:  # (P, W_d) bool per depth

@@ -64,7 +64,7 @@ def read_recipe_table(path: Path) -> dict[str, Any]:
     return table
 
 # %% ../nbs/basics/04_recipes.ipynb #77637ec4
-def sourced(key: str, value: Any, path: Path) -> tuple[Any, str]:
+def sourced(key: str, value: object, path: Path) -> tuple[Any, str]:
     """Return `(value, source)` of one line of a recipe's file; `{value: null}` is one where a
     setting may have none."""
     source, may_be_none = path.name, False
@@ -128,7 +128,7 @@ def packaged() -> dict[str, Recipe]:
     return found
 
 
-def recipe_contract(entry: Any, label: str) -> Recipe:
+def recipe_contract(entry: object, label: str) -> Recipe:
     "Return a recipe. Raise `ValueError` if the object is none."
     if not isinstance(entry, Recipe):
         raise ValueError(

@@ -12,7 +12,7 @@ from configparser import ConfigParser
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from importlib.metadata import EntryPoints, entry_points
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from importlib.resources import files
 from typing import Any
 
@@ -55,12 +55,12 @@ def packaged_in(group: str) -> dict[str, str]:
     return dict(table[group]) if group in table else {}
 
 # %% ../nbs/basics/00_registry.ipynb #a65a4398
-def loaded(entry: Any) -> Any:
+def loaded(entry: object) -> Any:
     "Return the object that an entry stands for: itself, or the object of a target."
     return import_target(entry) if isinstance(entry, str) else entry
 
 
-def load_installed(point: Any, setting: str) -> Any:
+def load_installed(point: EntryPoint, setting: str) -> Any:
     """Return the object of an entry point.
 
     Raise `ValueError` in one line if its package cannot be imported.
@@ -77,7 +77,9 @@ def load_installed(point: Any, setting: str) -> Any:
 OWN_FORMS = "(also allowed, of your own: file.py:name, module:name)"
 
 
-def no_entry_error(setting: str, value: Any, allowed: Iterable[str], takes_own: bool) -> ValueError:
+def no_entry_error(
+    setting: str, value: object, allowed: Iterable[str], takes_own: bool
+) -> ValueError:
     """Return the error for a name that stands for nothing; with `takes_own`, names of your own code
     are allowed too."""
     if takes_own and str(value).removesuffix(":").endswith(".py"):
@@ -122,7 +124,7 @@ class Registry:
     def installed(self) -> EntryPoints:
         return installed_in(f"branchgrpo.{self.group}")
 
-    def has(self, name: Any) -> bool:
+    def has(self, name: object) -> bool:
         "Return whether `name` may stand for an entry: one of `names()`, or one of your own code."
         return name in self.names() or self.contract is not None and is_own_name(str(name))
 

@@ -293,6 +293,7 @@ def rollout(
     noise: Noise,  # of P prompts
     # s of Eq. 2: siblings' noise has the correlation 1 / (1 + s²); inf: independent
     s: float = float("inf"),
+    *,
     dtype: torch.dtype = torch.float32,  # how latents are stored
     judge: Judge | None = None,  # needed by pruning steps and previews
 ) -> Tree:
@@ -366,6 +367,7 @@ def revisit(
     conditioning: dict[str, Tensor],
     process: Transition,
     edges: Edges,
+    *,
     pad_to: int | None = None,  # rows of the denoiser's batch, if there are fewer
 ) -> Gaussian:  # of N parents; `.at(edges.parent)`: of E edges
     """Return the Gaussians of the parents of edges under the policy as it is now, with gradient.

@@ -223,6 +223,7 @@ def ddim_step(
     alpha_bar: Tensor,  # ᾱ, signal share before the step
     alpha_bar_next: Tensor,  # ᾱ', signal share after it
     eta: float,  # 0: deterministic; 1: ancestral
+    *,
     prediction_type: str = "epsilon",  # or v_prediction, sample
 ) -> Gaussian:
     """Return one DDIM step, computed in float32.

@@ -80,7 +80,7 @@ def select_max_variance(
     return chosen if rewards.ndim == 2 else chosen[0]
 
 # %% ../nbs/11_selection.ipynb #52318adb
-def checked_selection(found: Any, label: str, rewards: Tensor, k: int, *others: Any) -> Tensor:
+def checked_selection(found: object, label: str, rewards: Tensor, k: int, *others: Any) -> Tensor:
     """Return the indices `(P, k)` that a rule of yours returned, ascending.
 
     Raise `ValueError` if they are none.
@@ -96,7 +96,7 @@ def checked_selection(found: Any, label: str, rewards: Tensor, k: int, *others: 
     return kept.long()
 
 
-def checked_survivors(found: Any, label: str, *given: Any) -> Tensor:
+def checked_survivors(found: object, label: str, *given: Any) -> Tensor:
     "Return the indices as `checked_selection`. Raise `ValueError` too if one stands there twice."
     kept = checked_selection(found, label, *given)
     if (kept.diff(dim=-1) == 0).any():
@@ -106,7 +106,7 @@ def checked_survivors(found: Any, label: str, *given: Any) -> Tensor:
     return kept
 
 
-def selection_contract(entry: Any, label: str) -> Any:
+def selection_contract(entry: object, label: str) -> Any:
     """Return a rule as it is used.
 
     Raise `ValueError` if it does not take rewards, a number and generators.
@@ -230,7 +230,7 @@ def pilot(
     }
 
 # %% ../nbs/11_selection.ipynb #5c47a207
-def checked_features(found: Any, label: str, images: Tensor) -> Tensor:
+def checked_features(found: object, label: str, images: Tensor) -> Tensor:
     """Return the numbers `(B, F)` that a function of yours found in images.
 
     Raise `ValueError` if they are none.
@@ -240,7 +240,7 @@ def checked_features(found: Any, label: str, images: Tensor) -> Tensor:
     return features
 
 
-def features_contract(entry: Any, label: str) -> Any:
+def features_contract(entry: object, label: str) -> Any:
     "Return a function of images as it is used. Raise `ValueError` if it takes other values."
     return rule_of(entry, label, ("images",), checked_features)
 

@@ -80,7 +80,7 @@ class Sampler:
     per_root_h: bool = False  # std = noise·√h
 
 
-def checked_gaussian(found: Any, label: str, x: Tensor, *others: Any) -> Gaussian:
+def checked_gaussian(found: object, label: str, x: Tensor, *others: Any) -> Gaussian:
     """Return the Gaussian that a step of yours returned.
 
     Raise `ValueError` if it is none, or of another shape.
@@ -94,7 +94,7 @@ def checked_gaussian(found: Any, label: str, x: Tensor, *others: Any) -> Gaussia
     return found
 
 
-def checked_levels(found: Any, label: str, sigmas: Tensor, noise_level: float) -> Tensor:
+def checked_levels(found: object, label: str, sigmas: Tensor, noise_level: float) -> Tensor:
     """Return the noise of each step that a function of yours returned.
 
     Raise `ValueError` if it is none.
@@ -104,7 +104,7 @@ def checked_levels(found: Any, label: str, sigmas: Tensor, noise_level: float) -
     return noise
 
 
-def transition_contract(entry: Any, label: str) -> Sampler:
+def transition_contract(entry: object, label: str) -> Sampler:
     """Return a sampler as it is used.
 
     Raise `ValueError` if it is no `Sampler`, or if its functions take other values.

@@ -38,7 +38,7 @@ def checked_place(found: Any, label: str, window: "Window", iteration: int, seed
     return place
 
 
-def window_contract(entry: Any, label: str) -> Any:
+def window_contract(entry: object, label: str) -> Any:
     """Return a rule as it is used.
 
     Raise `ValueError` if it is no function of a window, an iteration and a seed.
@@ -122,6 +122,7 @@ def geometric(window: Window, iteration: int, seed: int) -> int:
 def depth_window(
     plan: RolloutPlan,
     iteration: int,
+    *,
     size: int = 4,  # steps
     start: int | None = None,  # first step at iteration 0; None: the last split
     stop: int | None = None,  # first step at the end; None: the last step stays out

@@ -203,9 +203,8 @@ def roll(
     process = process_of(s, c.policy, iteration)
     predict = SharedPredictor(c.policy, conditioning, s.max_batch, s.pad_batches, c.group)
     plan = c.plan(iteration) if c.plan else plan_of(s, iteration)
-    tree = rollout(
-        plan, predict, process, judge.noise, sibling_s(s), DTYPES[s.mixed_precision], judge
-    )
+    dtype = DTYPES[s.mixed_precision]
+    tree = rollout(plan, predict, process, judge.noise, sibling_s(s), dtype=dtype, judge=judge)
     return tree, process
 
 

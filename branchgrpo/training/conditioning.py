@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from ..backbones.loading import awake, declared, encoders_of, is_reader, of_all
+from ..policy import Policy
 from ..files import write_atomic
 from ..noise import Noise
 from ..prompts import PromptSet
@@ -148,7 +149,7 @@ class EmbeddingCache:
 class Conditioner:
     "Embeddings of prompts, each computed once: in memory, or in the folder of `store`."
 
-    def __init__(self, policy: Any, device, store: EmbeddingCache | None = None):
+    def __init__(self, policy: Policy, device, store: EmbeddingCache | None = None):
         self.policy = policy
         self.device = device
         self.store = store

@@ -72,6 +72,7 @@ def advantages_of(
     rewards: Tensor,  # (P, leaves)
     leaf_mask: Tensor | None,
     reduce: Callable[[Tensor], Tensor],
+    *,
     parts: dict[str, tuple[float, Tensor]] | None = None,
     previews: dict[int, Tensor] | None = None,  # {depth: (P, W_d, m)}
 ) -> list[Tensor]:
@@ -87,7 +88,7 @@ def advantages_of(
     if s.reward_sum == "together" or parts is None or len(parts) < 2:
         return estimate_advantages(tree, rewards, s.advantage, options, s.advantage_clip)
     batch = s.reward_sum == "decoupled+batch"
-    return decoupled_advantages(tree, parts, s.advantage, options, s.advantage_clip, batch)
+    return decoupled_advantages(tree, parts, s.advantage, options, s.advantage_clip, batch=batch)
 
 # %% ../../nbs/training/07_credit.ipynb #91e24e1c
 def checked_weight(found: Any, label: str, process: Transition, step: int) -> float:
@@ -100,7 +101,7 @@ def checked_weight(found: Any, label: str, process: Transition, step: int) -> fl
         ) from None
 
 
-def step_weight_contract(entry: Any, label: str) -> Any:
+def step_weight_contract(entry: object, label: str) -> Any:
     "Return a rule as it is used. Raise `ValueError` if it is no function of a process and a step."
     return rule_of(entry, label, ("process", "step"), checked_weight)
 
@@ -227,7 +228,7 @@ def trained_edges(
         more.append(random_steps(tree, s.train_fraction, generators))
     if values is None:
         values = fused_values(s, tree, rewards, leaf_mask)
-    return keep_edges(tree, leaf_mask, s.prune, values, rewards, options, more)
+    return keep_edges(tree, leaf_mask, s.prune, values, rewards, options=options, more=more)
 
 # %% ../../nbs/training/07_credit.ipynb #cb73656e
 def kl_edges(
@@ -235,8 +236,9 @@ def kl_edges(
     tree: Tree,
     rewards: Tensor,  # (P, leaves)
     unscored: Tensor,  # (P,) bool
+    *,
     parts: dict[str, tuple[float, Tensor]],  # {reward: (its weight, its scores (P, leaves))}
-    accelerator: Any,
+    accelerator: Accelerator,
 ) -> list[Tensor] | None:  # over depths of (P, W_d) bool; None: all
     "Return which edges the KL term sees."
     scores = [rewards, *(part for weight, part in parts.values() if not weight)]
@@ -277,7 +279,7 @@ def deal(
 
 # %% ../../nbs/training/07_credit.ipynb #797a94fa
 def checked_parts(
-    found: Any, label: str, tree: Tree, edge_mask: list[Tensor], parts: int, noise: Any
+    found: object, label: str, tree: Tree, edge_mask: list[Tensor], parts: int, *others: Any
 ) -> list[Tensor]:
     "Return the parts that a unit of yours returned. Raise `ValueError` if they are none."
     depths = checked_depths(found, label, tree, "whole numbers", shared=True)
@@ -289,7 +291,7 @@ def checked_parts(
     return depths
 
 
-def step_unit_contract(entry: Any, label: str) -> Any:
+def step_unit_contract(entry: object, label: str) -> Any:
     "Return a unit as it is used. Raise `ValueError` if it takes other values."
     return rule_of(entry, label, ("tree", "edge_mask", "parts", "noise"), checked_parts)
 
@@ -363,8 +365,12 @@ def assign_credit(s: Settings, policy: Policy, accelerator: Accelerator, x: Expe
 
     x.counted = counted_leaves(s, x.rewards, x.unscored, x.noise, x.seen)
     x.values = fused_values(s, tree, x.rewards, x.counted)
-    advantages = advantages_of(s, tree, x.rewards, x.counted, total, x.reward_parts, x.completed)
+    advantages = advantages_of(
+        s, tree, x.rewards, x.counted, total, parts=x.reward_parts, previews=x.completed
+    )
     x.advantages = weighted_advantages(s, policy, x.process, tree.plan.trained, advantages)
     x.edge_mask = trained_edges(s, tree, x.rewards, x.counted, x.noise, values=x.values)
     x.step_of = edge_parts(tree, x.edge_mask, s.steps_per_pass, s.step_unit, x.noise)
-    x.kl_mask = kl_edges(s, tree, x.rewards, x.unscored, x.reward_parts, accelerator)
+    x.kl_mask = kl_edges(
+        s, tree, x.rewards, x.unscored, parts=x.reward_parts, accelerator=accelerator
+    )

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..files import write_text
+from ..policy import Policy
 from ..plan import RolloutPlan
 from .config import Settings
 from .experience import Experience
@@ -140,7 +141,7 @@ def keep_tree(x: Experience) -> KeptTree | None:
     return KeptTree(record, x.x0_hats if still else {}, x.images[:own].detach().cpu())
 
 # %% ../../nbs/training/12_kept_trees.ipynb #e3504271
-def node_images(kept: KeptTree, policy: Any) -> dict[int, dict[int, str]]:
+def node_images(kept: KeptTree, policy: Policy) -> dict[int, dict[int, str]]:
     "Return the small images of a tree, by depth and node."
     if kept.images.ndim < 4:  # a model whose images are none
         return {}
@@ -150,7 +151,7 @@ def node_images(kept: KeptTree, policy: Any) -> dict[int, dict[int, str]]:
 
 # %% ../../nbs/training/12_kept_trees.ipynb #aa844eeb
 @torch.no_grad()
-def write_tree(kept: KeptTree, policy: Any, folder: str | Path) -> Path:
+def write_tree(kept: KeptTree, policy: Policy, folder: str | Path) -> Path:
     "Write a tree with its images to `trees/000025.json` of a run's folder; return the file."
     table = kept.record | {"images": node_images(kept, policy)}
     path = Path(folder) / "trees" / f"{table['iteration']:06d}.json"

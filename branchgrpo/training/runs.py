@@ -23,7 +23,7 @@ from datetime import datetime
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import branchgrpo
 from branchgrpo.files import (
@@ -42,6 +42,9 @@ from ..messages import first_of, reason, shown
 from ..own import same_as_recorded, short_digest
 from .origins import check_same_origins, origins_of
 from ..settings import RETIRED
+
+if TYPE_CHECKING:
+    from branchgrpo.prompts import PromptSet
 
 # %% ../../nbs/training/09_runs.ipynb #9d7ae096
 def with_null(row: dict) -> dict:
@@ -282,7 +285,7 @@ def check_same_run(path: str | Path, settings: dict) -> None:
         )
 
 # %% ../../nbs/training/09_runs.ipynb #6d470f8a
-def prompt_facts(prompts: Any) -> dict[str, Any]:
+def prompt_facts(prompts: "PromptSet") -> dict[str, Any]:
     """Return how many prompts a set has, and a digest of their texts and of what is known of them.
 
     `few` says that a few test prompts are a random sample; without it they are the first ones."""
@@ -297,7 +300,7 @@ def prompt_facts(prompts: Any) -> dict[str, Any]:
     )
 
 
-def as_recorded(prompts: Any, facts: dict[str, Any] | None) -> Any:
+def as_recorded(prompts: "PromptSet", facts: dict[str, Any] | None) -> "PromptSet":
     """Return a prompt set as a record of it was made: `facts` are those of `prompt_facts`, None
     without a record.
 
@@ -314,7 +317,7 @@ def as_recorded(prompts: Any, facts: dict[str, Any] | None) -> Any:
     return replace(prompts if repeated else once, shuffled=True)
 
 # %% ../../nbs/training/09_runs.ipynb #b539fd98
-def check_same_prompts(info: dict, prompts: Any) -> None:
+def check_same_prompts(info: dict, prompts: "PromptSet") -> None:
     """Raise `ValueError` if the prompts are others than when the run of a run.json began; an old
     one does not know them."""
     old = info.get("prompts")
@@ -339,7 +342,7 @@ def holds_nothing(run: Run) -> bool:
     return not begun
 
 # %% ../../nbs/training/09_runs.ipynb #dc42b0aa
-def prompts_of_run(path: str | Path, prompts: Any) -> Any:
+def prompts_of_run(path: str | Path, prompts: "PromptSet") -> "PromptSet":
     """Return a prompt set as the run in a folder was begun with it; unchanged if no run has begun
     there."""
     run = Run(Path(path))
@@ -351,7 +354,7 @@ def prompts_of_run(path: str | Path, prompts: Any) -> Any:
 def open_run(
     path: str | Path,
     settings: dict,
-    prompts: Any = None,  # the set that was read, to notice a changed file
+    prompts: "PromptSet | None" = None,  # the set that was read, to notice a changed file
     base: dict[str, Any] | None = None,  # what the model changes of the published recipe
 ) -> Run:
     """Return the run at `path`, made now or found.

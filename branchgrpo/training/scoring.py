@@ -18,8 +18,9 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from ..prompts import rows_of
+from ..policy import Policy
 from ..rewards.names import load_reward
-from ..rewards.contract import members_of
+from ..rewards.contract import Reward, members_of
 from ..rewards.scorer import Scorer, is_remote, do_nothing, start_scoring
 from ..rollouts import chunks
 from .config import Settings, listed
@@ -37,7 +38,9 @@ def with_rows(values: Tensor, rows: Tensor, number: float) -> Tensor:
     return values.masked_fill(rows.to(values.device).reshape(-1, *[1] * (values.ndim - 1)), number)
 
 # %% ../../nbs/training/05_scoring.ipynb #aa145346
-def make_scorers(s: Settings, reward: Any, device) -> tuple[Scorer, dict[str, Scorer]]:
+def make_scorers(
+    s: Settings, reward: Reward | str | None, device
+) -> tuple[Scorer, dict[str, Scorer]]:
     "Return the scorer of the trained reward, and those of the held-out rewards by name."
     trained = Scorer(
         load_reward(s.reward if reward is None else reward, device=device), s.reward_retries
@@ -60,11 +63,12 @@ def images_per_call(s: Settings, scorers: list[Scorer]) -> int | None:
 
 # %% ../../nbs/training/05_scoring.ipynb #9d8ce44b
 def decode_and_score(
-    policy: Any,
+    policy: Policy,
     latents: Tensor,  # (B, …)
     scorers: dict[str, Scorer],
     prompts: list[str],  # B
     size: int | None,  # images per call; None: all
+    *,
     watch: Callable[[], None] = do_nothing,  # called before each chunk; it may raise
 ) -> tuple[Tensor, dict[str, list[Future]]]:
     """Return the images of latents, and their scores of every scorer as they arrive, one future per
@@ -146,7 +150,7 @@ def own_scores(r: RolloutRewards, nodes: Tensor) -> dict[str, Tensor]:
     r.scorer.last_error = ""  # what an earlier call met is not the cause
     with together(r.processes):
         r.images, waiting = decode_and_score(
-            r.policy, nodes.flatten(0, 1), {"": r.scorer}, names, r.size, r.watch
+            r.policy, nodes.flatten(0, 1), {"": r.scorer}, names, r.size, watch=r.watch
         )
         scores = joined_scores(waiting[""], r.scorer, r.watch)
         wrong = ~finite_rows(r.images).to(r.unscored.device)

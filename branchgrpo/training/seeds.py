@@ -30,7 +30,7 @@ class SeedOptions:
     seeds: tuple[int, ...] = ()
 
 
-def read_seeds(value: Any) -> list[int]:
+def read_seeds(value: object) -> list[int]:
     """Return seeds, written as 0,1,2 or as a list.
 
     Raise `ValueError` if one is none, or is there twice.

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..settings import variable
+from ..policy import Policy
 from ..messages import check_one_of
 from .config import Settings
 
@@ -148,7 +149,7 @@ def skip_adapter_casts(denoiser: nn.Module) -> None:
             module.cast_input_dtype_enabled = False  # pyrefly: ignore[bad-argument-type] peft's own flag
 
 # %% ../../nbs/training/16_speed.ipynb #7d02fa39
-def speed_up(policy: Any, s: Settings) -> None:
+def speed_up(policy: Policy, s: Settings) -> None:
     """Apply the settings of speed to a policy whose trained parameters exist.
 
     Raises `ValueError` if its denoiser, or this machine, cannot take one of them."""

@@ -33,7 +33,7 @@ class StopSignal:
         self.depth = 0  # how many `with` it is in
         self.before: dict[signal.Signals, Any] = {}
 
-    def remember(self, number: int, frame: Any) -> None:
+    def remember(self, number: int, frame: object) -> None:
         "Handle a signal; a further one changes nothing."
         self.received = self.received or signal.Signals(number).name
 

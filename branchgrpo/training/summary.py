@@ -14,11 +14,14 @@ import multiprocessing
 import shlex
 import sys
 from statistics import fmean, stdev
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..files import from_here
 from ..messages import count_of
 from .runs import Run
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 # %% ../../nbs/training/20_summary.ipynb #fe65968f
 def prompt_rewards(run: Run, iteration: float) -> list[float | None]:
@@ -81,7 +84,7 @@ def end_lines(t: Any, run: Run) -> list[str]:
     return [*begin, *last_words(run, prompts[0])]
 
 
-def is_script(accelerator: Any) -> bool:
+def is_script(accelerator: "Accelerator") -> bool:
     """Return whether this is the main process of a script; a notebook is none, nor is a process
     that another started."""
     has_parent = multiprocessing.parent_process() is not None

@@ -24,12 +24,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..credit import flat_groups
+from ..policy import Policy
 from ..files import refusals_in_words
 from ..fusion import effective_sample_size
 from ..own import is_ours
 from ..own_calls import NUMBERS, as_before, copied
 from ..prompts import load_prompts
-from ..rewards.contract import tell_frame_rate
+from ..rewards.contract import Reward, tell_frame_rate
 from ..rewards.scorer import Scorer
 from branchgrpo.training.checkpoints import (
     Progress,
@@ -99,17 +100,17 @@ def over_processes(stats: dict[str, Any], accelerator) -> dict[str, float]:
 class Callback:
     "A callback: override what you need."
 
-    def on_start(self, trainer: Any) -> None:
+    def on_start(self, trainer: "Trainer") -> None:
         "Called before the first evaluation and iteration; not for a run that was finished already."
 
-    def on_evaluation(self, trainer: Any, scores: dict[str, float], images: Tensor) -> None:
+    def on_evaluation(self, trainer: "Trainer", scores: dict[str, float], images: Tensor) -> None:
         """Called after an evaluation, with its scores and first images, on the CPU (none beside the
         main process)."""
 
-    def on_iteration(self, trainer: Any, row: dict[str, Any]) -> None:
+    def on_iteration(self, trainer: "Trainer", row: dict[str, Any]) -> None:
         "Called after an iteration, with its row of metrics.jsonl."
 
-    def on_end(self, trainer: Any) -> None:
+    def on_end(self, trainer: "Trainer") -> None:
         "Called when the result is written."
 
 # %% ../../nbs/training/14_trainer.ipynb #8fb10ff1
@@ -185,7 +186,7 @@ class Tracking(Callback):
 
 # %% ../../nbs/training/14_trainer.ipynb #918c09e9
 def open_models(
-    s: Settings, accelerator: Any, policy: Any, reward: Any
+    s: Settings, accelerator: Accelerator, policy: Policy | None, reward: Reward | None
 ) -> tuple[Any, Scorer, dict[str, Scorer]]:
     """Return the policy, the scorer of training and those that are held out.
 
@@ -193,11 +194,11 @@ def open_models(
     """
     with together(accelerator):  # weights may be missing on one node
         scorer, held_out = make_scorers(s, reward, accelerator.device)
-        policy = open_policy(s, accelerator.device, policy)
-        check_model(s, policy)
+        opened = open_policy(s, accelerator.device, policy)
+        check_model(s, opened)
     for one in (scorer, *held_out.values()):
-        tell_frame_rate(one.reward, policy)
-    return policy, scorer, held_out
+        tell_frame_rate(one.reward, opened)
+    return opened, scorer, held_out
 
 # %% ../../nbs/training/14_trainer.ipynb #06648e81
 class Iterations:

@@ -95,7 +95,7 @@ def revisited(learner: Learner, x: Experience, batch: MicroBatch, policy: Policy
     where they are padded."""
     s = learner.settings
     size = (s.train_batch or s.max_batch) if s.pad_batches else None
-    return revisit(x.tree, policy, x.conditioning, x.process, batch, size)
+    return revisit(x.tree, policy, x.conditioning, x.process, batch, pad_to=size)
 
 # %% ../../nbs/training/08_update.ipynb #b63b9732
 def reference_means(learner: Learner, x: Experience, batch: MicroBatch) -> Tensor | None:

@@ -700,7 +700,13 @@ def check_shared(
         process = process_of(s, t.policy, iteration)  # a solver counts its steps
         try:
             found[rank] = rollout(
-                plan, predict, process, noise, sibling_s(s), DTYPES[s.mixed_precision], Bumpy()
+                plan,
+                predict,
+                process,
+                noise,
+                sibling_s(s),
+                dtype=DTYPES[s.mixed_precision],
+                judge=Bumpy(),
             )
         except BaseException as error:
             errors.append(error)
