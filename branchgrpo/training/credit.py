@@ -6,8 +6,8 @@
 __all__ = ['STEP_WEIGHTS', 'STEP_UNITS', 'LOSS_MEANS', 'counted_leaves', 'fusion_beta', 'fused_values', 'advantages_of',
            'checked_weight', 'step_weight_contract', 'equal', 'std', 'inverse_gradient', 'inverse_step', 'raw_weight',
            'mean_weight', 'weights_of', 'weighted_advantages', 'check_step_weights', 'trained_edges', 'kl_edges',
-           'deal', 'checked_parts', 'step_unit_contract', 'of_prompts', 'of_edges', 'of_trajectories', 'edge_parts',
-           'part_mask', 'assign_credit']
+           'deal', 'checked_steps', 'step_unit_contract', 'of_prompts', 'of_edges', 'of_trajectories', 'step_of_edges',
+           'mask_of_step', 'assign_credit']
 
 # %% ../../nbs/training/07_credit.ipynb #54e7f9cc
 import math
@@ -263,95 +263,94 @@ def kl_edges(
 # %% ../../nbs/training/07_credit.ipynb #b086362b
 def deal(
     used: Tensor,  # (P, N) bool: what is dealt
-    parts: int,  # M
+    steps: int,  # M optimiser steps
     noise: Noise,  # of P prompts
 ) -> Tensor:  # (P, N) int64, 0…M−1; without meaning where nothing is dealt
-    "Deal what is used of each prompt to the parts, in a random order of its own."
+    "Deal what is used of each prompt to the optimiser steps, in a random order of its own."
     generators = [noise.generator(p, EDGE_PARTS) for p in noise.prompts]
-    first = torch.stack([torch.randint(parts, (1,), generator=g) for g in generators]).to(
-        used.device
-    )
-    order = torch.stack([torch.randperm(used.shape[1], generator=g) for g in generators]).to(
-        used.device
-    )
+    first = torch.stack([torch.randint(steps, (1,), generator=g) for g in generators])
+    count = used.shape[1]
+    order = torch.stack([torch.randperm(count, generator=g) for g in generators])
+    first, order = first.to(used.device), order.to(used.device)
     place = used.gather(1, order).cumsum(1) - 1
-    return torch.zeros_like(order).scatter(1, order, (place + first) % parts)
+    return torch.zeros_like(order).scatter(1, order, (place + first) % steps)
 
 # %% ../../nbs/training/07_credit.ipynb #797a94fa
-def checked_parts(
-    found: object, label: str, tree: Tree, edge_mask: list[Tensor], parts: int, *others: Any
+def checked_steps(
+    found: object, label: str, tree: Tree, edge_mask: list[Tensor], steps: int, *others: Any
 ) -> list[Tensor]:
-    "Return the parts that a unit of yours returned. Raise `ValueError` if they are none."
+    "Return the optimiser steps that a unit of yours returned. Raise `ValueError` if they are none."
     depths = checked_depths(found, label, tree, "whole numbers", shared=True)
     for depth, values in enumerate(depths):
-        if values.min() < 0 or values.max() >= parts:
+        if values.min() < 0 or values.max() >= steps:
             raise ValueError(
-                f"{label} returned parts at depth {depth} that are not all within 0…{parts - 1}"
+                f"{label} returned parts at depth {depth} that are not all within 0…{steps - 1}"
             )
     return depths
 
 
 def step_unit_contract(entry: object, label: str) -> Any:
     "Return a unit as it is used. Raise `ValueError` if it takes other values."
-    return rule_of(entry, label, ("tree", "edge_mask", "parts", "noise"), checked_parts)
+    return rule_of(entry, label, ("tree", "edge_mask", "parts", "noise"), checked_steps)
 
 
 STEP_UNITS = Registry("step_unit", "units", contract=step_unit_contract)
 # a step's loss is the mean of its edges; or also divided by a tree's edges
 LOSS_MEANS = ("step", "step*tree")
 
-
+# %% ../../nbs/training/07_credit.ipynb #4e2dcae1
 @STEP_UNITS.register("prompts")
-def of_prompts(tree: Tree, edge_mask: list[Tensor], parts: int, noise: Noise) -> list[Tensor]:
-    """Return the part of every edge: the place of its prompt in the iteration, modulo the number of
-    parts."""
-    place = torch.tensor(noise.prompts, device=tree.device)[:, None] % parts
+def of_prompts(tree: Tree, edge_mask: list[Tensor], steps: int, noise: Noise) -> list[Tensor]:
+    """Return the optimiser step of every edge: the place of its prompt in the iteration, modulo the
+    number of steps."""
+    place = torch.tensor(noise.prompts, device=tree.device)[:, None] % steps
     return [place.expand(-1, mask.shape[1]) for mask in edge_mask]
 
 # %% ../../nbs/training/07_credit.ipynb #4d232de6
 @STEP_UNITS.register("edges")
-def of_edges(tree: Tree, edge_mask: list[Tensor], parts: int, noise: Noise) -> list[Tensor]:
-    """Return the part of every edge, dealt one by one.
+def of_edges(tree: Tree, edge_mask: list[Tensor], steps: int, noise: Noise) -> list[Tensor]:
+    """Return the optimiser step of every edge, dealt one by one.
 
     Source: released BranchGRPO, train_branchgrpo_flux.py l. 1481.
     """
-    dealt = deal(torch.cat(edge_mask, 1), parts, noise)
+    dealt = deal(torch.cat(edge_mask, 1), steps, noise)
     return list(dealt.split([mask.shape[1] for mask in edge_mask], 1))
 
 # %% ../../nbs/training/07_credit.ipynb #6780d24d
 @STEP_UNITS.register("trajectories")
-def of_trajectories(tree: Tree, edge_mask: list[Tensor], parts: int, noise: Noise) -> list[Tensor]:
-    """Return the part of every edge: that of the first leaf below it.
+def of_trajectories(tree: Tree, edge_mask: list[Tensor], steps: int, noise: Noise) -> list[Tensor]:
+    """Return the optimiser step of every edge: that of the first leaf below it.
 
     Source: Flow-GRPO, train_sd3.py l. 829.
     """
-    owners = [owner.clamp(max=tree.parents[-1].shape[1] - 1) for owner in first_leaves(tree)]
+    leaves = tree.parents[-1].shape[1]
+    owners = [owner.clamp(max=leaves - 1) for owner in first_leaves(tree)]
     used = torch.zeros_like(tree.parents[-1], dtype=torch.int64)
     for owner, mask in zip(owners, edge_mask):
         used = used.scatter_add(1, owner, mask.long())
-    dealt = deal(used > 0, parts, noise)
+    dealt = deal(used > 0, steps, noise)
     return [dealt.gather(1, owner) for owner in owners]
 
 # %% ../../nbs/training/07_credit.ipynb #b38f5318
-def edge_parts(
+def step_of_edges(
     tree: Tree,
     edge_mask: list[Tensor],  # (P, W_d) bool per depth: trained edges
-    parts: int,  # optimiser steps in a pass
+    steps: int,  # optimiser steps in a pass
     unit: str,  # a name in STEP_UNITS
     noise: Noise,  # of the tree's prompts
 ) -> list[Tensor] | None:  # (P, W_d) int64 per depth
     "Return which optimiser step of a pass each edge belongs to; None if there is one step."
-    if parts == 1:
+    if steps == 1:
         return None
     rule: Callable[..., list[Tensor]] = STEP_UNITS.get(unit)
-    return rule(tree, edge_mask, parts, noise)
+    return rule(tree, edge_mask, steps, noise)
 
 
-def part_mask(edge_mask: list[Tensor], parts: list[Tensor] | None, part: int) -> list[Tensor]:
-    "Return the trained edges of one part."
-    if parts is None:
+def mask_of_step(edge_mask: list[Tensor], step_of: list[Tensor] | None, step: int) -> list[Tensor]:
+    "Return the trained edges of one optimiser step."
+    if step_of is None:
         return edge_mask
-    return [mask & (of_depth == part) for mask, of_depth in zip(edge_mask, parts)]
+    return [mask & (of_depth == step) for mask, of_depth in zip(edge_mask, step_of)]
 
 # %% ../../nbs/training/07_credit.ipynb #4cb88f0e
 def assign_credit(s: Settings, policy: Policy, accelerator: Accelerator, x: Experience) -> None:
@@ -370,7 +369,7 @@ def assign_credit(s: Settings, policy: Policy, accelerator: Accelerator, x: Expe
     )
     x.advantages = weighted_advantages(s, policy, x.process, tree.plan.trained, advantages)
     x.edge_mask = trained_edges(s, tree, x.rewards, x.counted, x.noise, values=x.values)
-    x.step_of = edge_parts(tree, x.edge_mask, s.steps_per_pass, s.step_unit, x.noise)
+    x.step_of = step_of_edges(tree, x.edge_mask, s.steps_per_pass, s.step_unit, x.noise)
     x.kl_mask = kl_edges(
         s, tree, x.rewards, x.unscored, parts=x.reward_parts, accelerator=accelerator
     )

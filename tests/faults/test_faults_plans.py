@@ -26,7 +26,13 @@ from branchgrpo.rollouts import Judge, rollout
 from branchgrpo.selection import SELECTIONS, choose, looks_at_images, repeats_nodes
 from branchgrpo.settings import field_types
 from branchgrpo.training.collection import DTYPES
-from branchgrpo.training.credit import STEP_UNITS, STEP_WEIGHTS, fusion_beta, part_mask, weights_of
+from branchgrpo.training.credit import (
+    STEP_UNITS,
+    STEP_WEIGHTS,
+    fusion_beta,
+    mask_of_step,
+    weights_of,
+)
 from branchgrpo.training.processes import RankGroup, SharedPredictor
 from branchgrpo.training.update import accumulate, micro_batches, shared_micro_batches
 from branchgrpo.transition import TRANSITIONS
@@ -636,7 +642,7 @@ def check_gradient(t: Trainer, rolled) -> Tensor:
         other, counts = gradient(t, rolled, mask, **changes)
         assert ((other - whole).abs() <= room).all() and counts["calls"] == stats["calls"]
     if rolled.step_of is not None:
-        parts = [part_mask(mask, rolled.step_of, m) for m in range(t.settings.steps_per_pass)]
+        parts = [mask_of_step(mask, rolled.step_of, m) for m in range(t.settings.steps_per_pass)]
         assert all((torch.stack(own).sum(0) == m).all() for *own, m in zip(*parts, mask)), (
             "each edge in one part"
         )
@@ -822,7 +828,7 @@ def check_step(t: Trainer, rolled, watched: Watched, iteration: int) -> None:
     watched.quiet = watched.trained = watched.steps = 0
     parts = [rolled.edge_mask]
     if rolled.step_of is not None:
-        parts = [part_mask(rolled.edge_mask, rolled.step_of, m) for m in range(s.steps_per_pass)]
+        parts = [mask_of_step(rolled.edge_mask, rolled.step_of, m) for m in range(s.steps_per_pass)]
     full = sum(any(m.any() for m in part) for part in parts)
     row = t.step()
     # the first step's weights may overflow in the second one, which is then skipped
