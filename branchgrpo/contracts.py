@@ -157,7 +157,8 @@ def checked_tensor(
         raise ValueError(
             f"{label} returned {str(values.dtype).removeprefix('torch.')}{where}, not {kind}"
         )
-    if values.ndim != len(shape) or any(n not in (-1, m) for n, m in zip(shape, values.shape)):
+    fits = all(n in (-1, m) for n, m in zip(shape, values.shape))
+    if values.ndim != len(shape) or not fits:
         wanted = str(tuple(shape)).replace("-1", "any")
         raise ValueError(f"{label} returned the shape {tuple(values.shape)}{where}, not {wanted}")
     values = values.float() if kind == "numbers" else values

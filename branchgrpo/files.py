@@ -229,7 +229,8 @@ def check_output(path: str | Path, given: str | Path | None = None) -> None:
     it is another."""
     check_path(path)
     given = path if given is None else given
-    parent = next(p for p in (Path(path), *Path(path).absolute().parents) if p.exists())
+    places = (Path(path), *Path(path).absolute().parents)
+    parent = next(place for place in places if place.exists())
     if (
         not parent.is_dir()
         or not os.access(parent, os.W_OK)

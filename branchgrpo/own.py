@@ -156,8 +156,9 @@ def object_values(value: Any) -> list[str]:
         return [*object_values(value.__func__), *object_values(value.__self__)]
     if hasattr(value, "__code__"):
         cells = [cell.cell_contents for cell in value.__closure__ or () if cell != type(cell)()]
-        defaults = [*(value.__defaults__ or ()), *sorted((value.__kwdefaults__ or {}).items())]
-        return [value_text([*defaults, *cells])]
+        by_place = value.__defaults__ or ()
+        by_name = sorted((value.__kwdefaults__ or {}).items())
+        return [value_text([*by_place, *by_name, *cells])]
     if inspect.isclass(value):
         return []
     return [
@@ -195,11 +196,12 @@ _TODAY = re.compile(rf"(lambda-)?{SOURCE}[0-9a-f]{{16}}")
 def is_moved(old: str, new: str) -> bool:
     """Return whether two names are of one object in files of one name; their digests say whether
     the code is the same."""
-    both = [
-        (Path(place).name, attribute)
-        for place, _, attribute in (old.partition(":"), new.partition(":"))
-    ]
-    return both[0] == both[1] and all(is_own_name(name) and ".py:" in name for name in (old, new))
+    for name in (old, new):
+        if not is_own_name(name) or ".py:" not in name:
+            return False
+    old_place, _, old_attribute = old.partition(":")
+    new_place, _, new_attribute = new.partition(":")
+    return Path(old_place).name == Path(new_place).name and old_attribute == new_attribute
 
 
 def same_as_recorded(old: object, new: object) -> bool:
@@ -207,7 +209,9 @@ def same_as_recorded(old: object, new: object) -> bool:
 
     An older digest of code is that of any source, and a file that has moved is the same."""
     if isinstance(old, dict) and isinstance(new, dict):
-        return old.keys() == new.keys() and all(same_as_recorded(old[key], new[key]) for key in old)
+        if old.keys() != new.keys():
+            return False
+        return all(same_as_recorded(old[key], new[key]) for key in old)
     if not isinstance(old, str) or not isinstance(new, str):
         return old == new
     if _OLDER.fullmatch(old) and (today := _TODAY.fullmatch(new)):

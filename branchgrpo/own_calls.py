@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WATCHED', 'DEVICES', 'NUMBERS', 'PARTS', 'LEFT', 'SAID', 'copied', 'Part', 'random_states', 'set_random_states',
-           'changes', 'set_variables', 'current_folder', 'go_to', 'put_search_path_back', 'signal_handlers',
+           'changed_texts', 'set_variables', 'current_folder', 'go_to', 'put_search_path_back', 'signal_handlers',
            'set_signal_handlers', 'warning_filters', 'set_warning_filters', 'log_levels', 'set_log_levels',
            'autocast_state', 'set_autocast_state', 'kernel_flags', 'set_kernel_flags', 'set_default_device',
            'gpu_in_use', 'use_gpu', 'switch_garbage_collection', 'streams', 'set_streams', 'put_back', 'as_before',
@@ -77,7 +77,7 @@ def set_random_states(states: list[Any]) -> None:
         torch.cuda.set_rng_state_all(of_cuda)
 
 # %% ../nbs/basics/06_own_calls.ipynb #c0a1100b
-def changes(before: dict, after: dict) -> dict:
+def changed_texts(before: dict, after: dict) -> dict:
     "Return what differs between two tables of texts: the later value, or None where there is none."
     names = before.keys() | after.keys()
     return {name: after.get(name) for name in names if before.get(name) != after.get(name)}
@@ -317,10 +317,13 @@ def as_before(name: str, parts: dict[str, Part] = PARTS) -> Iterator[None]:
     try:
         yield
     finally:
-        LEFT["states"], LEFT["variables"] = random_states(), changes(variables, dict(os.environ))
+        LEFT["states"], LEFT["variables"] = (
+            random_states(),
+            changed_texts(variables, dict(os.environ)),
+        )
         set_random_states(states)
         put_back(name, parts, before)
-        set_variables(changes(dict(os.environ), variables))
+        set_variables(changed_texts(dict(os.environ), variables))
     if torch.is_inference_mode_enabled() != inference:
         raise ValueError(f"{name} leaves inference mode on; write `with torch.inference_mode():`")
 

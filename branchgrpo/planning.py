@@ -138,10 +138,9 @@ def noise_grid(
     solver's tail thinned."""
     times, sigmas = flow_levels(s, policy)
     left = merged_levels(s.steps, s.merged)
-    grids = [
-        with_tail(s, iteration, grid[left]) for grid in (torch.cat([times, sigmas[-1:]]), sigmas)
-    ]
-    return grids[0][:-1], grids[1]
+    times = torch.cat([times, sigmas[-1:]])  # as many as levels
+    times = with_tail(s, iteration, times[left])[:-1]
+    return times, with_tail(s, iteration, sigmas[left])
 
 # %% ../nbs/basics/03_planning.ipynb #44aba9a2
 def side_steps(s: MethodSettings, iteration: int = 0) -> tuple[int, ...]:

@@ -96,7 +96,8 @@ def parent_top1(
     family = families[last - 1]
     known = values[last].to(tree.device).nan_to_num(nan=-torch.inf)
     table = family.table(known, empty=-torch.inf)
-    best = torch.zeros_like(table, dtype=torch.bool).scatter(1, table.argmax(1, keepdim=True), True)
+    best = torch.zeros_like(table, dtype=torch.bool)
+    best.scatter_(1, table.argmax(1, keepdim=True), True)
     return descendants(tree, last, family.nodes(best) | ~tree.drawn[last])
 
 # %% ../nbs/12_pruning.ipynb #b2a6bf40
@@ -142,15 +143,18 @@ def random_steps(
         raise ValueError(f"train_fraction: {fraction} is not above 0 and at most 1")
     steps, leaves = sorted(tree.plan.trained), tree.parents[-1].shape[1]
     # (P, leaves, steps): each step's place in the leaf's random order
-    place = torch.stack(
-        [torch.rand(leaves, len(steps), generator=g).argsort(1).argsort(1) for g in generators]
-    )
+    places = []
+    for generator in generators:
+        draws = torch.rand(leaves, len(steps), generator=generator)
+        places.append(draws.argsort(1).argsort(1))
+    place = torch.stack(places)
     chosen = (place < max(1, int(fraction * len(steps)))).to(tree.device)
     keep = [torch.ones_like(parents, dtype=torch.bool) for parents in tree.parents]
     first = first_leaves(tree)
     for n, step in enumerate(steps):
         # `paths` prunes a node without a leaf
-        keep[step + 1] = chosen[:, :, n].gather(1, first[step + 1].clamp(max=leaves - 1))
+        leaf = first[step + 1].clamp(max=leaves - 1)
+        keep[step + 1] = chosen[:, :, n].gather(1, leaf)
     return keep
 
 # %% ../nbs/12_pruning.ipynb #ebb9de47

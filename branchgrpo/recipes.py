@@ -31,7 +31,8 @@ TEXTS = ("name", "summary", "base", "paper", "equation", "family")
 
 def stated_in(table: dict[str, Any], path: Path) -> dict[str, Sourced]:
     "Return the values that a table of a file states, each with its source."
-    return {key: sourced(key, value, path) for key, value in (table.get("values") or {}).items()}
+    values = table.get("values") or {}
+    return {key: sourced(key, value, path) for key, value in values.items()}
 
 
 def texts_in(table: dict[str, Any], name: str, base: Recipe) -> dict[str, str]:

@@ -27,7 +27,8 @@ def count_from_below(rewards: Tensor, k: int) -> Tensor:
     """Return how many of the lowest rewards the best subset of each row takes, `(P,)`; rows of
     `rewards (P, G)` ascend."""
     # prefix sums of x and x², around the mean of the row
-    x = pad((rewards - rewards.mean(-1, keepdim=True)).double(), (1, 0))
+    centred = rewards - rewards.mean(-1, keepdim=True)
+    x = pad(centred.double(), (1, 0))
     total, square = x.cumsum(-1), x.square().cumsum(-1)
     low = torch.arange(k + 1, device=rewards.device)  # all ways: 0…k from below
     high = rewards.shape[-1] - k + low  # where the part from above starts
@@ -133,7 +134,8 @@ def _random(rewards, k, generators):
 
 @SELECTIONS.register("best")
 def _best(rewards, k, generators):
-    return rewards.sort(dim=-1, descending=True, stable=True).indices[:, :k].sort(-1).values
+    best = rewards.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    return best.sort(-1).values
 
 # %% ../nbs/11_selection.ipynb #5e1ec702
 def may_repeat(rule: Callable) -> Callable:
@@ -312,9 +314,8 @@ def mean_known(values: Tensor, reduce: Callable[[Tensor], Tensor]) -> float:
     """Return the mean, over all processes, of those of `values (P,)` that are not NaN; 0 without
     any."""
     known = values.isfinite()
-    total, count = reduce(
-        torch.stack([values.masked_fill(~known, 0.0).sum(), known.sum().to(values)])
-    ).tolist()
+    total = values.masked_fill(~known, 0.0).sum()
+    total, count = reduce(torch.stack([total, known.sum().to(values)])).tolist()
     return total / max(count, 1)
 
 # %% ../nbs/11_selection.ipynb #31e0f316

@@ -121,7 +121,11 @@ def steps(value: object) -> tuple[int, ...] | str:
 STEPS = "a list of steps such as 0,3,6, nor a name"
 
 
-def pairs(value: object, read: Callable[[Any], Any], example: str) -> dict[int, Any]:
+def pairs(
+    value: object,
+    read: Callable[[Any], Any],
+    example: str,
+) -> dict[int, Any]:
     """Return pairs of a step and what `read` reads, written as `example` or as a table; an empty
     text is no pair."""
     if value == "":
@@ -441,7 +445,11 @@ def read_settings(cls: type, values: dict[str, Any]) -> dict[str, Any]:
     return found
 
 # %% ../nbs/basics/02_settings.ipynb #c19aa3a9
-def options(cls: type, given: dict[str, Any], required: tuple[str, ...] = ()) -> Any:
+def options(
+    cls: type,
+    given: dict[str, Any],
+    required: tuple[str, ...] = (),
+) -> Any:
     """Return the options of one class.
 
     Raise `ValueError` if a required one is missing, or if a value is wrong.

@@ -65,9 +65,9 @@ class Transition:
 
     def noise_scale(self, i: int, dist: Gaussian) -> Tensor:
         "Return what the KL term divides by: g = std/√h where `noise` is a level g, else the std."
-        return (
-            dist.std / (self.levels[i] - self.levels[i + 1]) ** 0.5 if self.per_root_h else dist.std
-        )
+        if not self.per_root_h:
+            return dist.std
+        return dist.std / (self.levels[i] - self.levels[i + 1]) ** 0.5
 
 # %% ../nbs/02_transition.ipynb #8199ffa6
 @dataclass(frozen=True)
@@ -198,7 +198,8 @@ def compress_tail(sigmas: Tensor, start: int, ratio: float) -> Tensor:
     # linear interpolation between the levels `low` and `low + 1`
     low = at.floor().long().clamp(max=len(sigmas) - 2)
     part = at - at.floor().clamp(max=len(sigmas) - 2)
-    return torch.cat([sigmas[:start], sigmas[low] * (1 - part) + sigmas[low + 1] * part])
+    between = sigmas[low] * (1 - part) + sigmas[low + 1] * part
+    return torch.cat([sigmas[:start], between])
 
 # %% ../nbs/02_transition.ipynb #b509aa59
 class SolverTail:

@@ -90,7 +90,8 @@ class Window:
 # %% ../nbs/05_windows.ipynb #f01d648c
 def window_places(window: Window) -> list[int]:
     "Return all places of a window, from its start to its stop."
-    return list(range(window.start, window.stop + (1 if window.stride > 0 else -1), window.stride))
+    after = window.stop + (1 if window.stride > 0 else -1)
+    return list(range(window.start, after, window.stride))
 
 # %% ../nbs/05_windows.ipynb #5cb33c8b
 @WINDOWS.register("progressive")
@@ -138,7 +139,8 @@ def depth_window(
     if stop is None:
         stop = max(start, plan.steps - 1 - size) if stride > 0 else 0
     window = Window(size, stop=stop, start=start, every=every, stride=stride)
-    for name, most in {"size": plan.steps, "start": plan.steps - 1, "stop": plan.steps - 1}.items():
+    limits = {"size": plan.steps, "start": plan.steps - 1, "stop": plan.steps - 1}
+    for name, most in limits.items():
         if getattr(window, name) > most:
             raise ValueError(
                 f"window_{name}: {getattr(window, name)} is above {most}; the plan has {plan.steps}"

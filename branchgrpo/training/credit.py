@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['STEP_WEIGHTS', 'STEP_UNITS', 'LOSS_MEANS', 'counted_leaves', 'fusion_beta', 'fused_values', 'advantages_of',
            'checked_weight', 'step_weight_contract', 'equal', 'std', 'inverse_gradient', 'inverse_step', 'raw_weight',
-           'mean_weight', 'weights_of', 'weighted_advantages', 'check_step_weights', 'trained_edges', 'kl_edges',
+           'mean_weight', 'weights_of_steps', 'weighted_advantages', 'check_step_weights', 'trained_edges', 'kl_edges',
            'deal', 'checked_steps', 'step_unit_contract', 'of_prompts', 'of_edges', 'of_trajectories', 'step_of_edges',
            'mask_of_step', 'assign_credit']
 
@@ -171,7 +171,7 @@ def mean_weight(s: MethodSettings, policy) -> float:
     return mean
 
 # %% ../../nbs/training/07_credit.ipynb #97b3dae6
-def weights_of(
+def weights_of_steps(
     s: MethodSettings, policy, process: Transition, steps: Iterable[int]
 ) -> dict[int, float]:
     "Return the weight of each of `steps` of an iteration's process, {step: weight}."
@@ -186,7 +186,7 @@ def weighted_advantages(
     trained `steps`."""
     if s.step_weights == "equal":
         return advantages
-    weights = weights_of(s, policy, process, steps)
+    weights = weights_of_steps(s, policy, process, steps)
     return [of_depth * weights.get(d - 1, 1.0) for d, of_depth in enumerate(advantages)]
 
 # %% ../../nbs/training/07_credit.ipynb #503cdf79
@@ -246,9 +246,9 @@ def kl_edges(
         return None
 
     def gathered(x: Tensor) -> Tensor:  # each prompt once, though several processes may have it
-        return (
-            accelerator.gather(x).unflatten(0, (-1, s.ranks_per_prompt, len(x)))[:, 0].flatten(0, 1)
-        )
+        of_processes = accelerator.gather(x)
+        of_groups = of_processes.unflatten(0, (-1, s.ranks_per_prompt, len(x)))
+        return of_groups[:, 0].flatten(0, 1)
 
     everyone = gathered(torch.stack(scores, -1))  # (all prompts, leaves, 1 + judges)
     known = ~gathered(unscored.to(rewards.device).byte()).bool()

@@ -97,10 +97,10 @@ class RankGroup:
         "Return `(P, width, …)` of all nodes from the parts of all processes. Collective."
         # places past the last node, filled with zeros
         spare = ceil(width / self.ranks) - own.shape[1]
-        filled = (
-            torch.cat([own, own.new_zeros(len(own), spare, *own.shape[2:])], 1) if spare else own
-        )
-        return self.gather(filled).transpose(0, 1).flatten(1, 2)[:, :width]
+        if spare:
+            zeros = own.new_zeros(len(own), spare, *own.shape[2:])
+            own = torch.cat([own, zeros], 1)
+        return self.gather(own).transpose(0, 1).flatten(1, 2)[:, :width]
 
 # %% ../../nbs/training/02_processes.ipynb #a10c7c18
 def make_group(s: Settings, accelerator: Accelerator) -> RankGroup:
@@ -137,11 +137,9 @@ class SharedPredictor(Predictor):
         spare = ceil(latents.shape[1] / self.group.ranks) - own.shape[1]
         # all processes make the same calls, as sharded weights need: a spare place repeats the last
         # node
-        own = (
-            torch.cat([own, latents[:, -1:].expand(-1, spare, *latents.shape[2:])], 1)
-            if spare
-            else own
-        )
+        if spare:
+            last = latents[:, -1:].expand(-1, spare, *latents.shape[2:])
+            own = torch.cat([own, last], 1)
         return self.group.joined(super().__call__(own, time), latents.shape[1])
 
 # %% ../../nbs/training/02_processes.ipynb #69cc93b8

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['OPEN_CHOICES', 'CLOSED_CHOICES', 'CODED', 'OFF', 'MOST_NODES', 'MOST_PLACES', 'MOST_COMPARED', 'UP_TO_ONE', 'LOST',
-           'LARGEST_LATENT', 'type_of', 'kind_of', 'fitted', 'object_names', 'given_policy', 'fill_in', 'Fit', 'fit_of',
-           'check_filled', 'check_choices', 'check_previews', 'check_trained', 'check_size', 'latest_split',
+           'LARGEST_LATENT', 'type_of', 'kind_of', 'fitted_recipe', 'object_names', 'given_policy', 'fill_in', 'Fit',
+           'fit_of', 'check_filled', 'check_choices', 'check_previews', 'check_trained', 'check_size', 'latest_split',
            'check_adaptive', 'check_depth_window', 'leaves_of', 'check_own_window', 'check_plans', 'check_compared',
            'check_repeats', 'check_together', 'check_rewards', 'drawn_steps', 'noise_setting', 'too_little_noise_error',
            'check_noise_settings', 'check_steps', 'check_noise', 'check_model', 'is_rule_of_ours', 'own_code',
@@ -82,7 +82,7 @@ def kind_of(backbone: str, policy: Policy | None = None) -> str:
     return type_of(backbone).kind if policy is None else getattr(policy, "kind", "flow")
 
 
-def fitted(name: str, backbone: str, policy: Policy | None = None) -> Recipe:
+def fitted_recipe(name: str, backbone: str, policy: Policy | None = None) -> Recipe:
     """Return the recipe `name` with its published base fitted to a model; what a recipe of your own
     states stays."""
     kind = kind_of(backbone, policy)
@@ -119,8 +119,10 @@ def fill_in(config: TrainConfig, policy=None, reward=None, prompts=None) -> tupl
     table = read_settings(
         TrainConfig, {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainConfig)}
     )
-    recipe = fitted(table["recipe"], table["backbone"], policy)
-    table |= {k: v for k, v in dataclasses.asdict(recipe.values).items() if table[k] is None}
+    recipe = fitted_recipe(table["recipe"], table["backbone"], policy)
+    for name, value in dataclasses.asdict(recipe.values).items():
+        if table[name] is None:
+            table[name] = value
     given = config.text_length is not None or "text_length" in recipe.stated
     if not given and not getattr(type_of(table["backbone"], policy), "text_from_recipe", False):
         table["text_length"] = None  # a published recipe's is that of another family
@@ -158,7 +160,7 @@ def fit_of(config: TrainConfig, policy: Policy | None = None) -> Fit | None:
     give; None for nothing."""
     asked = recipes.get(config.recipe)
     with warnings.catch_warnings(action="ignore"):  # `fitted` says it again
-        here = fitted(config.recipe, config.backbone, policy)
+        here = fitted_recipe(config.recipe, config.backbone, policy)
     published = asked if asked.published else asked.base
     published = published and (published.origin or published)
     if published is None:
@@ -505,7 +507,8 @@ def check_steps(s: MethodSettings, process: Transition, drawn: Iterable[int], le
             f"tail_ratio: {s.tail_ratio} lets a solver take step {solved[0]}, which shall draw"
             " noise"
         )
-    if not (process.levels.diff() < 0).all() and not (process.levels.diff() > 0).all():
+    changes = process.levels.diff()
+    if not (changes < 0).all() and not (changes > 0).all():
         raise ValueError(f"shift: {s.shift} makes noise levels of {process.steps} steps equal")
     x = torch.ones(1, 1)
     for i in range(first_solved):

@@ -49,9 +49,11 @@ if TYPE_CHECKING:
 # %% ../../nbs/training/09_runs.ipynb #9d7ae096
 def with_null(row: dict) -> dict:
     "Return a row as JSON can hold it: numbers that are not finite are None."
-    return {
-        key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()
-    }
+    found = dict(row)
+    for key, value in row.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            found[key] = None
+    return found
 
 
 def with_nan(row: dict) -> dict:

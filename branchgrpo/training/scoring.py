@@ -35,7 +35,8 @@ def finite_rows(values: Tensor) -> Tensor:
 
 def with_rows(values: Tensor, rows: Tensor, number: float) -> Tensor:
     "Return `values (B, …)` with all of the marked `rows (B,)` set to a number."
-    return values.masked_fill(rows.to(values.device).reshape(-1, *[1] * (values.ndim - 1)), number)
+    whole_rows = rows.to(values.device).reshape(-1, *[1] * (values.ndim - 1))
+    return values.masked_fill(whole_rows, number)
 
 # %% ../../nbs/training/05_scoring.ipynb #aa145346
 def make_scorers(
@@ -157,10 +158,11 @@ def own_scores(r: RolloutRewards, nodes: Tensor) -> dict[str, Tensor]:
         r.leave_out(
             wrong.reshape(nodes.shape[:2]).any(1), "an image, or the latent of one, is not finite"
         )
-        scores = {
-            k: with_rows(v.float().to(wrong.device), wrong, torch.nan) for k, v in scores.items()
-        }
-        return {k: v.reshape(nodes.shape[:2]) for k, v in scores.items()}
+        own = {}
+        for name, values in scores.items():
+            values = with_rows(values.float().to(wrong.device), wrong, torch.nan)
+            own[name] = values.reshape(nodes.shape[:2])
+        return own
 
 # %% ../../nbs/training/05_scoring.ipynb #5c0a7e11
 def shared_scores(r: RolloutRewards, nodes: Tensor) -> dict[str, Tensor]:
@@ -169,7 +171,8 @@ def shared_scores(r: RolloutRewards, nodes: Tensor) -> dict[str, Tensor]:
     if r.group.ranks == 1:
         return own_scores(r, nodes)
     own = own_scores(r, r.group.part(nodes))
-    everyone = r.group.joined(torch.stack(list(own.values()), -1), nodes.shape[1])  # (P, W, parts)
+    parts = torch.stack(list(own.values()), -1)  # (P, this process's nodes, parts)
+    everyone = r.group.joined(parts, nodes.shape[1])  # (P, W, parts)
     return dict(zip(own, everyone.unbind(-1)))
 
 # %% ../../nbs/training/05_scoring.ipynb #7db0ff36
@@ -203,7 +206,9 @@ def first_fault(r: RolloutRewards, accelerator) -> str:
 def look_at_tree(r: RolloutRewards, tree: Tree) -> None:
     """Leave out the prompts with a latent or log-density that is not finite: the cause of what else
     was found."""
-    wrong = [~(finite_rows(x) & finite_rows(p)) for x, p in zip(tree.latents, tree.log_probs)]
+    wrong = []
+    for latents, log_probs in zip(tree.latents, tree.log_probs):
+        wrong.append(~(finite_rows(latents) & finite_rows(log_probs)))
     dtype = str(tree.latents[-1].dtype).removeprefix("torch.")
     hint = "; use bf16 or no for mixed_precision" if dtype == "float16" else ""
     rows = torch.stack([*wrong, ~finite_rows(tree.finished)]).any(0)
@@ -214,7 +219,9 @@ def look_at_tree(r: RolloutRewards, tree: Tree) -> None:
 def emptied(tree: Tree, conditioning: dict[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
     """Put zeros into the trees of the marked prompts `rows (P,)`, in place; return finite
     conditioning."""
-    held = [*tree.latents, *tree.log_probs, *([] if tree.x0_hat is None else [tree.x0_hat])]
+    held = [*tree.latents, *tree.log_probs]
+    if tree.x0_hat is not None:
+        held.append(tree.x0_hat)
     for values in held:
         values[rows.to(values.device)] = 0.0
     return {

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 # %% ../../nbs/training/16_speed.ipynb #f50beee1
-TORCH = tuple(int(number) for number in torch.__version__.split("+")[0].split(".")[:2])
+_NUMBERS = torch.__version__.split("+")[0].split(".")
+TORCH = (int(_NUMBERS[0]), int(_NUMBERS[1]))
 
 
 def check_speed(s: Settings) -> None:

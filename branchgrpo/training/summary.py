@@ -61,10 +61,10 @@ def last_words(run: Run, prompt: str) -> list[str]:
         lines += [
             f"{count_of(last['iteration'], 'iteration')} in {last['seconds']:.0f} s of training"
         ]
-    pictures, place = sorted((run.path / "samples").glob("*.png")), shlex.quote(from_here(run.path))
-    lines += (
-        [f"images: {from_here(pictures[0])} (before) to {pictures[-1].name}"] if pictures else []
-    )
+    pictures = sorted((run.path / "samples").glob("*.png"))
+    if pictures:
+        lines.append(f"images: {from_here(pictures[0])} (before) to {pictures[-1].name}")
+    place = shlex.quote(from_here(run.path))
     lines += ["next:", f"  branchgrpo view {place}"]
     if (
         run.path.joinpath("lora").is_dir()

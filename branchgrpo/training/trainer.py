@@ -63,8 +63,9 @@ def masked_std(rewards: Tensor, leaf_mask: Tensor) -> Tensor:
     "Return the standard deviation (P,) of the leaves that count; 0 if fewer than two do."
     weight = leaf_mask.to(rewards)
     n = weight.sum(1, keepdim=True)
-    deviation = (rewards - (rewards * weight).sum(1, keepdim=True) / n.clamp(min=1)) * weight
-    return (deviation.square().sum(1) / (n[:, 0] - 1).clamp(min=1)).sqrt()
+    mean = (rewards * weight).sum(1, keepdim=True) / n.clamp(min=1)
+    squares = ((rewards - mean) * weight).square().sum(1)
+    return (squares / (n[:, 0] - 1).clamp(min=1)).sqrt()
 
 # %% ../../nbs/training/14_trainer.ipynb #eebcc052
 def reward_metrics(s: Settings, x: Experience, accelerator: Accelerator) -> dict[str, Tensor]:
@@ -82,10 +83,11 @@ def reward_metrics(s: Settings, x: Experience, accelerator: Accelerator) -> dict
         table[f"reward/{name}"] = scores.mean(1)
     scored = (~x.unscored).float()
     everyone = accelerator.reduce(scored.sum(), "mean")
-    sums = {
-        name: value.to(scored).masked_fill(x.unscored, 0.0).sum() for name, value in table.items()
-    }
-    return {name: value / everyone for name, value in sums.items()}
+    means = {}
+    for name, value in table.items():
+        total = value.to(scored).masked_fill(x.unscored, 0.0).sum()
+        means[name] = total / everyone
+    return means
 
 # %% ../../nbs/training/14_trainer.ipynb #991a34f7
 def over_processes(stats: dict[str, Any], accelerator) -> dict[str, float]:

@@ -216,7 +216,10 @@ def optimiser_step(learner: Learner, losses: Tensor | None = None) -> tuple[Tens
         learner.parameters.values(), learner.settings.max_grad_norm
     )
     norm = whole_tensor(norm)  # pyrefly: ignore[bad-argument-type] None with DeepSpeed only
-    taken = bool(norm.isfinite() if losses is None else norm.isfinite() & losses.isfinite().all())
+    finite = norm.isfinite()
+    if losses is not None:
+        finite = finite & losses.isfinite().all()
+    taken = bool(finite)
     # the scaler of fp16 skips by itself, and must see it
     if taken or learner.accelerator.scaler is not None:
         learner.optimizer.step()
@@ -321,7 +324,10 @@ def edge_mean(steps: list[dict[str, Any]], name: str) -> Tensor:
     return (torch.stack([step[name] for step in steps]) * share).sum()
 
 # %% ../../nbs/training/08_update.ipynb #f4a5641c
-def update_metrics(steps: list[dict[str, Any]], last_pass: list[dict[str, Any]]) -> dict[str, Any]:
+def update_metrics(
+    steps: list[dict[str, Any]],
+    last_pass: list[dict[str, Any]],
+) -> dict[str, Any]:
     "Return the metrics of an update from those of its optimiser steps."
     later = [step for step in steps[1:] if not step["empty"]] or steps[:1]
     some = [step for step in last_pass if not step["empty"]] or steps[:1]

@@ -31,7 +31,7 @@ from branchgrpo.training.credit import (
     STEP_WEIGHTS,
     fusion_beta,
     mask_of_step,
-    weights_of,
+    weights_of_steps,
 )
 from branchgrpo.training.processes import RankGroup, SharedPredictor
 from branchgrpo.training.update import accumulate, micro_batches, shared_micro_batches
@@ -809,7 +809,9 @@ def check_plan(t: Trainer, iteration: int, ranks: int, seed: int) -> None:
     seen = x.completed
     found = advantages(tree, x.rewards, s, mask, s.advantage_clip, seen)
     check_credit(s, tree, x.rewards, mask, found)
-    weights = weights_of(s, t.policy, x.process, plan.trained) if s.step_weights != "equal" else {}
+    weights = (
+        weights_of_steps(s, t.policy, x.process, plan.trained) if s.step_weights != "equal" else {}
+    )
     for d, of_depth in enumerate(found):
         close(x.advantages[d], of_depth * weights.get(d - 1, 1.0))
     check_symmetry(s, tree, x.rewards, mask, seed, seen)
