@@ -42,11 +42,13 @@ from branchgrpo.options import (
     show_first,
     whole_parser,
 )
-from .registry import check_one_of, docstring_text, import_target
+from .messages import check_one_of, docstring_text
+from .registry import import_target
 from .reproduction.command import reproduce
 from .settings import options, variable
 from .training.config import TrainConfig
-from .training.runs import Preempted, REQUEUE, Run, StopSignal
+from .training.runs import Run
+from .training.stop import Preempted, REQUEUE, StopSignal
 from branchgrpo.training.seeds import (
     check_seeds,
     configs_of,

@@ -37,7 +37,7 @@ from branchgrpo.files import (
 )
 from .machine.gpus import MEASURED_SPEED, gpus_for
 from .own import is_ours
-from .registry import count_of, docstring_summary, shown, with_setting
+from .messages import count_of, docstring_summary, shown, with_setting
 from .settings import as_in_training, bounded, options, variable
 
 if TYPE_CHECKING:
@@ -312,7 +312,7 @@ def draw_row(o: SampleOptions, drawing: Drawing, device: str) -> DrawnRow:
         sample,
         truths,
     )
-    from branchgrpo.training.held_out import image_sheet
+    from branchgrpo.viewing.images import image_sheet
     from branchgrpo.viewing.run import enlarged
 
     policy = drawing.policy(device)

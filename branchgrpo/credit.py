@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .contracts import check_finite, checked_depths, rule_of
+from .contracts import call_own, check_finite, checked_depths, rule_of
 from .fusion import fuse_rewards
-from .own_calls import call_own
-from .registry import Registry, check_one_of
+from .registry import Registry
+from .messages import check_one_of
 from .tree import Siblings, Tree
 
 # %% ../nbs/09_credit.ipynb #49f3280b
@@ -53,7 +53,8 @@ def own_process(sums: Tensor) -> Tensor:
 def own_std(value: Tensor, reduce: Callable[[Tensor], Tensor] = own_process) -> Tensor:
     "Return each tree's sample standard deviation `(P, 1)`; 0 for fewer than two nodes."
     deviation, n = centre(value)
-    return (deviation.square().sum(1, keepdim=True) / (n - 1).clamp(min=1)).sqrt()
+    squares = deviation.square().sum(1, keepdim=True)
+    return (squares / (n - 1).clamp(min=1)).sqrt()
 
 # %% ../nbs/09_credit.ipynb #817e2207
 def pooled_std(value: Tensor, reduce: Callable[[Tensor], Tensor] = own_process) -> Tensor:
@@ -74,10 +75,12 @@ def global_std(value: Tensor, reduce: Callable[[Tensor], Tensor] = own_process) 
     known = value.isfinite()
     # float64: the difference of two large sums is small
     values = value.nan_to_num().double() * known
-    sums = torch.stack([known.double().sum(), values.sum(), values.square().sum()])
-    n, total, squares = reduce(sums)
-    mean = total / n.clamp(min=1)
-    return (squares / n.clamp(min=1) - mean.square()).clamp(min=0).sqrt().float()
+    count = known.double().sum()
+    n, total, squares = reduce(torch.stack([count, values.sum(), values.square().sum()]))
+    n = n.clamp(min=1)
+    mean = total / n
+    variance = (squares / n - mean.square()).clamp(min=0)
+    return variance.sqrt().float()
 
 
 def no_std(value: Tensor, reduce: Callable[[Tensor], Tensor] = own_process) -> Tensor:
@@ -95,6 +98,7 @@ def depthwise_advantages(
     values: list[Tensor],  # r̄ per depth, (P, W_d)
     clip: float | None = 5.0,  # A_max; None: no clipping
     eps: float = 1e-8,  # ϵ
+    *,
     std: str = "own",  # a name in STDS: own, pooled, global, none
     min_nodes: int = 0,  # trees with fewer nodes at a depth take the pooled one
     reduce: Callable[[Tensor], Tensor] = own_process,  # sums a tensor over processes
@@ -118,7 +122,7 @@ def depthwise_advantages(
 
 # %% ../nbs/09_credit.ipynb #35a14f00
 def checked_advantages(
-    found: Any, label: str, tree: Tree, leaf_rewards: Tensor, options: Any
+    found: object, label: str, tree: Tree, leaf_rewards: Tensor, options: "CreditOptions"
 ) -> list[Tensor]:
     """Return what an estimator of yours returned, `(P, W_d)` per depth.
 
@@ -130,7 +134,7 @@ def checked_advantages(
     return advantages
 
 
-def advantage_contract(entry: Any, label: str) -> Any:
+def advantage_contract(entry: object, label: str) -> Any:
     """Return an estimator as it is used.
 
     Raise `ValueError` if it is no function of a tree, leaf rewards and options.
@@ -209,8 +213,9 @@ def over_depths(
     at the others."""
     group = torch.cat([values[d] for d in depths], 1)
     together = depthwise_advantages([group], clip=None, std=options.std, reduce=options.reduce)[0]
-    parts = dict(zip(depths, together.split([values[d].shape[1] for d in depths], 1)))
-    return [parts.get(d, torch.zeros_like(value)) for d, value in enumerate(values)]
+    widths = [values[d].shape[1] for d in depths]
+    of_depth = dict(zip(depths, together.split(widths, 1)))
+    return [of_depth.get(d, torch.zeros_like(value)) for d, value in enumerate(values)]
 
 
 @ADVANTAGES.register("joint")
@@ -280,7 +285,8 @@ def leave_one_out(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> l
     leaf = r_bar[-1]
     # 1 − ρ, the share of a reward's variance that siblings do not have in common
     private = 1 - 1 / (1 + options.s**2)
-    std = (leaf - leaf.nanmean(1, keepdim=True)).square().nanmean(1, keepdim=True).sqrt() + 1e-8
+    squares = (leaf - leaf.nanmean(1, keepdim=True)).square()
+    std = squares.nanmean(1, keepdim=True).sqrt() + 1e-8
     flat = flat_groups(leaf, leaf.isfinite())
     advantages = [torch.zeros_like(r_bar[0])]
     for d in range(1, tree.steps + 1):
@@ -332,15 +338,6 @@ def broadcast(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> list[
         advantages.insert(0, sums.scatter_add(1, tree.parents[d].to(below.device), below))
     return advantages
 
-# %% ../nbs/09_credit.ipynb #092325a1
-ADVANTAGES.entries |= {
-    "gains": "branchgrpo.gains:gains",
-    "joint-gains": "branchgrpo.gains:joint_gains",
-    "turns": "branchgrpo.gains:turning_points",
-    "consistent-turns": "branchgrpo.gains:consistent_turns",
-    "granularities": "branchgrpo.gains:granularities",
-}
-
 # %% ../nbs/09_credit.ipynb #b3d4686d
 REWARD_SUMS = ("together", "decoupled", "decoupled+batch")
 
@@ -351,7 +348,8 @@ def over_all(
     """Return `value (P, W)` less the mean of all values, over their population standard deviation;
     0 where it is NaN."""
     known = value.isfinite()
-    total, n = reduce(torch.stack([value.nan_to_num().double().sum(), known.double().sum()]))
+    total = value.nan_to_num().double().sum()
+    total, n = reduce(torch.stack([total, known.double().sum()]))
     mean = (total / n.clamp(min=1)).float()
     return torch.where(known, value - mean, 0.0) / (global_std(value, reduce) + eps)
 
@@ -363,6 +361,7 @@ def decoupled_advantages(
     options: CreditOptions = CreditOptions(),
     # A_max, of the sum (of each reward if the estimator clips itself); None: no clipping
     clip: float | None = 5.0,
+    *,
     batch: bool = False,  # normalise the sums of a depth over all trees
 ) -> list[Tensor]:  # per depth (P, W_d)
     """Return the weighted sums of the advantages that each reward has alone.
@@ -376,7 +375,10 @@ def decoupled_advantages(
         for w, part in parts.values()
     ]
     # S = Σ_k w_k A_k
-    sums = [torch.stack([w * a[d] for w, a in each]).sum(0) for d in range(tree.steps + 1)]
+    sums = []
+    for d in range(tree.steps + 1):
+        weighted = [w * a[d] for w, a in each]
+        sums.append(torch.stack(weighted).sum(0))
     if batch:
         zeros = torch.zeros_like(next(iter(parts.values()))[1])
         # NaN: no counted leaf below

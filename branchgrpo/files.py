@@ -29,7 +29,7 @@ from ruamel.yaml.constructor import ConstructorError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 
-from .registry import reason, shown
+from .messages import reason, shown
 
 # %% ../nbs/basics/01_files.ipynb #b1769fce
 @contextmanager
@@ -229,7 +229,8 @@ def check_output(path: str | Path, given: str | Path | None = None) -> None:
     it is another."""
     check_path(path)
     given = path if given is None else given
-    parent = next(p for p in (Path(path), *Path(path).absolute().parents) if p.exists())
+    places = (Path(path), *Path(path).absolute().parents)
+    parent = next(place for place in places if place.exists())
     if (
         not parent.is_dir()
         or not os.access(parent, os.W_OK)

@@ -10,7 +10,7 @@ __all__ = ['WEIGHTS', 'DENSITY_SCALES', 'softmax_over_siblings', 'leaf_values', 
 import torch
 from torch import Tensor
 
-from .registry import check_one_of
+from .messages import check_one_of
 from .tree import Tree, path_log_probs
 
 WEIGHTS = ("path", "edge")
@@ -76,7 +76,8 @@ def fuse_rewards(
     value, log_z = leaf_values(tree, leaf_rewards, leaf_mask)
     r_bar = [value]
     for d in range(tree.steps, 0, -1):
-        parents, width = tree.parents[d].to(value.device), tree.parents[d - 1].shape[1]
+        parents = tree.parents[d].to(value.device)
+        width = tree.parents[d - 1].shape[1]
         # an excluded child stays excluded
         below = log_z if weights == "path" else log_z.where(log_z.isinf(), 0.0)
         # Eq. 3: w_c ∝ p(c|n)^β Z(c), a softmax over siblings per level in place of one over leaves

@@ -43,7 +43,8 @@ def correlate(draws: Tensor, s: float) -> Tensor:
     if draws.shape[1] == 1 or math.isinf(s):
         return draws
     siblings, earlier = [], torch.zeros_like(draws[:, 0])
-    for draw, (own, later) in zip(draws.unbind(1), sibling_factors(draws.shape[1], s)):
+    factors = sibling_factors(draws.shape[1], s)
+    for draw, (own, later) in zip(draws.unbind(1), factors):
         # ξ_b = ℓ_b·z_b + Σ_{a<b} c_a·z_a
         siblings.append(own * draw + earlier)
         earlier = earlier + later * draw
@@ -98,13 +99,15 @@ def child_lines(lines: Tensor, parents: Tensor, siblings: Siblings) -> Tensor:
     # a line is free if no edge that draws noise inherits it; the last column takes what does not
     # count
     used = inherited.masked_fill(~siblings.drawn, count)
-    taken = torch.zeros(len(lines), count + 1, dtype=torch.int8).scatter_(1, used, 1)
+    taken = torch.zeros(len(lines), count + 1, dtype=torch.int8)
+    taken.scatter_(1, used, 1)
     free = taken[:, :count].argsort(dim=1, stable=True)
     # all second children take their turn in the order of their parents' lines, then all third ones,
     # …
     is_first = siblings.column == 0
     order = (siblings.column * count + inherited).masked_fill(is_first, -1)
-    turn = order.argsort(dim=1, stable=True).argsort(1) - is_first.sum(1, keepdim=True)
+    rank = order.argsort(dim=1, stable=True).argsort(1)
+    turn = rank - is_first.sum(1, keepdim=True)
     return torch.where(is_first, inherited, free.gather(1, turn.clamp(min=0)))
 
 # %% ../nbs/03_noise.ipynb #cd088ccb

@@ -23,10 +23,11 @@ import typing
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn, TextIO
+from typing import Any, Literal, NoReturn
 
 from .files import read_table
-from .registry import docstring_text, import_target, shown
+from .messages import docstring_text, shown
+from .registry import import_target
 from .settings import MethodSettings, READERS, RETIRED, without_none, without_retired
 
 # %% ../nbs/cli/00_options.ipynb #60df4fef
@@ -157,7 +158,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(one_line(message, self))
 
-    def print_help(self, file: "TextIO | None" = None) -> None:
+    def print_help(self, file: Any = None) -> None:
         texts = {action: action.help for action in self._actions}
         for action in texts:
             if self.first and action.dest not in (*self.first, "help", "help_all"):

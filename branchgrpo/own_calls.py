@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['WATCHED', 'DEVICES', 'NUMBERS', 'PARTS', 'LEFT', 'SAID', 'copied', 'Part', 'random_states', 'set_random_states',
-           'changes', 'set_variables', 'current_folder', 'go_to', 'put_search_path_back', 'signal_handlers',
+           'changed_texts', 'set_variables', 'current_folder', 'go_to', 'put_search_path_back', 'signal_handlers',
            'set_signal_handlers', 'warning_filters', 'set_warning_filters', 'log_levels', 'set_log_levels',
            'autocast_state', 'set_autocast_state', 'kernel_flags', 'set_kernel_flags', 'set_default_device',
            'gpu_in_use', 'use_gpu', 'switch_garbage_collection', 'streams', 'set_streams', 'put_back', 'as_before',
-           'call_own', 'call_beside']
+           'call_beside']
 
 # %% ../nbs/basics/06_own_calls.ipynb #c0a11003
 import contextlib
@@ -30,8 +30,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-
-from .own import is_ours
 
 # %% ../nbs/basics/06_own_calls.ipynb #c0a11005
 def copied(value: Any) -> Any:
@@ -79,7 +77,7 @@ def set_random_states(states: list[Any]) -> None:
         torch.cuda.set_rng_state_all(of_cuda)
 
 # %% ../nbs/basics/06_own_calls.ipynb #c0a1100b
-def changes(before: dict, after: dict) -> dict:
+def changed_texts(before: dict, after: dict) -> dict:
     "Return what differs between two tables of texts: the later value, or None where there is none."
     names = before.keys() | after.keys()
     return {name: after.get(name) for name in names if before.get(name) != after.get(name)}
@@ -319,21 +317,15 @@ def as_before(name: str, parts: dict[str, Part] = PARTS) -> Iterator[None]:
     try:
         yield
     finally:
-        LEFT["states"], LEFT["variables"] = random_states(), changes(variables, dict(os.environ))
+        LEFT["states"], LEFT["variables"] = (
+            random_states(),
+            changed_texts(variables, dict(os.environ)),
+        )
         set_random_states(states)
         put_back(name, parts, before)
-        set_variables(changes(dict(os.environ), variables))
+        set_variables(changed_texts(dict(os.environ), variables))
     if torch.is_inference_mode_enabled() != inference:
         raise ValueError(f"{name} leaves inference mode on; write `with torch.inference_mode():`")
-
-# %% ../nbs/basics/06_own_calls.ipynb #c0a11018
-def call_own(function: Callable, name: str, *values: Any) -> Any:
-    "Call a function; one of yours gets copies of `values`, and the process is then as before."
-    if is_ours(function):
-        return function(*values)
-    inputs = copied(values)
-    with as_before(name):
-        return function(*inputs)
 
 # %% ../nbs/basics/06_own_calls.ipynb #c0a1101b
 def call_beside(function: Callable, *values: Any) -> Any:

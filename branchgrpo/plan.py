@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from .registry import check_one_of
+from .messages import check_one_of
 
 # %% ../nbs/04_plan.ipynb #10c12c82
 class StepEdges(NamedTuple):
@@ -151,13 +151,20 @@ class RolloutPlan:
     @cached_property
     def lineage(self) -> list[int]:
         "Return W_d, or the survivors of a later pruning step if those are fewer, at each depth."
-        later = [[k for i, k in self.prune_at.items() if i >= d] for d in range(self.steps + 1)]
-        return [min([width, *survivors]) for width, survivors in zip(self.populations, later)]
+        least = []
+        for depth, width in enumerate(self.populations):
+            later = [survivors for step, survivors in self.prune_at.items() if step >= depth]
+            least.append(min([width, *later]))
+        return least
 
     @property
     def trained_edges(self) -> int:
         "Return the edges that get a gradient."
-        return sum(min(sum(self.shape[i].drawn), self.lineage[i + 1]) for i in self.trained)
+        edges = 0
+        for step in self.trained:
+            drawn = sum(self.shape[step].drawn)
+            edges += min(drawn, self.lineage[step + 1])
+        return edges
 
     @property
     def trained_calls(self) -> int:
@@ -187,7 +194,10 @@ class RolloutPlan:
     @property
     def preview_images(self) -> int:
         "Return the previews that are decoded and scored."
-        return sum(len(self.preview_nodes(d)) * len(steps) for d, steps in self.previews.items())
+        images = 0
+        for depth, steps in self.previews.items():
+            images += len(self.preview_nodes(depth)) * len(steps)
+        return images
 
     @property
     def denoiser_calls(self) -> int:
@@ -243,7 +253,12 @@ def _step_set(name: str, given: Iterable[int], steps: int) -> frozenset[int]:
     return chosen
 
 
-def _step_table(name: str, given: Mapping[int, int], steps: int, what: str) -> dict[int, int]:
+def _step_table(
+    name: str,
+    given: Mapping[int, int],
+    steps: int,
+    what: str,
+) -> dict[int, int]:
     """Return `given` sorted by step, each step checked to be in range and each count to be at least
     1."""
     table = {int(k): int(v) for k, v in sorted(dict(given).items())}
@@ -263,9 +278,9 @@ def _preview_table(
     """Return `given` sorted by depth, each completion checked to be possible; a depth without one
     is left out."""
     check_one_of("preview_levels", levels, PREVIEW_LEVELS)
-    table = {
-        int(depth): tuple(int(n) for n in numbers) for depth, numbers in sorted(dict(given).items())
-    }
+    table = {}
+    for depth, numbers in sorted(dict(given).items()):
+        table[int(depth)] = tuple(int(n) for n in numbers)
     for depth, numbers in table.items():
         left = steps - depth
         if not 0 <= depth < steps:
@@ -417,6 +432,7 @@ def plan_cost(
     plan: RolloutPlan,
     denoiser: float = 1.0,  # FLOPs of one call (any unit)
     decode_and_reward: float = 0.0,  # FLOPs of one decoded and scored image (same unit)
+    *,
     latent_elements: int = 1,  # of one latent
     latent_bytes: int = 2,  # of one element
     reference: bool = False,  # the update calls a reference model, too
@@ -471,6 +487,7 @@ def pro_grpo_flops(
     group_sizes: Sequence[int],  # N_0, N_1, …, K, e.g. 48, 24, 12
     prune_at: Sequence[int],  # pruning steps between them, e.g. 5, 7
     steps: int,  # T
+    *,
     denoiser: float,  # C, FLOPs per call
     decode_and_reward: float,  # x, FLOPs per image
     prompts: int,
@@ -494,5 +511,7 @@ def cost_ratio(group_sizes: Sequence[int], prune_at: Sequence[int], steps: int) 
     _check_rising("prune_at", prune_at)
     bounds = [0, *prune_at, steps]
     # Σ_k N_k Δt_k / (N_0 T)
-    taken = sum(n * (end - start) for n, start, end in zip(group_sizes, bounds, bounds[1:]))
+    taken = 0
+    for size, start, end in zip(group_sizes, bounds, bounds[1:]):
+        taken += size * (end - start)
     return taken / (group_sizes[0] * steps)

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from .plan import RolloutPlan
-from .registry import check_one_of, shown
+from .policy import Policy
+from .messages import check_one_of, shown
 from .samplers import alpha_bars, ddim_timesteps, flow_sigmas, merged_levels
 from .settings import NEUTRAL, MethodSettings
 from branchgrpo.transition import (
@@ -113,7 +114,7 @@ def rollout_steps(s: MethodSettings, iteration: int = 0) -> int:
     return len(with_tail(s, iteration, torch.arange(taken_steps(s) + 1.0))) - 1
 
 
-def flow_levels(s: MethodSettings, policy: Any = None) -> tuple[Tensor, Tensor]:
+def flow_levels(s: MethodSettings, policy: Policy | None = None) -> tuple[Tensor, Tensor]:
     """Return the times `(T,)` that a flow model is told and its noise levels σ `(T + 1,)`.
 
     With `shift` scheduler they are those of the policy's files; a model without files takes those
@@ -130,15 +131,16 @@ def flow_levels(s: MethodSettings, policy: Any = None) -> tuple[Tensor, Tensor]:
     return scheduler.sigmas[:-1], scheduler.sigmas
 
 
-def noise_grid(s: MethodSettings, iteration: int = 0, policy: Any = None) -> tuple[Tensor, Tensor]:
+def noise_grid(
+    s: MethodSettings, iteration: int = 0, policy: Policy | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the times `(T,)` and the levels `(T + 1,)` of an iteration, steps merged and a
     solver's tail thinned."""
     times, sigmas = flow_levels(s, policy)
     left = merged_levels(s.steps, s.merged)
-    grids = [
-        with_tail(s, iteration, grid[left]) for grid in (torch.cat([times, sigmas[-1:]]), sigmas)
-    ]
-    return grids[0][:-1], grids[1]
+    times = torch.cat([times, sigmas[-1:]])  # as many as levels
+    times = with_tail(s, iteration, times[left])[:-1]
+    return times, with_tail(s, iteration, sigmas[left])
 
 # %% ../nbs/basics/03_planning.ipynb #44aba9a2
 def side_steps(s: MethodSettings, iteration: int = 0) -> tuple[int, ...]:

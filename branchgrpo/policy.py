@@ -61,7 +61,12 @@ class GaussianFlow:
     kind = "flow"
     first_frames = None
 
-    def __init__(self, mean: float = 0.0, std: float = 1.0, shape: Sequence[int] = (1,)):
+    def __init__(
+        self,
+        mean: float = 0.0,
+        std: float = 1.0,
+        shape: Sequence[int] = (1,),
+    ):
         self.latent_shape = tuple(shape)
         self.denoiser = GaussianVelocity(mean, std, shape)
         self.call = self.denoiser

@@ -14,7 +14,7 @@ __all__ = ['PROMPT_FIELDS', 'ENDINGS', 'FORMATS', 'PART_NAMES', 'METADATA', 'COL
 import csv
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .contracts import rule_of
+from .contracts import call_own, rule_of
 from .files import bare, from_home, is_there
-from .own_calls import call_own
-from .registry import Registry, reason, shown, unknown_name_error
+from .registry import Registry
+from .messages import reason, shown, unknown_name_error
 
 # %% ../nbs/basics/05_prompts.ipynb #6156c0e7
 class Prompt(str):
@@ -131,7 +131,7 @@ def prompt_key(rows: list) -> str | None:
     return None
 
 
-def prompt_of(row: Any, key: str, where: str) -> str:
+def prompt_of(row: object, key: str, where: str) -> str:
     """Return the prompt of a row of a .jsonl file, without unseen marks at its ends; spaces stay as
     they are.
 
@@ -335,7 +335,7 @@ def from_path(path: str | Path) -> PromptSet:
 COLUMNS = ("prompt", "Prompt", "Prompts", "caption", "text")
 
 
-def check_csv(place: str, config: Any) -> None:
+def check_csv(place: str, config: object) -> None:
     """Raise `ValueError` if a row of a CSV file has other fields than its header, or two columns
     have one name.
 
@@ -431,7 +431,7 @@ def read_dataset(where: str) -> dict:
         raise ValueError(f"prompts: {where!r} {what}") from None
 
 # %% ../nbs/basics/05_prompts.ipynb #df87aab8
-def dataset_rows(name: str, data: Any, column: str) -> list[dict]:
+def dataset_rows(name: str, data: Iterable[dict], column: str) -> list[dict]:
     "Return the rows of a part of a data set, without empty lines of text and without what is null."
     rows = []
     for n, row in enumerate(data, 1):
@@ -527,14 +527,14 @@ def paper_set(name: str) -> PromptSet:
     )
 
 # %% ../nbs/basics/05_prompts.ipynb #064b08a8
-def prompts_contract(entry: Any, label: str) -> Any:
+def prompts_contract(entry: object, label: str) -> Any:
     "Return an entry as it is used. Raise `ValueError` if it holds no prompts and makes none."
     if isinstance(entry, (PromptSet, str, Path, list, tuple)):
         return entry
     return rule_of(entry, label, (), checked_prompts)
 
 
-def checked_prompts(found: Any, label: str) -> Any:
+def checked_prompts(found: object, label: str) -> Any:
     "Return the prompts that a function of yours returned. Raise `ValueError` if they are none."
     if not isinstance(found, (PromptSet, list, tuple)):
         raise ValueError(
@@ -543,19 +543,7 @@ def checked_prompts(found: Any, label: str) -> Any:
     return found
 
 
-PROMPT_SETS = Registry(
-    "prompts",
-    "prompt_sets",
-    {
-        "digits": "branchgrpo.testbed.clips:digits",
-        "digit-pairs": "branchgrpo.testbed.clips:digit_pairs",
-        "clips": "branchgrpo.testbed.clips:clips",
-        "digits-tuning": "branchgrpo.testbed.clips:digits_tuning",
-        "digit-pairs-tuning": "branchgrpo.testbed.clips:digit_pairs_tuning",
-        "clips-tuning": "branchgrpo.testbed.clips:clips_tuning",
-    },
-    contract=prompts_contract,
-)
+PROMPT_SETS = Registry("prompts", "prompt_sets", contract=prompts_contract)
 
 # %% ../nbs/basics/05_prompts.ipynb #50f5da94
 def is_dataset_folder(path: Path) -> bool:

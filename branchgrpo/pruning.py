@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .contracts import checked_depths, rule_of
-from .own_calls import call_own
+from .contracts import call_own, checked_depths, rule_of
 from .registry import Registry
 from .tree import Siblings, Tree, first_leaves
 from .windows import depth_window
@@ -46,14 +45,14 @@ def edges_kept(keep: list[Tensor]) -> Tensor:
     return sum((mask.sum(1) for mask in keep[1:]), start=torch.tensor(0))
 
 # %% ../nbs/12_pruning.ipynb #fd562fb1
-def checked_mask(found: Any, label: str, tree: Tree, *others: Any) -> list[Tensor] | None:
+def checked_mask(found: object, label: str, tree: Tree, *others: Any) -> list[Tensor] | None:
     "Return the depth mask that a rule of yours returned. Raise `ValueError` if it is none."
     return (
         None if found is None else checked_depths(found, label, tree, "true or false", shared=True)
     )
 
 
-def pruning_contract(entry: Any, label: str) -> Any:
+def pruning_contract(entry: object, label: str) -> Any:
     "Return a rule as it is used. Raise `ValueError` if it takes other values."
     return rule_of(entry, label, ("tree", "values", "leaf_rewards", "options"), checked_mask)
 
@@ -97,7 +96,8 @@ def parent_top1(
     family = families[last - 1]
     known = values[last].to(tree.device).nan_to_num(nan=-torch.inf)
     table = family.table(known, empty=-torch.inf)
-    best = torch.zeros_like(table, dtype=torch.bool).scatter(1, table.argmax(1, keepdim=True), True)
+    best = torch.zeros_like(table, dtype=torch.bool)
+    best.scatter_(1, table.argmax(1, keepdim=True), True)
     return descendants(tree, last, family.nodes(best) | ~tree.drawn[last])
 
 # %% ../nbs/12_pruning.ipynb #b2a6bf40
@@ -119,8 +119,15 @@ def extreme(
 # %% ../nbs/12_pruning.ipynb #abd37e34
 @PRUNINGS.register("depth-window")
 def _depth_window(tree, values, leaf_rewards, o):
-    window = (o.window_size, o.window_start, o.window_stop, o.window_every, o.window_stride)
-    return depth_window(tree.plan, o.iteration, *window)
+    return depth_window(
+        tree.plan,
+        o.iteration,
+        size=o.window_size,
+        start=o.window_start,
+        stop=o.window_stop,
+        every=o.window_every,
+        stride=o.window_stride,
+    )
 
 # %% ../nbs/12_pruning.ipynb #67661bcb
 def random_steps(
@@ -136,15 +143,18 @@ def random_steps(
         raise ValueError(f"train_fraction: {fraction} is not above 0 and at most 1")
     steps, leaves = sorted(tree.plan.trained), tree.parents[-1].shape[1]
     # (P, leaves, steps): each step's place in the leaf's random order
-    place = torch.stack(
-        [torch.rand(leaves, len(steps), generator=g).argsort(1).argsort(1) for g in generators]
-    )
+    places = []
+    for generator in generators:
+        draws = torch.rand(leaves, len(steps), generator=generator)
+        places.append(draws.argsort(1).argsort(1))
+    place = torch.stack(places)
     chosen = (place < max(1, int(fraction * len(steps)))).to(tree.device)
     keep = [torch.ones_like(parents, dtype=torch.bool) for parents in tree.parents]
     first = first_leaves(tree)
     for n, step in enumerate(steps):
         # `paths` prunes a node without a leaf
-        keep[step + 1] = chosen[:, :, n].gather(1, first[step + 1].clamp(max=leaves - 1))
+        leaf = first[step + 1].clamp(max=leaves - 1)
+        keep[step + 1] = chosen[:, :, n].gather(1, leaf)
     return keep
 
 # %% ../nbs/12_pruning.ipynb #ebb9de47
@@ -154,6 +164,7 @@ def keep_edges(
     rule: str,  # a name in PRUNINGS
     values: list[Tensor],  # fused rewards, (P, W_d) per depth
     leaf_rewards: Tensor,  # (P, leaves)
+    *,
     options: PruningOptions = PruningOptions(),
     more: Sequence[list[Tensor]] = (),  # further depth masks
 ) -> list[Tensor]:  # (P, W_d) bool per depth

@@ -20,7 +20,8 @@ from typing import Any
 from . import files
 from .methods.recipe import FITS, Recipe, Sourced, neutral
 from .own import whole_name
-from .registry import Registry, check_one_of, shown
+from .registry import Registry
+from .messages import check_one_of, shown
 from .settings import MethodSettings, OptimiserSettings, SizeSettings, field_types
 
 # %% ../nbs/basics/04_recipes.ipynb #1901560d
@@ -30,7 +31,8 @@ TEXTS = ("name", "summary", "base", "paper", "equation", "family")
 
 def stated_in(table: dict[str, Any], path: Path) -> dict[str, Sourced]:
     "Return the values that a table of a file states, each with its source."
-    return {key: sourced(key, value, path) for key, value in (table.get("values") or {}).items()}
+    values = table.get("values") or {}
+    return {key: sourced(key, value, path) for key, value in values.items()}
 
 
 def texts_in(table: dict[str, Any], name: str, base: Recipe) -> dict[str, str]:
@@ -63,7 +65,7 @@ def read_recipe_table(path: Path) -> dict[str, Any]:
     return table
 
 # %% ../nbs/basics/04_recipes.ipynb #77637ec4
-def sourced(key: str, value: Any, path: Path) -> tuple[Any, str]:
+def sourced(key: str, value: object, path: Path) -> tuple[Any, str]:
     """Return `(value, source)` of one line of a recipe's file; `{value: null}` is one where a
     setting may have none."""
     source, may_be_none = path.name, False
@@ -127,7 +129,7 @@ def packaged() -> dict[str, Recipe]:
     return found
 
 
-def recipe_contract(entry: Any, label: str) -> Recipe:
+def recipe_contract(entry: object, label: str) -> Recipe:
     "Return a recipe. Raise `ValueError` if the object is none."
     if not isinstance(entry, Recipe):
         raise ValueError(

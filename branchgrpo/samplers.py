@@ -111,7 +111,8 @@ def flow_grpo_noise(sigmas: Tensor, a: float) -> Tensor:
     """
     sigma = sigmas[:-1].float()
     # g = a·√(σ / (1 − σ)); where σ = 1 (or UniPC's 1 − 10⁻⁶) the denominator takes the next level
-    return a * torch.sqrt(sigma / (1 - torch.where(sigma > 1 - 1e-5, sigmas[1].float(), sigma)))
+    known = torch.where(sigma > 1 - 1e-5, sigmas[1].float(), sigma)
+    return a * torch.sqrt(sigma / (1 - known))
 
 # %% ../nbs/01_samplers.ipynb #e3b0019e
 def linear_noise(sigmas: Tensor, a: float) -> Tensor:
@@ -223,6 +224,7 @@ def ddim_step(
     alpha_bar: Tensor,  # ᾱ, signal share before the step
     alpha_bar_next: Tensor,  # ᾱ', signal share after it
     eta: float,  # 0: deterministic; 1: ancestral
+    *,
     prediction_type: str = "epsilon",  # or v_prediction, sample
 ) -> Gaussian:
     """Return one DDIM step, computed in float32.
@@ -236,6 +238,5 @@ def ddim_step(
     # std = η·√((1 − ᾱ')/(1 − ᾱ)·(1 − ᾱ/ᾱ'))
     std = eta * ((1 - ab_next) / (1 - ab) * (1 - ab / ab_next)) ** 0.5
     # μ = √ᾱ'·x̂₀ + √(1 − ᾱ' − std²)·ε̂
-    return Gaussian(
-        ab_next**0.5 * x0_hat + (1 - ab_next - std**2).clamp(min=0) ** 0.5 * noise, std, x0_hat
-    )
+    direction = (1 - ab_next - std**2).clamp(min=0) ** 0.5 * noise
+    return Gaussian(ab_next**0.5 * x0_hat + direction, std, x0_hat)

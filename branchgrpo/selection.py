@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d, pad
 
-from .contracts import as_numbers, check_finite, checked_tensor, rule_of
-from .credit import own_process
-from .own_calls import call_own
+from .contracts import as_numbers, call_own, check_finite, checked_tensor, rule_of
 from .plan import cost_ratio
 from .registry import Registry
 
@@ -29,7 +27,8 @@ def count_from_below(rewards: Tensor, k: int) -> Tensor:
     """Return how many of the lowest rewards the best subset of each row takes, `(P,)`; rows of
     `rewards (P, G)` ascend."""
     # prefix sums of x and x², around the mean of the row
-    x = pad((rewards - rewards.mean(-1, keepdim=True)).double(), (1, 0))
+    centred = rewards - rewards.mean(-1, keepdim=True)
+    x = pad(centred.double(), (1, 0))
     total, square = x.cumsum(-1), x.square().cumsum(-1)
     low = torch.arange(k + 1, device=rewards.device)  # all ways: 0…k from below
     high = rewards.shape[-1] - k + low  # where the part from above starts
@@ -82,7 +81,7 @@ def select_max_variance(
     return chosen if rewards.ndim == 2 else chosen[0]
 
 # %% ../nbs/11_selection.ipynb #52318adb
-def checked_selection(found: Any, label: str, rewards: Tensor, k: int, *others: Any) -> Tensor:
+def checked_selection(found: object, label: str, rewards: Tensor, k: int, *others: Any) -> Tensor:
     """Return the indices `(P, k)` that a rule of yours returned, ascending.
 
     Raise `ValueError` if they are none.
@@ -98,7 +97,7 @@ def checked_selection(found: Any, label: str, rewards: Tensor, k: int, *others: 
     return kept.long()
 
 
-def checked_survivors(found: Any, label: str, *given: Any) -> Tensor:
+def checked_survivors(found: object, label: str, *given: Any) -> Tensor:
     "Return the indices as `checked_selection`. Raise `ValueError` too if one stands there twice."
     kept = checked_selection(found, label, *given)
     if (kept.diff(dim=-1) == 0).any():
@@ -108,7 +107,7 @@ def checked_survivors(found: Any, label: str, *given: Any) -> Tensor:
     return kept
 
 
-def selection_contract(entry: Any, label: str) -> Any:
+def selection_contract(entry: object, label: str) -> Any:
     """Return a rule as it is used.
 
     Raise `ValueError` if it does not take rewards, a number and generators.
@@ -135,7 +134,8 @@ def _random(rewards, k, generators):
 
 @SELECTIONS.register("best")
 def _best(rewards, k, generators):
-    return rewards.sort(dim=-1, descending=True, stable=True).indices[:, :k].sort(-1).values
+    best = rewards.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    return best.sort(-1).values
 
 # %% ../nbs/11_selection.ipynb #5e1ec702
 def may_repeat(rule: Callable) -> Callable:
@@ -232,7 +232,7 @@ def pilot(
     }
 
 # %% ../nbs/11_selection.ipynb #5c47a207
-def checked_features(found: Any, label: str, images: Tensor) -> Tensor:
+def checked_features(found: object, label: str, images: Tensor) -> Tensor:
     """Return the numbers `(B, F)` that a function of yours found in images.
 
     Raise `ValueError` if they are none.
@@ -242,7 +242,7 @@ def checked_features(found: Any, label: str, images: Tensor) -> Tensor:
     return features
 
 
-def features_contract(entry: Any, label: str) -> Any:
+def features_contract(entry: object, label: str) -> Any:
     "Return a function of images as it is used. Raise `ValueError` if it takes other values."
     return rule_of(entry, label, ("images",), checked_features)
 
@@ -314,9 +314,8 @@ def mean_known(values: Tensor, reduce: Callable[[Tensor], Tensor]) -> float:
     """Return the mean, over all processes, of those of `values (P,)` that are not NaN; 0 without
     any."""
     known = values.isfinite()
-    total, count = reduce(
-        torch.stack([values.masked_fill(~known, 0.0).sum(), known.sum().to(values)])
-    ).tolist()
+    total = values.masked_fill(~known, 0.0).sum()
+    total, count = reduce(torch.stack([total, known.sum().to(values)])).tolist()
     return total / max(count, 1)
 
 # %% ../nbs/11_selection.ipynb #31e0f316
@@ -333,7 +332,7 @@ class AdaptiveSplits:
     last: int  # latest step of the last split
     growth: float = 0.1  # a step splits if the std grew by a smaller fraction
     # sum over processes, so that all of them split alike
-    reduce: Callable[[Tensor], Tensor] = own_process
+    reduce: Callable[[Tensor], Tensor] = lambda sums: sums
     previews: int = field(default=0, init=False)
     std_before: float | None = field(default=None, init=False)
 

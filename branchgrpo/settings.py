@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from .files import from_home
-from .registry import check_one_of, shown
+from .messages import check_one_of, shown
 
 # %% ../nbs/basics/02_settings.ipynb #2a940069
 class Bounds(NamedTuple):
@@ -50,26 +50,26 @@ class Bounds(NamedTuple):
         return low + (most if self.below is None else f" and below {self.below}")
 
 # %% ../nbs/basics/02_settings.ipynb #b1bb279d
-def bounded(default: Any, *least: float, **bounds: float) -> Any:
+def bounded(default: object, *least: float, **bounds: float) -> Any:
     "Return a field with a default, and with `Bounds` if any are given."
     return field(
         default=default, metadata={"bounds": Bounds(*least, **bounds) if least or bounds else None}
     )
 
 
-def from_recipe(*least: float, off: Any = dataclasses.MISSING, **bounds: float) -> Any:
+def from_recipe(*least: float, off: object = dataclasses.MISSING, **bounds: float) -> Any:
     """Return a field whose default is the recipe's: no value; with `off`, its part of a method does
     nothing."""
     stated = {} if off is dataclasses.MISSING else {"off": off}
     return field(default=None, metadata=stated | bounded(None, *least, **bounds).metadata)
 
 # %% ../nbs/basics/02_settings.ipynb #8df3bdb4
-def not_allowed(value: Any, allowed: str) -> ValueError:
+def not_allowed(value: object, allowed: str) -> ValueError:
     "Return the error of a value that is not what is allowed."
     return ValueError(f"{shown(value)} is not {allowed}")
 
 
-def whole(value: Any) -> int:
+def whole(value: object) -> int:
     "Return a whole number; a text holds the digits 0 to 9, eighteen of them at most."
     if isinstance(value, int) and not isinstance(value, bool):
         return value
@@ -80,7 +80,7 @@ def whole(value: Any) -> int:
     return int(value)
 
 
-def number(value: Any) -> float:
+def number(value: object) -> float:
     "Return a number as it is given; a text such as 0.5, 1e-4 or inf is one."
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return value
@@ -95,7 +95,7 @@ def number(value: Any) -> float:
 NUMBER = r"[-+]?(([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?|\.?inf|\.?nan)"
 
 # %% ../nbs/basics/02_settings.ipynb #1c36b04d
-def distinct(found: list, value: Any) -> list:
+def distinct(found: list, value: object) -> list:
     "Return the steps in `found`, each of which may occur once."
     for step in found:
         if found.count(step) > 1:
@@ -103,7 +103,7 @@ def distinct(found: list, value: Any) -> list:
     return found
 
 
-def steps(value: Any) -> tuple[int, ...] | str:
+def steps(value: object) -> tuple[int, ...] | str:
     """Return steps written as 0,3,6 or as a list, each once; a word stays a word, an empty text is
     no step."""
     if isinstance(value, str) and value[:1].isalpha():
@@ -121,7 +121,11 @@ def steps(value: Any) -> tuple[int, ...] | str:
 STEPS = "a list of steps such as 0,3,6, nor a name"
 
 
-def pairs(value: Any, read: Callable[[Any], Any], example: str) -> dict[int, Any]:
+def pairs(
+    value: object,
+    read: Callable[[Any], Any],
+    example: str,
+) -> dict[int, Any]:
     """Return pairs of a step and what `read` reads, written as `example` or as a table; an empty
     text is no pair."""
     if value == "":
@@ -139,7 +143,7 @@ def pairs(value: Any, read: Callable[[Any], Any], example: str) -> dict[int, Any
     return dict(found)
 
 # %% ../nbs/basics/02_settings.ipynb #7bb15241
-def truth(value: Any) -> bool:
+def truth(value: object) -> bool:
     "Return true or false, also where they are written yes or no."
     known = {"true": True, "yes": True, "false": False, "no": False}
     if str(value).lower() not in known:
@@ -147,7 +151,7 @@ def truth(value: Any) -> bool:
     return known[str(value).lower()]
 
 
-def shift(value: Any) -> float | str:
+def shift(value: object) -> float | str:
     "Return a shift of noise levels: a number, or the word scheduler."
     if value == "scheduler":
         return value
@@ -157,14 +161,14 @@ def shift(value: Any) -> float | str:
         raise ValueError(f"{error}, nor the word scheduler") from None
 
 
-def plain_text(value: Any) -> str:
+def plain_text(value: object) -> str:
     "Return a text; a number or a list is none."
     if not isinstance(value, str):
         raise not_allowed(value, "a text")
     return value
 
 
-def several(value: Any, read: Callable[[Any], Any], allowed: str) -> tuple:
+def several(value: object, read: Callable[[Any], Any], allowed: str) -> tuple:
     "Return what `read` reads of each item of a list."
     if not isinstance(value, (list, tuple)):
         raise not_allowed(value, allowed)
@@ -191,7 +195,7 @@ PLACES = ("output", "backbone", "lora", "prompts", "embeddings", "recipe")
 PLACES += ("runs", "folder", "settings", "images", "python", "name")
 
 
-def without_none(hint: Any) -> Any:
+def without_none(hint: object) -> Any:
     "Return a type without its `None`."
     parts = [part for part in typing.get_args(hint) if part is not type(None)]
     return (
@@ -199,7 +203,7 @@ def without_none(hint: Any) -> Any:
     )
 
 
-def read_value(name: str, value: Any, hint: Any, bounds: Bounds | None = None) -> Any:
+def read_value(name: str, value: object, hint: object, bounds: Bounds | None = None) -> Any:
     """Return the value of the field `name`.
 
     Raise `ValueError` naming the field, the value and what is allowed.
@@ -441,7 +445,11 @@ def read_settings(cls: type, values: dict[str, Any]) -> dict[str, Any]:
     return found
 
 # %% ../nbs/basics/02_settings.ipynb #c19aa3a9
-def options(cls: type, given: dict[str, Any], required: tuple[str, ...] = ()) -> Any:
+def options(
+    cls: type,
+    given: dict[str, Any],
+    required: tuple[str, ...] = (),
+) -> Any:
     """Return the options of one class.
 
     Raise `ValueError` if a required one is missing, or if a value is wrong.
@@ -456,7 +464,7 @@ def options(cls: type, given: dict[str, Any], required: tuple[str, ...] = ()) ->
     )
 
 # %% ../nbs/basics/02_settings.ipynb #ba8a86b4
-def as_in_training(name: str, default: Any = None) -> Any:
+def as_in_training(name: str, default: object = None) -> Any:
     """Return a field of another class, with the bounds that `name` has among the settings of a
     method."""
     return field(default=default, metadata=MethodSettings.__dataclass_fields__[name].metadata)

@@ -65,9 +65,9 @@ class Transition:
 
     def noise_scale(self, i: int, dist: Gaussian) -> Tensor:
         "Return what the KL term divides by: g = std/√h where `noise` is a level g, else the std."
-        return (
-            dist.std / (self.levels[i] - self.levels[i + 1]) ** 0.5 if self.per_root_h else dist.std
-        )
+        if not self.per_root_h:
+            return dist.std
+        return dist.std / (self.levels[i] - self.levels[i + 1]) ** 0.5
 
 # %% ../nbs/02_transition.ipynb #8199ffa6
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Sampler:
     per_root_h: bool = False  # std = noise·√h
 
 
-def checked_gaussian(found: Any, label: str, x: Tensor, *others: Any) -> Gaussian:
+def checked_gaussian(found: object, label: str, x: Tensor, *others: Any) -> Gaussian:
     """Return the Gaussian that a step of yours returned.
 
     Raise `ValueError` if it is none, or of another shape.
@@ -94,7 +94,7 @@ def checked_gaussian(found: Any, label: str, x: Tensor, *others: Any) -> Gaussia
     return found
 
 
-def checked_levels(found: Any, label: str, sigmas: Tensor, noise_level: float) -> Tensor:
+def checked_levels(found: object, label: str, sigmas: Tensor, noise_level: float) -> Tensor:
     """Return the noise of each step that a function of yours returned.
 
     Raise `ValueError` if it is none.
@@ -104,7 +104,7 @@ def checked_levels(found: Any, label: str, sigmas: Tensor, noise_level: float) -
     return noise
 
 
-def transition_contract(entry: Any, label: str) -> Sampler:
+def transition_contract(entry: object, label: str) -> Sampler:
     """Return a sampler as it is used.
 
     Raise `ValueError` if it is no `Sampler`, or if its functions take other values.
@@ -198,7 +198,8 @@ def compress_tail(sigmas: Tensor, start: int, ratio: float) -> Tensor:
     # linear interpolation between the levels `low` and `low + 1`
     low = at.floor().long().clamp(max=len(sigmas) - 2)
     part = at - at.floor().clamp(max=len(sigmas) - 2)
-    return torch.cat([sigmas[:start], sigmas[low] * (1 - part) + sigmas[low + 1] * part])
+    between = sigmas[low] * (1 - part) + sigmas[low + 1] * part
+    return torch.cat([sigmas[:start], between])
 
 # %% ../nbs/02_transition.ipynb #b509aa59
 class SolverTail:

@@ -128,7 +128,8 @@ class Siblings:
         """Return values `(P, C, …)` of edges as rows `(P·R, columns, …)`, R up to the last parent
         with an edge."""
         rows = int(self.cell.max()) // self.columns + 1
-        table = values.new_full((len(values), rows * self.columns, *values.shape[2:]), empty)
+        shape = (len(values), rows * self.columns, *values.shape[2:])
+        table = values.new_full(shape, empty)
         prompt, edge = self.drawn.nonzero(as_tuple=True)
         table[prompt, self.cell[prompt, edge]] = values[prompt, edge]
         return table.unflatten(1, (rows, self.columns)).flatten(0, 1)
@@ -144,7 +145,8 @@ class Siblings:
 # %% ../nbs/06_tree.ipynb #120872ef
 def ancestors(tree: Tree, depth: int) -> Tensor:
     "Return the index at `depth` of each leaf's ancestor: `(P, leaves)`."
-    index = torch.arange(tree.parents[-1].shape[1], device=tree.device).expand(tree.prompts, -1)
+    leaves = torch.arange(tree.parents[-1].shape[1], device=tree.device)
+    index = leaves.expand(tree.prompts, -1)
     for parents in tree.parents[:depth:-1]:
         index = parents.gather(1, index)
     return index

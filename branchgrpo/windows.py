@@ -17,7 +17,8 @@ from torch import Tensor
 
 from .contracts import rule_of
 from .plan import RolloutPlan
-from .registry import Registry, first_of, shown
+from .registry import Registry
+from .messages import first_of, shown
 
 # %% ../nbs/05_windows.ipynb #3f8029f4
 def checked_place(found: Any, label: str, window: "Window", iteration: int, seed: int) -> int:
@@ -37,7 +38,7 @@ def checked_place(found: Any, label: str, window: "Window", iteration: int, seed
     return place
 
 
-def window_contract(entry: Any, label: str) -> Any:
+def window_contract(entry: object, label: str) -> Any:
     """Return a rule as it is used.
 
     Raise `ValueError` if it is no function of a window, an iteration and a seed.
@@ -89,7 +90,8 @@ class Window:
 # %% ../nbs/05_windows.ipynb #f01d648c
 def window_places(window: Window) -> list[int]:
     "Return all places of a window, from its start to its stop."
-    return list(range(window.start, window.stop + (1 if window.stride > 0 else -1), window.stride))
+    after = window.stop + (1 if window.stride > 0 else -1)
+    return list(range(window.start, after, window.stride))
 
 # %% ../nbs/05_windows.ipynb #5cb33c8b
 @WINDOWS.register("progressive")
@@ -121,6 +123,7 @@ def geometric(window: Window, iteration: int, seed: int) -> int:
 def depth_window(
     plan: RolloutPlan,
     iteration: int,
+    *,
     size: int = 4,  # steps
     start: int | None = None,  # first step at iteration 0; None: the last split
     stop: int | None = None,  # first step at the end; None: the last step stays out
@@ -136,7 +139,8 @@ def depth_window(
     if stop is None:
         stop = max(start, plan.steps - 1 - size) if stride > 0 else 0
     window = Window(size, stop=stop, start=start, every=every, stride=stride)
-    for name, most in {"size": plan.steps, "start": plan.steps - 1, "stop": plan.steps - 1}.items():
+    limits = {"size": plan.steps, "start": plan.steps - 1, "stop": plan.steps - 1}
+    for name, most in limits.items():
         if getattr(window, name) > most:
             raise ValueError(
                 f"window_{name}: {getattr(window, name)} is above {most}; the plan has {plan.steps}"

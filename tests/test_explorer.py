@@ -185,7 +185,8 @@ def test_trained_edges_are_the_librarys(js, prune):
         options = PruningOptions(**rules, window_stop=start)
         values = fuse_rewards(tree, rewards, 0.0, "path", counted)
         expected = [
-            mask[0].tolist() for mask in keep_edges(tree, counted, prune, values, rewards, options)
+            mask[0].tolist()
+            for mask in keep_edges(tree, counted, prune, values, rewards, options=options)
         ]
         assert js(MASK, fields, compared, rules | {"prune": prune}) == expected, (fields, rules)
         # there the plan's number is the most there can be

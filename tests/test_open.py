@@ -105,9 +105,8 @@ def test_weights_of_steps_that_are_registered_later(tmp_path, monkeypatch):
     rolled = made.collect(0)
     made.credit(rolled)
     plain = replace(rolled)
-    assign_credit(
-        replace(made.learner, settings=replace(made.settings, step_weights="equal")), plain
-    )
+    equal = replace(made.settings, step_weights="equal")
+    assign_credit(equal, made.policy, made.accelerator, plain)
     for depth in range(1, 4):  # three trained steps, so the first one weighs 3
         torch.testing.assert_close(
             rolled.advantages[depth], plain.advantages[depth] * (3.0 if depth == 1 else 0.0)

@@ -14,7 +14,7 @@ from test_training import together
 
 from branchgrpo import cli
 from branchgrpo.training.config import TrainConfig
-from branchgrpo.training.runs import REQUEUE
+from branchgrpo.training.stop import REQUEUE
 
 SMALL = "--steps 4 --splits 0,1 --prompts-per-iteration 2 --evaluation-prompts 4 --evaluate-every 2"
 COMMAND = "import sys; from branchgrpo.cli import main; sys.exit(main(sys.argv[1:]))"

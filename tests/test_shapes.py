@@ -24,7 +24,7 @@ from branchgrpo.pruning import PRUNINGS, keep_edges
 from branchgrpo.rollouts import edges_in, revisit
 from branchgrpo.selection import choose
 from branchgrpo.training import update as update_module
-from branchgrpo.training.runs import Preempted
+from branchgrpo.training.stop import Preempted
 from branchgrpo.training.update import micro_batches
 from branchgrpo.transition import SolverTail, dpm_solver
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import check_file, write_text
-from ..registry import shown
+from ..messages import shown
 from ..settings import options
 
 # %% ../../nbs/analysis/03_command.ipynb #c12da98e

@@ -18,7 +18,7 @@ import numpy as np
 
 from .curves import Group, Runs, read_groups
 from ..files import check_file, write_atomic
-from ..registry import check_one_of, first_of, shown
+from ..messages import check_one_of, first_of, shown
 from ..viewing.run import align_columns
 from branchgrpo.analysis.statistics import (
     HIGHER,

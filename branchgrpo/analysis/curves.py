@@ -19,7 +19,7 @@ import numpy as np
 
 from ..own import same_as_recorded
 from ..plan import papers_cost
-from ..registry import first_of, shown
+from ..messages import first_of, shown
 from ..settings import MethodSettings, field_types
 from ..training.runs import Run, recorded_run
 from ..viewing.run import read_run

@@ -36,7 +36,8 @@ from .published import PUBLISHED
 from ..files import from_home, is_there
 from ..methods.recipe import FITS
 from ..policy import Policy
-from ..registry import Registry, check_one_of, loaded, reason, shown, unknown_name_error
+from ..registry import Registry, loaded
+from ..messages import check_one_of, reason, shown, unknown_name_error
 from ..own import import_own, is_own_name
 
 # %% ../../nbs/backbones/01_loading.ipynb #a63e068e

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..registry import check_one_of
+from ..messages import check_one_of
 
 # %% ../../nbs/evaluation/02_distances.ipynb #a4e0cc6d
 KERNELS = ("polynomial", "rbf")

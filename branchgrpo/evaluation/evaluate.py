@@ -23,7 +23,7 @@ from typing import Any, Literal
 from tqdm.auto import tqdm
 
 from ..files import check_output, read_jsonl, remove_temporaries, write_jsonl, write_text
-from ..registry import first_of, reason, with_setting
+from ..messages import first_of, reason, with_setting
 from ..settings import as_in_training, bounded, read_settings
 
 # %% ../../nbs/evaluation/01_evaluate.ipynb #2c315dde

@@ -37,11 +37,12 @@ from ..noise import EVALUATION_SEED, Noise
 from ..planning import sampling_process
 from ..policy import Policy
 from ..prompts import load_prompts
-from ..registry import check_one_of, import_target, shown
+from ..registry import import_target
+from ..messages import check_one_of, shown
 from ..own import is_own_name
 from ..rollouts import Predictor, ends_without_noise
 from ..training.checkpoints import newest, read_saved_table
-from ..training.held_out import image_sheet
+from ..viewing.images import image_sheet
 from ..training.origins import settings_from
 from ..training.runs import Run, recorded_run
 from ..transition import Transition

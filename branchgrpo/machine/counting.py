@@ -22,7 +22,7 @@ from torch import Tensor
 from ..backbones.loading import declared, family, folder_of, policy_around, read_index
 from ..backbones.pipeline import decode_costs, published_pipeline
 from ..backbones.published import PUBLISHED, Operations, fused_attention, instead
-from ..registry import shown
+from ..messages import shown
 from ..training.config import Settings
 
 # %% ../../nbs/machine/00_counting.ipynb #d3a89b99

@@ -51,7 +51,7 @@ from branchgrpo.machine.estimate import (
 from .gpus import GPU_GB, GPUS_PER_NODE, MEASURED_SPEED, SLOWER, Gpus
 from ..plan import plan_cost
 from ..prompts import PAPER_SETS, load_prompts, remarks
-from ..registry import count_of
+from ..messages import count_of
 from ..rewards.clip import AestheticReward, WEIGHTS
 from ..rewards.names import Entry, split_name, terms
 from ..own import is_own_name

@@ -283,7 +283,7 @@ def measure(
         for name, s in variants.items():
             learner = replace(t.learner, settings=s)
             rolled = replace(experience)  # with a credit of its own
-            assign_credit(learner, rolled)
+            assign_credit(s, learner.policy, learner.accelerator, rolled)
             if s.ratio not in known:
                 known[s.ratio] = exact.edge_derivatives(learner, rolled, moved, study.delta)
             found[name].append(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from ..registry import unknown_name_error
+from ..messages import unknown_name_error
 from .comparison import Comparison
 from .launch import report_progress
 from .pages import Arms

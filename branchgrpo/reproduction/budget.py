@@ -28,7 +28,7 @@ from branchgrpo.machine.estimate import (
     parameters_of,
 )
 from ..machine.gpus import GPU_GB, MEASURED_SPEED, SLOWER
-from ..registry import count_of
+from ..messages import count_of
 from .pages import Job, planned_runs
 from .pages import run_folder
 from .runs import Wanted, cache_key

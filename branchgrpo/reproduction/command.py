@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..files import REFUSED, check_output, parse_table
 from ..machine.gpus import MEASURED_SPEED
-from ..registry import shown
+from ..messages import shown
 from ..settings import bounded, options
 
 if TYPE_CHECKING:  # a look at the options needs none of them

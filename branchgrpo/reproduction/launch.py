@@ -29,7 +29,7 @@ from typing import IO
 
 from ..files import write_text, yaml_of
 from ..training.config import TrainConfig
-from ..training.runs import Preempted, REQUEUE, SIGNALS
+from ..training.stop import Preempted, REQUEUE, SIGNALS
 
 # %% ../../nbs/reproduction/02_launch.ipynb #2c3198ee
 def follow_log(process: subprocess.Popen, log: Path, start: int) -> Iterator[str]:

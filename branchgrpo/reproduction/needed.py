@@ -8,7 +8,7 @@ __all__ = ['drawn_runs', 'tables_of', 'ready_folders', 'runs_to_train']
 # %% ../../nbs/reproduction/21_needed.ipynb #535dabd0
 from pathlib import Path
 
-from ..registry import count_of
+from ..messages import count_of
 from .pages import Job, missing_runs, wanted_runs
 from branchgrpo.reproduction.runs import (
     Wanted,

@@ -21,7 +21,7 @@ import nbformat
 
 from .. import recipes
 from ..files import read_table
-from ..registry import reason, shown, unknown_name_error
+from ..messages import reason, shown, unknown_name_error
 from branchgrpo.reproduction.runs import (
     Wanted,
     cache_key,

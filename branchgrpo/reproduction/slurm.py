@@ -18,8 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..registry import shown
-from ..training.runs import Preempted
+from ..messages import shown
+from ..training.stop import Preempted
 
 # %% ../../nbs/reproduction/06_slurm.ipynb #6c6b3ec4
 def torchrun(nodes: int, gpus: int) -> str:

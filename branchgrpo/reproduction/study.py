@@ -21,7 +21,7 @@ import branchgrpo
 from ..files import read_table
 from ..plan import papers_cost
 from ..planning import plan_of
-from ..registry import shown, unknown_name_error
+from ..messages import shown, unknown_name_error
 from ..analysis.curves import with_cost
 from .records import RecordedRun
 from branchgrpo.analysis.statistics import (

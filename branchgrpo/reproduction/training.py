@@ -19,7 +19,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from ..prompts import load_prompts
-from ..registry import count_of
+from ..messages import count_of
 from .launch import HERE, Launch, launch_here, train_in_subprocess
 from .pages import Job, missing_runs
 from .pages import run_folder
@@ -34,7 +34,8 @@ from branchgrpo.reproduction.workers import (
     worker_pool,
 )
 from ..training.config import TrainConfig
-from ..training.runs import Preempted, REQUEUE, Run, check_same_prompts
+from ..training.runs import Run, check_same_prompts
+from ..training.stop import Preempted, REQUEUE
 from ..training.trainer import Trainer
 
 # %% ../../nbs/reproduction/15_training.ipynb #37e711e5

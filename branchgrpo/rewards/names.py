@@ -18,14 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..files import from_home, is_there, refusal
-from branchgrpo.registry import (
-    Registry,
-    docstring_summary,
-    import_target,
-    reason,
-    shown,
-    unknown_name_error,
-)
+from ..registry import Registry, import_target
+from ..messages import docstring_summary, reason, shown, unknown_name_error
 from .contract import Checked, Reward, RewardSum, checked
 from branchgrpo.own import (
     binds,

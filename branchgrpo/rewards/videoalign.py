@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..registry import check_one_of
+from ..messages import check_one_of
 from .clip import CLIP_PIXELS, as_bytes, normalise
 
 # %% ../../nbs/rewards/08_videoalign.ipynb #9490da85

@@ -73,7 +73,11 @@ def seal_of(table: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 # %% ../../nbs/training/10_checkpoints.ipynb #f4d57168
-def write_manifest(folder: Path, facts: dict[str, Any], files: dict[str, dict[str, Any]]) -> None:
+def write_manifest(
+    folder: Path,
+    facts: dict[str, Any],
+    files: dict[str, dict[str, Any]],
+) -> None:
     "Write a checkpoint's manifest: the `facts`, and the files as `described`."
     table = {"format": FORMAT, "version": branchgrpo.__version__} | facts | {"files": files}
     table = json.loads(json.dumps(table))
@@ -469,7 +473,11 @@ def delete_old(saver: Saver) -> None:
         remove_folder(old)
 
 # %% ../../nbs/training/10_checkpoints.ipynb #360eb9cf
-def chosen(run: Path, settings: Settings, shapes: Shapes) -> tuple[Path | None, dict[str, Any]]:
+def chosen(
+    run: Path,
+    settings: Settings,
+    shapes: Shapes,
+) -> tuple[Path | None, dict[str, Any]]:
     """Return a run's newest sound checkpoint and its manifest, or None.
 
     Raise `ValueError` if it is of another run.

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from ..backbones.loading import awake, declared, encoders_of, is_reader, of_all
+from ..policy import Policy
 from ..files import write_atomic
 from ..noise import Noise
 from ..prompts import PromptSet
@@ -60,7 +61,8 @@ def fingerprint(pipeline, more: Iterable[str] = ()) -> str:
         key.update(json.dumps([name, config], sort_keys=True, default=str).encode())
         for weight in part.parameters():
             every = max(1, weight.numel() // 16)
-            key.update(weight.detach().flatten()[::every].float().cpu().numpy().tobytes())
+            some = weight.detach().flatten()[::every]
+            key.update(some.float().cpu().numpy().tobytes())
     for name, part in sorted(pipeline.components.items()):
         if name.startswith("tokenizer") and part is not None:
             key.update(
@@ -135,7 +137,11 @@ class EmbeddingCache:
                 )
         self.made += len(missing)
 
-    def get(self, prompts: list[str], device: str | torch.device = "cpu") -> dict[str, Tensor]:
+    def get(
+        self,
+        prompts: list[str],
+        device: str | torch.device = "cpu",
+    ) -> dict[str, Tensor]:
         "Return the embeddings of P prompts: a dict of tensors with P rows."
         self.ahead(prompts)
         shared = load_file(self.common)
@@ -148,7 +154,7 @@ class EmbeddingCache:
 class Conditioner:
     "Embeddings of prompts, each computed once: in memory, or in the folder of `store`."
 
-    def __init__(self, policy: Any, device, store: EmbeddingCache | None = None):
+    def __init__(self, policy: Policy, device, store: EmbeddingCache | None = None):
         self.policy = policy
         self.device = device
         self.store = store
@@ -161,13 +167,18 @@ class Conditioner:
             return self.store.get(prompts, self.device)
         for prompt in prompts:  # one at a time: beside others, its last bits would depend on them
             if prompt not in self.known:
-                made = {name: rows[0].cpu() for name, rows in self.policy.encode([prompt]).items()}
+                encoded = self.policy.encode([prompt])
+                made = {name: rows[0].cpu() for name, rows in encoded.items()}
                 self.shared = {
                     k: row for k, row in made.items() if k.startswith("negative")
                 } | self.shared
                 self.known[prompt] = made | self.shared
         keys = self.known[prompts[0]]
-        return {k: torch.stack([self.known[p][k] for p in prompts]).to(self.device) for k in keys}
+        conditioning = {}
+        for name in keys:
+            rows = [self.known[prompt][name] for prompt in prompts]
+            conditioning[name] = torch.stack(rows).to(self.device)
+        return conditioning
 
 # %% ../../nbs/training/04_conditioning.ipynb #0e00b0b4
 def encoder(policy: Any, device, folder: str, reader: bool) -> Callable:

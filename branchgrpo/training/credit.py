@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['STEP_WEIGHTS', 'STEP_UNITS', 'LOSS_MEANS', 'counted_leaves', 'fusion_beta', 'fused_values', 'advantages_of',
            'checked_weight', 'step_weight_contract', 'equal', 'std', 'inverse_gradient', 'inverse_step', 'raw_weight',
-           'mean_weight', 'weights_of', 'weighted_advantages', 'check_step_weights', 'trained_edges', 'kl_edges',
-           'deal', 'checked_parts', 'step_unit_contract', 'of_prompts', 'of_edges', 'of_trajectories', 'edge_parts',
-           'part_mask', 'assign_credit']
+           'mean_weight', 'weights_of_steps', 'weighted_advantages', 'check_step_weights', 'trained_edges', 'kl_edges',
+           'deal', 'checked_steps', 'step_unit_contract', 'of_prompts', 'of_edges', 'of_trajectories', 'step_of_edges',
+           'mask_of_step', 'assign_credit']
 
 # %% ../../nbs/training/07_credit.ipynb #54e7f9cc
 import math
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
 from ..contracts import checked_depths, rule_of
@@ -23,14 +24,14 @@ from ..fusion import density_scale, fuse_rewards
 from ..noise import EDGE_PARTS, GROUP, Noise, STEP_SUBSET
 from ..objective import suspects
 from ..planning import at_places, plan_of, process_of, sibling_s
-from ..policy import GaussianFlow
+from ..policy import GaussianFlow, Policy
 from ..pruning import PruningOptions, keep_edges, paths, random_steps
-from ..registry import Registry, shown
+from ..registry import Registry
+from ..messages import shown
 from ..selection import Seen, choose
 from ..settings import MethodSettings
 from .experience import Experience
 from .config import Settings
-from .learner import Learner
 from ..transition import Transition
 from ..tree import Tree, first_leaves
 
@@ -71,6 +72,7 @@ def advantages_of(
     rewards: Tensor,  # (P, leaves)
     leaf_mask: Tensor | None,
     reduce: Callable[[Tensor], Tensor],
+    *,
     parts: dict[str, tuple[float, Tensor]] | None = None,
     previews: dict[int, Tensor] | None = None,  # {depth: (P, W_d, m)}
 ) -> list[Tensor]:
@@ -86,7 +88,7 @@ def advantages_of(
     if s.reward_sum == "together" or parts is None or len(parts) < 2:
         return estimate_advantages(tree, rewards, s.advantage, options, s.advantage_clip)
     batch = s.reward_sum == "decoupled+batch"
-    return decoupled_advantages(tree, parts, s.advantage, options, s.advantage_clip, batch)
+    return decoupled_advantages(tree, parts, s.advantage, options, s.advantage_clip, batch=batch)
 
 # %% ../../nbs/training/07_credit.ipynb #91e24e1c
 def checked_weight(found: Any, label: str, process: Transition, step: int) -> float:
@@ -99,7 +101,7 @@ def checked_weight(found: Any, label: str, process: Transition, step: int) -> fl
         ) from None
 
 
-def step_weight_contract(entry: Any, label: str) -> Any:
+def step_weight_contract(entry: object, label: str) -> Any:
     "Return a rule as it is used. Raise `ValueError` if it is no function of a process and a step."
     return rule_of(entry, label, ("process", "step"), checked_weight)
 
@@ -169,7 +171,7 @@ def mean_weight(s: MethodSettings, policy) -> float:
     return mean
 
 # %% ../../nbs/training/07_credit.ipynb #97b3dae6
-def weights_of(
+def weights_of_steps(
     s: MethodSettings, policy, process: Transition, steps: Iterable[int]
 ) -> dict[int, float]:
     "Return the weight of each of `steps` of an iteration's process, {step: weight}."
@@ -184,7 +186,7 @@ def weighted_advantages(
     trained `steps`."""
     if s.step_weights == "equal":
         return advantages
-    weights = weights_of(s, policy, process, steps)
+    weights = weights_of_steps(s, policy, process, steps)
     return [of_depth * weights.get(d - 1, 1.0) for d, of_depth in enumerate(advantages)]
 
 # %% ../../nbs/training/07_credit.ipynb #503cdf79
@@ -226,7 +228,7 @@ def trained_edges(
         more.append(random_steps(tree, s.train_fraction, generators))
     if values is None:
         values = fused_values(s, tree, rewards, leaf_mask)
-    return keep_edges(tree, leaf_mask, s.prune, values, rewards, options, more)
+    return keep_edges(tree, leaf_mask, s.prune, values, rewards, options=options, more=more)
 
 # %% ../../nbs/training/07_credit.ipynb #cb73656e
 def kl_edges(
@@ -234,8 +236,9 @@ def kl_edges(
     tree: Tree,
     rewards: Tensor,  # (P, leaves)
     unscored: Tensor,  # (P,) bool
+    *,
     parts: dict[str, tuple[float, Tensor]],  # {reward: (its weight, its scores (P, leaves))}
-    accelerator: Any,
+    accelerator: Accelerator,
 ) -> list[Tensor] | None:  # over depths of (P, W_d) bool; None: all
     "Return which edges the KL term sees."
     scores = [rewards, *(part for weight, part in parts.values() if not weight)]
@@ -243,9 +246,9 @@ def kl_edges(
         return None
 
     def gathered(x: Tensor) -> Tensor:  # each prompt once, though several processes may have it
-        return (
-            accelerator.gather(x).unflatten(0, (-1, s.ranks_per_prompt, len(x)))[:, 0].flatten(0, 1)
-        )
+        of_processes = accelerator.gather(x)
+        of_groups = of_processes.unflatten(0, (-1, s.ranks_per_prompt, len(x)))
+        return of_groups[:, 0].flatten(0, 1)
 
     everyone = gathered(torch.stack(scores, -1))  # (all prompts, leaves, 1 + judges)
     known = ~gathered(unscored.to(rewards.device).byte()).bool()
@@ -260,111 +263,113 @@ def kl_edges(
 # %% ../../nbs/training/07_credit.ipynb #b086362b
 def deal(
     used: Tensor,  # (P, N) bool: what is dealt
-    parts: int,  # M
+    steps: int,  # M optimiser steps
     noise: Noise,  # of P prompts
 ) -> Tensor:  # (P, N) int64, 0…M−1; without meaning where nothing is dealt
-    "Deal what is used of each prompt to the parts, in a random order of its own."
+    "Deal what is used of each prompt to the optimiser steps, in a random order of its own."
     generators = [noise.generator(p, EDGE_PARTS) for p in noise.prompts]
-    first = torch.stack([torch.randint(parts, (1,), generator=g) for g in generators]).to(
-        used.device
-    )
-    order = torch.stack([torch.randperm(used.shape[1], generator=g) for g in generators]).to(
-        used.device
-    )
+    first = torch.stack([torch.randint(steps, (1,), generator=g) for g in generators])
+    count = used.shape[1]
+    order = torch.stack([torch.randperm(count, generator=g) for g in generators])
+    first, order = first.to(used.device), order.to(used.device)
     place = used.gather(1, order).cumsum(1) - 1
-    return torch.zeros_like(order).scatter(1, order, (place + first) % parts)
+    return torch.zeros_like(order).scatter(1, order, (place + first) % steps)
 
 # %% ../../nbs/training/07_credit.ipynb #797a94fa
-def checked_parts(
-    found: Any, label: str, tree: Tree, edge_mask: list[Tensor], parts: int, noise: Any
+def checked_steps(
+    found: object, label: str, tree: Tree, edge_mask: list[Tensor], steps: int, *others: Any
 ) -> list[Tensor]:
-    "Return the parts that a unit of yours returned. Raise `ValueError` if they are none."
+    "Return the optimiser steps that a unit of yours returned. Raise `ValueError` if they are none."
     depths = checked_depths(found, label, tree, "whole numbers", shared=True)
     for depth, values in enumerate(depths):
-        if values.min() < 0 or values.max() >= parts:
+        if values.min() < 0 or values.max() >= steps:
             raise ValueError(
-                f"{label} returned parts at depth {depth} that are not all within 0…{parts - 1}"
+                f"{label} returned parts at depth {depth} that are not all within 0…{steps - 1}"
             )
     return depths
 
 
-def step_unit_contract(entry: Any, label: str) -> Any:
+def step_unit_contract(entry: object, label: str) -> Any:
     "Return a unit as it is used. Raise `ValueError` if it takes other values."
-    return rule_of(entry, label, ("tree", "edge_mask", "parts", "noise"), checked_parts)
+    return rule_of(entry, label, ("tree", "edge_mask", "parts", "noise"), checked_steps)
 
 
 STEP_UNITS = Registry("step_unit", "units", contract=step_unit_contract)
 # a step's loss is the mean of its edges; or also divided by a tree's edges
 LOSS_MEANS = ("step", "step*tree")
 
-
+# %% ../../nbs/training/07_credit.ipynb #4e2dcae1
 @STEP_UNITS.register("prompts")
-def of_prompts(tree: Tree, edge_mask: list[Tensor], parts: int, noise: Noise) -> list[Tensor]:
-    """Return the part of every edge: the place of its prompt in the iteration, modulo the number of
-    parts."""
-    place = torch.tensor(noise.prompts, device=tree.device)[:, None] % parts
+def of_prompts(tree: Tree, edge_mask: list[Tensor], steps: int, noise: Noise) -> list[Tensor]:
+    """Return the optimiser step of every edge: the place of its prompt in the iteration, modulo the
+    number of steps."""
+    place = torch.tensor(noise.prompts, device=tree.device)[:, None] % steps
     return [place.expand(-1, mask.shape[1]) for mask in edge_mask]
 
 # %% ../../nbs/training/07_credit.ipynb #4d232de6
 @STEP_UNITS.register("edges")
-def of_edges(tree: Tree, edge_mask: list[Tensor], parts: int, noise: Noise) -> list[Tensor]:
-    """Return the part of every edge, dealt one by one.
+def of_edges(tree: Tree, edge_mask: list[Tensor], steps: int, noise: Noise) -> list[Tensor]:
+    """Return the optimiser step of every edge, dealt one by one.
 
     Source: released BranchGRPO, train_branchgrpo_flux.py l. 1481.
     """
-    dealt = deal(torch.cat(edge_mask, 1), parts, noise)
+    dealt = deal(torch.cat(edge_mask, 1), steps, noise)
     return list(dealt.split([mask.shape[1] for mask in edge_mask], 1))
 
 # %% ../../nbs/training/07_credit.ipynb #6780d24d
 @STEP_UNITS.register("trajectories")
-def of_trajectories(tree: Tree, edge_mask: list[Tensor], parts: int, noise: Noise) -> list[Tensor]:
-    """Return the part of every edge: that of the first leaf below it.
+def of_trajectories(tree: Tree, edge_mask: list[Tensor], steps: int, noise: Noise) -> list[Tensor]:
+    """Return the optimiser step of every edge: that of the first leaf below it.
 
     Source: Flow-GRPO, train_sd3.py l. 829.
     """
-    owners = [owner.clamp(max=tree.parents[-1].shape[1] - 1) for owner in first_leaves(tree)]
+    leaves = tree.parents[-1].shape[1]
+    owners = [owner.clamp(max=leaves - 1) for owner in first_leaves(tree)]
     used = torch.zeros_like(tree.parents[-1], dtype=torch.int64)
     for owner, mask in zip(owners, edge_mask):
         used = used.scatter_add(1, owner, mask.long())
-    dealt = deal(used > 0, parts, noise)
+    dealt = deal(used > 0, steps, noise)
     return [dealt.gather(1, owner) for owner in owners]
 
 # %% ../../nbs/training/07_credit.ipynb #b38f5318
-def edge_parts(
+def step_of_edges(
     tree: Tree,
     edge_mask: list[Tensor],  # (P, W_d) bool per depth: trained edges
-    parts: int,  # optimiser steps in a pass
+    steps: int,  # optimiser steps in a pass
     unit: str,  # a name in STEP_UNITS
     noise: Noise,  # of the tree's prompts
 ) -> list[Tensor] | None:  # (P, W_d) int64 per depth
     "Return which optimiser step of a pass each edge belongs to; None if there is one step."
-    if parts == 1:
+    if steps == 1:
         return None
     rule: Callable[..., list[Tensor]] = STEP_UNITS.get(unit)
-    return rule(tree, edge_mask, parts, noise)
+    return rule(tree, edge_mask, steps, noise)
 
 
-def part_mask(edge_mask: list[Tensor], parts: list[Tensor] | None, part: int) -> list[Tensor]:
-    "Return the trained edges of one part."
-    if parts is None:
+def mask_of_step(edge_mask: list[Tensor], step_of: list[Tensor] | None, step: int) -> list[Tensor]:
+    "Return the trained edges of one optimiser step."
+    if step_of is None:
         return edge_mask
-    return [mask & (of_depth == part) for mask, of_depth in zip(edge_mask, parts)]
+    return [mask & (of_depth == step) for mask, of_depth in zip(edge_mask, step_of)]
 
 # %% ../../nbs/training/07_credit.ipynb #4cb88f0e
-def assign_credit(learner: Learner, x: Experience) -> None:
+def assign_credit(s: Settings, policy: Policy, accelerator: Accelerator, x: Experience) -> None:
     """Add to an iteration's experience which leaves count, and the advantage, mask and optimiser
     step of every edge."""
-    s, tree = learner.settings, x.tree
-    processes = learner.accelerator
+    tree = x.tree
 
     def total(values: Tensor) -> Tensor:
         # each prompt is on so many processes
-        return processes.reduce(values, "sum") / s.ranks_per_prompt
+        return accelerator.reduce(values, "sum") / s.ranks_per_prompt
 
     x.counted = counted_leaves(s, x.rewards, x.unscored, x.noise, x.seen)
     x.values = fused_values(s, tree, x.rewards, x.counted)
-    advantages = advantages_of(s, tree, x.rewards, x.counted, total, x.reward_parts, x.completed)
-    x.advantages = weighted_advantages(s, learner.policy, x.process, tree.plan.trained, advantages)
+    advantages = advantages_of(
+        s, tree, x.rewards, x.counted, total, parts=x.reward_parts, previews=x.completed
+    )
+    x.advantages = weighted_advantages(s, policy, x.process, tree.plan.trained, advantages)
     x.edge_mask = trained_edges(s, tree, x.rewards, x.counted, x.noise, values=x.values)
-    x.step_of = edge_parts(tree, x.edge_mask, s.steps_per_pass, s.step_unit, x.noise)
-    x.kl_mask = kl_edges(s, tree, x.rewards, x.unscored, x.reward_parts, processes)
+    x.step_of = step_of_edges(tree, x.edge_mask, s.steps_per_pass, s.step_unit, x.noise)
+    x.kl_mask = kl_edges(
+        s, tree, x.rewards, x.unscored, parts=x.reward_parts, accelerator=accelerator
+    )

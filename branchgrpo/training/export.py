@@ -10,9 +10,10 @@ __all__ = ['averaged_weights', 'plain_denoiser', 'scales', 'write_lora', 'forget
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from ..backbones.loading import declared
 from ..backbones.published import instead
@@ -21,6 +22,9 @@ from .config import Settings
 from .learner import Learner
 from .processes import from_main
 from .speed import full_state, local, plain_class, whole_tensor
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 # %% ../../nbs/training/13_export.ipynb #f6a4068b
 @contextmanager
@@ -53,7 +57,7 @@ def plain_denoiser(policy, state: dict[str, torch.Tensor]) -> Any:
     return plain
 
 # %% ../../nbs/training/13_export.ipynb #db1c6f95
-def scales(denoiser: Any) -> dict[str, float]:
+def scales(denoiser: nn.Module) -> dict[str, float]:
     """Return the scale α / r of a denoiser's adapter in every layer that has it, by the layer's
     name."""
     layers: Any = denoiser.named_modules()
@@ -86,7 +90,7 @@ def write_lora(policy, folder: Path, state: dict[str, torch.Tensor]) -> None:
     policy.pipeline.save_lora_weights(folder, **{f"{part}_lora_layers": layers}, **metadata)
 
 # %% ../../nbs/training/13_export.ipynb #d1cae32c
-def forget_last_call(pipeline: Any) -> None:
+def forget_last_call(pipeline: "DiffusionPipeline") -> None:
     "Take from a pipeline's tokenizers the length that their last call has left in them."
     for part in pipeline.components.values():
         tokenizer = getattr(part, "backend_tokenizer", None)
@@ -114,7 +118,7 @@ def write_model(
     save_file({k: v.contiguous() for k, v in state.items()}, folder / "model.safetensors")
 
 # %% ../../nbs/training/13_export.ipynb #4df01671
-def how_to_draw(policy, s: Settings, scheduler: Any) -> str:
+def how_to_draw(policy, s: Settings, scheduler: object) -> str:
     "Return the Python by which diffusers alone draws a result as the run's evaluations do."
     steps, kind, dtype = (
         s.evaluation_steps or s.steps,

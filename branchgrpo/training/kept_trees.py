@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..files import write_text
+from ..policy import Policy
 from ..plan import RolloutPlan
 from .config import Settings
 from .experience import Experience
@@ -137,20 +138,26 @@ def keep_tree(x: Experience) -> KeptTree | None:
     }
     own = len(x.images) // len(x.rewards)
     still = x.images.ndim == 4  # the x̂₀ of clips are not decoded: that takes seconds each
-    return KeptTree(record, x.x0_hats if still else {}, x.images[:own].detach().cpu())
+    x0_hats = x.x0_hats if still else {}
+    return KeptTree(record, x0_hats, x.images[:own].detach().cpu())
 
 # %% ../../nbs/training/12_kept_trees.ipynb #e3504271
-def node_images(kept: KeptTree, policy: Any) -> dict[int, dict[int, str]]:
+def node_images(kept: KeptTree, policy: Policy) -> dict[int, dict[int, str]]:
     "Return the small images of a tree, by depth and node."
     if kept.images.ndim < 4:  # a model whose images are none
         return {}
-    found = {d: dict(enumerate(map(small_jpeg, policy.decode(x)))) for d, x in kept.x0_hats.items()}
+    found = {}
+    for depth, x0_hat in kept.x0_hats.items():
+        images = policy.decode(x0_hat)
+        found[depth] = {n: small_jpeg(image) for n, image in enumerate(images)}
+    last = len(kept.record["depths"]) - 1
     leaves = [n for n in chosen_leaves(kept.record["rewards"]) if n < len(kept.images)]
-    return found | {len(kept.record["depths"]) - 1: {n: small_jpeg(kept.images[n]) for n in leaves}}
+    found[last] = {n: small_jpeg(kept.images[n]) for n in leaves}
+    return found
 
 # %% ../../nbs/training/12_kept_trees.ipynb #aa844eeb
 @torch.no_grad()
-def write_tree(kept: KeptTree, policy: Any, folder: str | Path) -> Path:
+def write_tree(kept: KeptTree, policy: Policy, folder: str | Path) -> Path:
     "Write a tree with its images to `trees/000025.json` of a run's folder; return the file."
     table = kept.record | {"images": node_images(kept, policy)}
     path = Path(folder) / "trees" / f"{table['iteration']:06d}.json"

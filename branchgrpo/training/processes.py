@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator, PartialState
 from accelerate.utils import gather_object, reduce
 from torch import Tensor
 
 from ..rollouts import Predictor
 from ..settings import variable
 from .config import Settings
-from .runs import Preempted
+from .stop import Preempted
 
 # %% ../../nbs/training/02_processes.ipynb #7cbaf8f4
 def check_launch() -> None:
@@ -70,7 +71,7 @@ def check_ranks(s: Settings, processes: int) -> None:
         )
 
 # %% ../../nbs/training/02_processes.ipynb #ad2accf7
-def group_positions(s: Settings, accelerator: Any) -> tuple[int, ...]:
+def group_positions(s: Settings, accelerator: Accelerator) -> tuple[int, ...]:
     "Return the places, within an iteration, of the prompts of this process's group."
     groups = accelerator.num_processes // s.ranks_per_prompt
     each = s.prompts_per_iteration // groups
@@ -96,13 +97,13 @@ class RankGroup:
         "Return `(P, width, …)` of all nodes from the parts of all processes. Collective."
         # places past the last node, filled with zeros
         spare = ceil(width / self.ranks) - own.shape[1]
-        filled = (
-            torch.cat([own, own.new_zeros(len(own), spare, *own.shape[2:])], 1) if spare else own
-        )
-        return self.gather(filled).transpose(0, 1).flatten(1, 2)[:, :width]
+        if spare:
+            zeros = own.new_zeros(len(own), spare, *own.shape[2:])
+            own = torch.cat([own, zeros], 1)
+        return self.gather(own).transpose(0, 1).flatten(1, 2)[:, :width]
 
 # %% ../../nbs/training/02_processes.ipynb #a10c7c18
-def make_group(s: Settings, accelerator: Any) -> RankGroup:
+def make_group(s: Settings, accelerator: Accelerator) -> RankGroup:
     "Return this process's group. All processes call it, once, in the same order."
     ranks = s.ranks_per_prompt
     if ranks == 1:
@@ -136,27 +137,25 @@ class SharedPredictor(Predictor):
         spare = ceil(latents.shape[1] / self.group.ranks) - own.shape[1]
         # all processes make the same calls, as sharded weights need: a spare place repeats the last
         # node
-        own = (
-            torch.cat([own, latents[:, -1:].expand(-1, spare, *latents.shape[2:])], 1)
-            if spare
-            else own
-        )
+        if spare:
+            last = latents[:, -1:].expand(-1, spare, *latents.shape[2:])
+            own = torch.cat([own, last], 1)
         return self.group.joined(super().__call__(own, time), latents.shape[1])
 
 # %% ../../nbs/training/02_processes.ipynb #69cc93b8
-def most_of(accelerator: Any, count: int) -> int:
+def most_of(accelerator: Accelerator, count: int) -> int:
     "Return the largest `count` of all processes. Collective."
     if accelerator.num_processes == 1:
         return count
     return int(accelerator.gather(torch.tensor([count], device=accelerator.device)).max())
 
 # %% ../../nbs/training/02_processes.ipynb #fe1b67f3
-def any_process(accelerator: Any, flag: bool) -> bool:
+def any_process(accelerator: Accelerator, flag: bool) -> bool:
     "Return whether some process has set its flag. Collective."
     return bool(most_of(accelerator, int(flag)))
 
 # %% ../../nbs/training/02_processes.ipynb #c528218e
-def from_main(accelerator: Any, decide: Callable[[], Any]) -> Any:
+def from_main(accelerator: Accelerator | PartialState, decide: Callable[[], Any]) -> Any:
     "Return what the main process decides; an error of it is raised on all. Collective."
     decided: list[Any] = [None]
     if accelerator.is_main_process:
@@ -171,7 +170,7 @@ def from_main(accelerator: Any, decide: Callable[[], Any]) -> Any:
     return decided[0]
 
 # %% ../../nbs/training/02_processes.ipynb #fd9cd1c8
-def raise_together(accelerator: Any, error: Exception | None) -> None:
+def raise_together(accelerator: Accelerator | PartialState, error: Exception | None) -> None:
     """Raise this process's error, or else that of the first process that has one.
 
     All processes call it.
@@ -193,7 +192,7 @@ def raise_together(accelerator: Any, error: Exception | None) -> None:
 
 # %% ../../nbs/training/02_processes.ipynb #badefbb7
 @contextmanager
-def together(accelerator: Any) -> Iterator[None]:
+def together(accelerator: Accelerator | PartialState) -> Iterator[None]:
     """Run what may fail on one process alone; its error is raised on all.
 
     No exchange may happen inside.

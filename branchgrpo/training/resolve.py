@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['OPEN_CHOICES', 'CLOSED_CHOICES', 'CODED', 'OFF', 'MOST_NODES', 'MOST_PLACES', 'MOST_COMPARED', 'UP_TO_ONE', 'LOST',
-           'LARGEST_LATENT', 'type_of', 'kind_of', 'fitted', 'object_names', 'given_policy', 'fill_in', 'Fit', 'fit_of',
-           'check_filled', 'check_choices', 'check_previews', 'check_trained', 'check_size', 'latest_split',
+           'LARGEST_LATENT', 'type_of', 'kind_of', 'fitted_recipe', 'object_names', 'given_policy', 'fill_in', 'Fit',
+           'fit_of', 'check_filled', 'check_choices', 'check_previews', 'check_trained', 'check_size', 'latest_split',
            'check_adaptive', 'check_depth_window', 'leaves_of', 'check_own_window', 'check_plans', 'check_compared',
            'check_repeats', 'check_together', 'check_rewards', 'drawn_steps', 'noise_setting', 'too_little_noise_error',
            'check_noise_settings', 'check_steps', 'check_noise', 'check_model', 'is_rule_of_ours', 'own_code',
@@ -47,9 +47,11 @@ from branchgrpo.planning import (
     taken_steps,
     window_steps,
 )
-from ..policy import GaussianFlow
+from ..policy import GaussianFlow, Policy
 from ..pruning import PRUNINGS
-from ..registry import Registry, check_one_of, no_entry_error, with_setting
+from ..registry import Registry, no_entry_error
+from ..messages import check_one_of, with_setting
+from ..rewards.contract import Reward
 from ..rewards.names import check_name, reward_name, source_digest, terms
 from branchgrpo.own import (
     import_own,
@@ -70,17 +72,17 @@ from ..transition import TRANSITIONS, Transition
 from ..windows import WINDOWS, depth_window
 
 # %% ../../nbs/training/01_resolve.ipynb #93a199c3
-def type_of(backbone: str, policy: Any = None) -> type:
+def type_of(backbone: str, policy: Policy | None = None) -> type:
     "Return the class of a policy, or of a backbone's policy."
     return family(backbone) if policy is None else type(policy)
 
 
-def kind_of(backbone: str, policy: Any = None) -> str:
+def kind_of(backbone: str, policy: Policy | None = None) -> str:
     "Return a model's kind: flow or diffusion."
     return type_of(backbone).kind if policy is None else getattr(policy, "kind", "flow")
 
 
-def fitted(name: str, backbone: str, policy: Any = None) -> Recipe:
+def fitted_recipe(name: str, backbone: str, policy: Policy | None = None) -> Recipe:
     """Return the recipe `name` with its published base fitted to a model; what a recipe of your own
     states stays."""
     kind = kind_of(backbone, policy)
@@ -102,7 +104,7 @@ def object_names(policy=None, reward=None, prompts=None) -> dict[str, Any]:
     return names
 
 
-def given_policy(backbone: Any, policy: Any = None) -> Any:
+def given_policy(backbone: object, policy: Policy | None = None) -> Any:
     """Return the policy that is given, or the one of your own that the name of a backbone stands
     for, or None."""
     own = policy is None and isinstance(backbone, str) and is_own_name(backbone)
@@ -117,8 +119,10 @@ def fill_in(config: TrainConfig, policy=None, reward=None, prompts=None) -> tupl
     table = read_settings(
         TrainConfig, {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainConfig)}
     )
-    recipe = fitted(table["recipe"], table["backbone"], policy)
-    table |= {k: v for k, v in dataclasses.asdict(recipe.values).items() if table[k] is None}
+    recipe = fitted_recipe(table["recipe"], table["backbone"], policy)
+    for name, value in dataclasses.asdict(recipe.values).items():
+        if table[name] is None:
+            table[name] = value
     given = config.text_length is not None or "text_length" in recipe.stated
     if not given and not getattr(type_of(table["backbone"], policy), "text_from_recipe", False):
         table["text_length"] = None  # a published recipe's is that of another family
@@ -151,12 +155,12 @@ class Fit:
         return {"name": self.base, "model": self.model, "changes": self.changes}
 
 
-def fit_of(config: TrainConfig, policy: Any = None) -> Fit | None:
+def fit_of(config: TrainConfig, policy: Policy | None = None) -> Fit | None:
     """Return what the model changes of the recipe's published base, without the values that you
     give; None for nothing."""
     asked = recipes.get(config.recipe)
     with warnings.catch_warnings(action="ignore"):  # `fitted` says it again
-        here = fitted(config.recipe, config.backbone, policy)
+        here = fitted_recipe(config.recipe, config.backbone, policy)
     published = asked if asked.published else asked.base
     published = published and (published.origin or published)
     if published is None:
@@ -314,7 +318,15 @@ def check_depth_window(s: MethodSettings, plan: RolloutPlan) -> None:
         return
     starts = (0, latest_split(s)) if s.adaptive and s.window_start is None else (s.window_start,)
     for start in starts:
-        depth_window(plan, 0, s.window_size, start, s.window_stop, s.window_every, s.window_stride)
+        depth_window(
+            plan,
+            0,
+            size=s.window_size,
+            start=start,
+            stop=s.window_stop,
+            every=s.window_every,
+            stride=s.window_stride,
+        )
 
 # %% ../../nbs/training/01_resolve.ipynb #7c3c4813
 def leaves_of(s: MethodSettings, plan: RolloutPlan) -> int:
@@ -412,7 +424,7 @@ def check_together(s: Settings) -> None:
         )
 
 # %% ../../nbs/training/01_resolve.ipynb #8b9429fd
-def check_rewards(s: Settings, reward: Any = None) -> None:
+def check_rewards(s: Settings, reward: Reward | None = None) -> None:
     """Raise `ValueError` if a reward's name is wrong.
 
     Warns if the KL term of some leaves has no rewards to compare with."""
@@ -495,7 +507,8 @@ def check_steps(s: MethodSettings, process: Transition, drawn: Iterable[int], le
             f"tail_ratio: {s.tail_ratio} lets a solver take step {solved[0]}, which shall draw"
             " noise"
         )
-    if not (process.levels.diff() < 0).all() and not (process.levels.diff() > 0).all():
+    changes = process.levels.diff()
+    if not (changes < 0).all() and not (changes > 0).all():
         raise ValueError(f"shift: {s.shift} makes noise levels of {process.steps} steps equal")
     x = torch.ones(1, 1)
     for i in range(first_solved):
@@ -530,7 +543,7 @@ def check_noise(s: MethodSettings, kind: str, policy=None, precision: str = "no"
         check_steps(s, dataclasses.replace(process, tail=None), together, LOST[precision])
 
 
-def check_model(s: Settings, policy: Any) -> None:
+def check_model(s: Settings, policy: Policy) -> None:
     """Raise `ValueError` if the noise levels in the files of a model, once it is loaded, do not
     suit its training."""
     if s.shift == "scheduler" or policy.kind == "diffusion":
@@ -538,13 +551,13 @@ def check_model(s: Settings, policy: Any) -> None:
         check_step_weights(s, policy.kind, policy)
 
 # %% ../../nbs/training/01_resolve.ipynb #86d78947
-def is_rule_of_ours(entry: Any) -> bool:
+def is_rule_of_ours(entry: object) -> bool:
     """Return whether an entry of a registry is a rule of this package, which may hold functions of
     yours."""
     return dataclasses.is_dataclass(entry) and not isinstance(entry, type) and is_ours(entry)
 
 
-def own_code(entry: Any) -> list[Any]:
+def own_code(entry: object) -> list[Any]:
     """Return your own functions and classes in an entry of a registry: itself, or those that a rule
     of ours holds."""
     held = vars(entry).values() if is_rule_of_ours(entry) else [entry]

@@ -18,8 +18,9 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from ..prompts import rows_of
+from ..policy import Policy
 from ..rewards.names import load_reward
-from ..rewards.contract import members_of
+from ..rewards.contract import Reward, members_of
 from ..rewards.scorer import Scorer, is_remote, do_nothing, start_scoring
 from ..rollouts import chunks
 from .config import Settings, listed
@@ -34,10 +35,13 @@ def finite_rows(values: Tensor) -> Tensor:
 
 def with_rows(values: Tensor, rows: Tensor, number: float) -> Tensor:
     "Return `values (B, …)` with all of the marked `rows (B,)` set to a number."
-    return values.masked_fill(rows.to(values.device).reshape(-1, *[1] * (values.ndim - 1)), number)
+    whole_rows = rows.to(values.device).reshape(-1, *[1] * (values.ndim - 1))
+    return values.masked_fill(whole_rows, number)
 
 # %% ../../nbs/training/05_scoring.ipynb #aa145346
-def make_scorers(s: Settings, reward: Any, device) -> tuple[Scorer, dict[str, Scorer]]:
+def make_scorers(
+    s: Settings, reward: Reward | str | None, device
+) -> tuple[Scorer, dict[str, Scorer]]:
     "Return the scorer of the trained reward, and those of the held-out rewards by name."
     trained = Scorer(
         load_reward(s.reward if reward is None else reward, device=device), s.reward_retries
@@ -60,11 +64,12 @@ def images_per_call(s: Settings, scorers: list[Scorer]) -> int | None:
 
 # %% ../../nbs/training/05_scoring.ipynb #9d8ce44b
 def decode_and_score(
-    policy: Any,
+    policy: Policy,
     latents: Tensor,  # (B, …)
     scorers: dict[str, Scorer],
     prompts: list[str],  # B
     size: int | None,  # images per call; None: all
+    *,
     watch: Callable[[], None] = do_nothing,  # called before each chunk; it may raise
 ) -> tuple[Tensor, dict[str, list[Future]]]:
     """Return the images of latents, and their scores of every scorer as they arrive, one future per
@@ -146,17 +151,18 @@ def own_scores(r: RolloutRewards, nodes: Tensor) -> dict[str, Tensor]:
     r.scorer.last_error = ""  # what an earlier call met is not the cause
     with together(r.processes):
         r.images, waiting = decode_and_score(
-            r.policy, nodes.flatten(0, 1), {"": r.scorer}, names, r.size, r.watch
+            r.policy, nodes.flatten(0, 1), {"": r.scorer}, names, r.size, watch=r.watch
         )
         scores = joined_scores(waiting[""], r.scorer, r.watch)
         wrong = ~finite_rows(r.images).to(r.unscored.device)
         r.leave_out(
             wrong.reshape(nodes.shape[:2]).any(1), "an image, or the latent of one, is not finite"
         )
-        scores = {
-            k: with_rows(v.float().to(wrong.device), wrong, torch.nan) for k, v in scores.items()
-        }
-        return {k: v.reshape(nodes.shape[:2]) for k, v in scores.items()}
+        own = {}
+        for name, values in scores.items():
+            values = with_rows(values.float().to(wrong.device), wrong, torch.nan)
+            own[name] = values.reshape(nodes.shape[:2])
+        return own
 
 # %% ../../nbs/training/05_scoring.ipynb #5c0a7e11
 def shared_scores(r: RolloutRewards, nodes: Tensor) -> dict[str, Tensor]:
@@ -165,7 +171,8 @@ def shared_scores(r: RolloutRewards, nodes: Tensor) -> dict[str, Tensor]:
     if r.group.ranks == 1:
         return own_scores(r, nodes)
     own = own_scores(r, r.group.part(nodes))
-    everyone = r.group.joined(torch.stack(list(own.values()), -1), nodes.shape[1])  # (P, W, parts)
+    parts = torch.stack(list(own.values()), -1)  # (P, this process's nodes, parts)
+    everyone = r.group.joined(parts, nodes.shape[1])  # (P, W, parts)
     return dict(zip(own, everyone.unbind(-1)))
 
 # %% ../../nbs/training/05_scoring.ipynb #7db0ff36
@@ -199,7 +206,9 @@ def first_fault(r: RolloutRewards, accelerator) -> str:
 def look_at_tree(r: RolloutRewards, tree: Tree) -> None:
     """Leave out the prompts with a latent or log-density that is not finite: the cause of what else
     was found."""
-    wrong = [~(finite_rows(x) & finite_rows(p)) for x, p in zip(tree.latents, tree.log_probs)]
+    wrong = []
+    for latents, log_probs in zip(tree.latents, tree.log_probs):
+        wrong.append(~(finite_rows(latents) & finite_rows(log_probs)))
     dtype = str(tree.latents[-1].dtype).removeprefix("torch.")
     hint = "; use bf16 or no for mixed_precision" if dtype == "float16" else ""
     rows = torch.stack([*wrong, ~finite_rows(tree.finished)]).any(0)
@@ -210,7 +219,9 @@ def look_at_tree(r: RolloutRewards, tree: Tree) -> None:
 def emptied(tree: Tree, conditioning: dict[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
     """Put zeros into the trees of the marked prompts `rows (P,)`, in place; return finite
     conditioning."""
-    held = [*tree.latents, *tree.log_probs, *([] if tree.x0_hat is None else [tree.x0_hat])]
+    held = [*tree.latents, *tree.log_probs]
+    if tree.x0_hat is not None:
+        held.append(tree.x0_hat)
     for values in held:
         values[rows.to(values.device)] = 0.0
     return {

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..settings import variable
-from ..backbones.loading import avoid_cudnn_attention
-from ..registry import check_one_of
+from ..policy import Policy
+from ..messages import check_one_of
 from .config import Settings
 
 # FSDP loads for two seconds; below, it is loaded by what uses it, so a check of settings is quick
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 # %% ../../nbs/training/16_speed.ipynb #f50beee1
-TORCH = tuple(int(number) for number in torch.__version__.split("+")[0].split(".")[:2])
+_NUMBERS = torch.__version__.split("+")[0].split(".")
+TORCH = (int(_NUMBERS[0]), int(_NUMBERS[1]))
 
 
 def check_speed(s: Settings) -> None:
@@ -149,12 +150,12 @@ def skip_adapter_casts(denoiser: nn.Module) -> None:
             module.cast_input_dtype_enabled = False  # pyrefly: ignore[bad-argument-type] peft's own flag
 
 # %% ../../nbs/training/16_speed.ipynb #7d02fa39
-def speed_up(policy: Any, s: Settings) -> None:
+def speed_up(policy: Policy, s: Settings) -> None:
     """Apply the settings of speed to a policy whose trained parameters exist.
 
     Raises `ValueError` if its denoiser, or this machine, cannot take one of them."""
     denoiser = policy.denoiser
-    avoid_cudnn_attention()
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as for a loaded model: its gradients can be NaN
     if s.tf32:
         use_tf32()
     if s.attention is not None:

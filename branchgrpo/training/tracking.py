@@ -11,15 +11,19 @@ import json
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from torch import Tensor
 
 from ..files import write_text
-from ..registry import unknown_name_error
-from .held_out import image_sheet
+from ..messages import unknown_name_error
+from ..viewing.images import image_sheet
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 # %% ../../nbs/training/15_tracking.ipynb #7ac10006
 def check_tracker(name: str) -> None:
@@ -92,7 +96,7 @@ def start_arguments(
     return arguments.get(name, {})
 
 # %% ../../nbs/training/15_tracking.ipynb #7ac1000f
-def send_sheet(tracker: Any, sheet: Any, step: int) -> None:
+def send_sheet(tracker: Any, sheet: "Image", step: int) -> None:
     """Send the images of an evaluation, side by side in one picture, to a tracker; not to one that
     takes no images."""
     if tracker.name == "tensorboard":
@@ -124,7 +128,7 @@ class TrackedRun:
     `accelerator`: accelerate's view of the process, made for the tracker `name`; `folder`: the
     training's."""
 
-    def __init__(self, accelerator: Any, name: str, folder: str):
+    def __init__(self, accelerator: Accelerator, name: str, folder: str):
         self.accelerator, self.name, self.folder = accelerator, name, folder
         self.state: dict[str, Any] = {}
         self.keeps_state = accelerator.is_main_process and name != "tensorboard"

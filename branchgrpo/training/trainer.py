@@ -24,12 +24,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..credit import flat_groups
+from ..policy import Policy
 from ..files import refusals_in_words
 from ..fusion import effective_sample_size
 from ..own import is_ours
 from ..own_calls import NUMBERS, as_before, copied
 from ..prompts import load_prompts
-from ..rewards.contract import tell_frame_rate
+from ..rewards.contract import Reward, tell_frame_rate
 from ..rewards.scorer import Scorer
 from branchgrpo.training.checkpoints import (
     Progress,
@@ -49,16 +50,8 @@ from .kept_trees import keep_tree, tree_is_due, write_tree
 from .learner import make_accelerator, make_learner, open_policy
 from .processes import any_process, from_main, together
 from .resolve import check_model, fit_of, given_policy, resolve
-from branchgrpo.training.runs import (
-    Preempted,
-    Run,
-    RunLock,
-    StopSignal,
-    check_folder,
-    open_run,
-    prompts_of_run,
-    rewind,
-)
+from .runs import Run, RunLock, check_folder, open_run, prompts_of_run, rewind
+from .stop import Preempted, StopSignal
 from .scoring import make_scorers
 from .speed import gathered, use_one_thread
 from .summary import tell_script
@@ -70,8 +63,9 @@ def masked_std(rewards: Tensor, leaf_mask: Tensor) -> Tensor:
     "Return the standard deviation (P,) of the leaves that count; 0 if fewer than two do."
     weight = leaf_mask.to(rewards)
     n = weight.sum(1, keepdim=True)
-    deviation = (rewards - (rewards * weight).sum(1, keepdim=True) / n.clamp(min=1)) * weight
-    return (deviation.square().sum(1) / (n[:, 0] - 1).clamp(min=1)).sqrt()
+    mean = (rewards * weight).sum(1, keepdim=True) / n.clamp(min=1)
+    squares = ((rewards - mean) * weight).square().sum(1)
+    return (squares / (n[:, 0] - 1).clamp(min=1)).sqrt()
 
 # %% ../../nbs/training/14_trainer.ipynb #eebcc052
 def reward_metrics(s: Settings, x: Experience, accelerator: Accelerator) -> dict[str, Tensor]:
@@ -89,10 +83,11 @@ def reward_metrics(s: Settings, x: Experience, accelerator: Accelerator) -> dict
         table[f"reward/{name}"] = scores.mean(1)
     scored = (~x.unscored).float()
     everyone = accelerator.reduce(scored.sum(), "mean")
-    sums = {
-        name: value.to(scored).masked_fill(x.unscored, 0.0).sum() for name, value in table.items()
-    }
-    return {name: value / everyone for name, value in sums.items()}
+    means = {}
+    for name, value in table.items():
+        total = value.to(scored).masked_fill(x.unscored, 0.0).sum()
+        means[name] = total / everyone
+    return means
 
 # %% ../../nbs/training/14_trainer.ipynb #991a34f7
 def over_processes(stats: dict[str, Any], accelerator) -> dict[str, float]:
@@ -107,17 +102,17 @@ def over_processes(stats: dict[str, Any], accelerator) -> dict[str, float]:
 class Callback:
     "A callback: override what you need."
 
-    def on_start(self, trainer: Any) -> None:
+    def on_start(self, trainer: "Trainer") -> None:
         "Called before the first evaluation and iteration; not for a run that was finished already."
 
-    def on_evaluation(self, trainer: Any, scores: dict[str, float], images: Tensor) -> None:
+    def on_evaluation(self, trainer: "Trainer", scores: dict[str, float], images: Tensor) -> None:
         """Called after an evaluation, with its scores and first images, on the CPU (none beside the
         main process)."""
 
-    def on_iteration(self, trainer: Any, row: dict[str, Any]) -> None:
+    def on_iteration(self, trainer: "Trainer", row: dict[str, Any]) -> None:
         "Called after an iteration, with its row of metrics.jsonl."
 
-    def on_end(self, trainer: Any) -> None:
+    def on_end(self, trainer: "Trainer") -> None:
         "Called when the result is written."
 
 # %% ../../nbs/training/14_trainer.ipynb #8fb10ff1
@@ -193,7 +188,7 @@ class Tracking(Callback):
 
 # %% ../../nbs/training/14_trainer.ipynb #918c09e9
 def open_models(
-    s: Settings, accelerator: Any, policy: Any, reward: Any
+    s: Settings, accelerator: Accelerator, policy: Policy | None, reward: Reward | None
 ) -> tuple[Any, Scorer, dict[str, Scorer]]:
     """Return the policy, the scorer of training and those that are held out.
 
@@ -201,11 +196,11 @@ def open_models(
     """
     with together(accelerator):  # weights may be missing on one node
         scorer, held_out = make_scorers(s, reward, accelerator.device)
-        policy = open_policy(s, accelerator.device, policy)
-        check_model(s, policy)
+        opened = open_policy(s, accelerator.device, policy)
+        check_model(s, opened)
     for one in (scorer, *held_out.values()):
-        tell_frame_rate(one.reward, policy)
-    return policy, scorer, held_out
+        tell_frame_rate(one.reward, opened)
+    return opened, scorer, held_out
 
 # %% ../../nbs/training/14_trainer.ipynb #06648e81
 class Iterations:
@@ -262,7 +257,7 @@ class Iterations:
 
     def credit(self, experience: Experience) -> None:
         "Add the advantage, the mask and the optimiser step of every edge."
-        assign_credit(self.learner, experience)
+        assign_credit(self.settings, self.policy, self.accelerator, experience)
 
     def update(self, experience: Experience) -> dict[str, float]:
         "Train on an experience; return the metrics, means over all processes."

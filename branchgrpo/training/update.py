@@ -22,7 +22,7 @@ from ..policy import Policy
 from ..rollouts import Edges, chunks, edges_in, revisit
 from ..samplers import Gaussian
 from .config import Settings
-from .credit import part_mask
+from .credit import mask_of_step
 from .experience import Experience
 from .learner import Learner, autocast, reference_policy
 from .processes import most_of
@@ -95,7 +95,7 @@ def revisited(learner: Learner, x: Experience, batch: MicroBatch, policy: Policy
     where they are padded."""
     s = learner.settings
     size = (s.train_batch or s.max_batch) if s.pad_batches else None
-    return revisit(x.tree, policy, x.conditioning, x.process, batch, size)
+    return revisit(x.tree, policy, x.conditioning, x.process, batch, pad_to=size)
 
 # %% ../../nbs/training/08_update.ipynb #b63b9732
 def reference_means(learner: Learner, x: Experience, batch: MicroBatch) -> Tensor | None:
@@ -216,7 +216,10 @@ def optimiser_step(learner: Learner, losses: Tensor | None = None) -> tuple[Tens
         learner.parameters.values(), learner.settings.max_grad_norm
     )
     norm = whole_tensor(norm)  # pyrefly: ignore[bad-argument-type] None with DeepSpeed only
-    taken = bool(norm.isfinite() if losses is None else norm.isfinite() & losses.isfinite().all())
+    finite = norm.isfinite()
+    if losses is not None:
+        finite = finite & losses.isfinite().all()
+    taken = bool(finite)
     # the scaler of fp16 skips by itself, and must see it
     if taken or learner.accelerator.scaler is not None:
         learner.optimizer.step()
@@ -303,9 +306,9 @@ def loss_divisor(learner: Learner, x: Experience) -> float:
 def train_step(
     learner: Learner, x: Experience, batches: list[MicroBatch], divisor: float
 ) -> dict[str, Any]:
-    "Take one optimiser step on a part of the edges; return what is reported of it."
+    "Take one optimiser step on its edges; return what is reported of it."
     stats = accumulate(learner, x, batches, divisor)
-    if not stats["mean_edges"]:  # no process has an edge of this part
+    if not stats["mean_edges"]:  # no process has an edge of this step
         learner.optimizer.zero_grad()
         return stats | {"grad_norm": stats["mean_edges"], "taken": False, "empty": True}
     norm, taken = optimiser_step(learner, stats["losses"])
@@ -321,7 +324,10 @@ def edge_mean(steps: list[dict[str, Any]], name: str) -> Tensor:
     return (torch.stack([step[name] for step in steps]) * share).sum()
 
 # %% ../../nbs/training/08_update.ipynb #f4a5641c
-def update_metrics(steps: list[dict[str, Any]], last_pass: list[dict[str, Any]]) -> dict[str, Any]:
+def update_metrics(
+    steps: list[dict[str, Any]],
+    last_pass: list[dict[str, Any]],
+) -> dict[str, Any]:
     "Return the metrics of an update from those of its optimiser steps."
     later = [step for step in steps[1:] if not step["empty"]] or steps[:1]
     some = [step for step in last_pass if not step["empty"]] or steps[:1]
@@ -347,14 +353,16 @@ def update(learner: Learner, x: Experience) -> dict[str, Any]:
     """Train on one iteration's experience, `passes` times in `steps_per_pass` optimiser steps;
     return the metrics."""
     s = learner.settings
-    parts = []  # the micro-batches of each optimiser step of a pass
-    for part in range(s.steps_per_pass if x.step_of else 1):
-        mask = part_mask(x.edge_mask, x.step_of, part)
-        parts.append(shared_micro_batches(learner, x.tree, mask))
-    for later in parts[1:]:
-        keep_old(learner, x, later)
+    batches_of_steps = []
+    for step in range(s.steps_per_pass if x.step_of else 1):
+        mask = mask_of_step(x.edge_mask, x.step_of, step)
+        batches_of_steps.append(shared_micro_batches(learner, x.tree, mask))
+    for batches in batches_of_steps[1:]:
+        keep_old(learner, x, batches)
     divisor = loss_divisor(learner, x)
-    steps = [train_step(learner, x, part, divisor) for part in parts * s.passes]
-    stats = update_metrics(steps, last_pass=steps[-len(parts) :])
+    steps = []
+    for _ in range(s.passes):
+        steps += [train_step(learner, x, batches, divisor) for batches in batches_of_steps]
+    stats = update_metrics(steps, last_pass=steps[-len(batches_of_steps) :])
     count_skipped(learner, stats["optimiser_steps"] > 0 or not stats["skipped_steps"])
     return stats

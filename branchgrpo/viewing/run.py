@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..files import plain_line
-from ..registry import count_of, reason, shown
+from ..messages import count_of, reason, shown
 from ..settings import MethodSettings, field_types
 from ..training.runs import LOCK, Run, recorded_run
 

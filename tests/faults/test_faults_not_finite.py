@@ -50,8 +50,8 @@ else:
     t.scorer.reward = scored
 t.policy.predict, t.policy.decode, t.scorer.wait, t.scorer.retries = predicted, decoded, 0.0, 0
 assign = trained_iteration.assign_credit
-def assigned(learner, x):
-    assign(learner, x)
+def assigned(s, policy, accelerator, x):
+    assign(s, policy, accelerator, x)
     if last and "loss" in faulty: x.advantages = [a * nan for a in x.advantages]
 trained_iteration.assign_credit = assigned
 def gradients(lose):

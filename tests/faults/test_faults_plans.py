@@ -25,8 +25,14 @@ from branchgrpo.pruning import PRUNINGS
 from branchgrpo.rollouts import Judge, rollout
 from branchgrpo.selection import SELECTIONS, choose, looks_at_images, repeats_nodes
 from branchgrpo.settings import field_types
-from branchgrpo.training.credit import STEP_UNITS, STEP_WEIGHTS, fusion_beta, part_mask, weights_of
-from branchgrpo.training.learner import DTYPES
+from branchgrpo.training.collection import DTYPES
+from branchgrpo.training.credit import (
+    STEP_UNITS,
+    STEP_WEIGHTS,
+    fusion_beta,
+    mask_of_step,
+    weights_of_steps,
+)
 from branchgrpo.training.processes import RankGroup, SharedPredictor
 from branchgrpo.training.update import accumulate, micro_batches, shared_micro_batches
 from branchgrpo.transition import TRANSITIONS
@@ -636,7 +642,7 @@ def check_gradient(t: Trainer, rolled) -> Tensor:
         other, counts = gradient(t, rolled, mask, **changes)
         assert ((other - whole).abs() <= room).all() and counts["calls"] == stats["calls"]
     if rolled.step_of is not None:
-        parts = [part_mask(mask, rolled.step_of, m) for m in range(t.settings.steps_per_pass)]
+        parts = [mask_of_step(mask, rolled.step_of, m) for m in range(t.settings.steps_per_pass)]
         assert all((torch.stack(own).sum(0) == m).all() for *own, m in zip(*parts, mask)), (
             "each edge in one part"
         )
@@ -700,7 +706,13 @@ def check_shared(
         process = process_of(s, t.policy, iteration)  # a solver counts its steps
         try:
             found[rank] = rollout(
-                plan, predict, process, noise, sibling_s(s), DTYPES[s.mixed_precision], Bumpy()
+                plan,
+                predict,
+                process,
+                noise,
+                sibling_s(s),
+                dtype=DTYPES[s.mixed_precision],
+                judge=Bumpy(),
             )
         except BaseException as error:
             errors.append(error)
@@ -797,7 +809,9 @@ def check_plan(t: Trainer, iteration: int, ranks: int, seed: int) -> None:
     seen = x.completed
     found = advantages(tree, x.rewards, s, mask, s.advantage_clip, seen)
     check_credit(s, tree, x.rewards, mask, found)
-    weights = weights_of(s, t.policy, x.process, plan.trained) if s.step_weights != "equal" else {}
+    weights = (
+        weights_of_steps(s, t.policy, x.process, plan.trained) if s.step_weights != "equal" else {}
+    )
     for d, of_depth in enumerate(found):
         close(x.advantages[d], of_depth * weights.get(d - 1, 1.0))
     check_symmetry(s, tree, x.rewards, mask, seed, seen)
@@ -816,7 +830,7 @@ def check_step(t: Trainer, rolled, watched: Watched, iteration: int) -> None:
     watched.quiet = watched.trained = watched.steps = 0
     parts = [rolled.edge_mask]
     if rolled.step_of is not None:
-        parts = [part_mask(rolled.edge_mask, rolled.step_of, m) for m in range(s.steps_per_pass)]
+        parts = [mask_of_step(rolled.edge_mask, rolled.step_of, m) for m in range(s.steps_per_pass)]
     full = sum(any(m.any() for m in part) for part in parts)
     row = t.step()
     # the first step's weights may overflow in the second one, which is then skipped

@@ -27,7 +27,7 @@ from branchgrpo.rewards.scorer import Scorer, in_background
 from branchgrpo.rewards.unified import UnifiedReward
 from branchgrpo.training.checkpoints import newest
 from branchgrpo.training.config import TrainConfig
-from branchgrpo.training.runs import REQUEUE
+from branchgrpo.training.stop import REQUEUE
 from branchgrpo.training.trainer import Trainer
 
 IMAGE = torch.linspace(0, 1, 3 * 8 * 8).view(1, 3, 8, 8)
