@@ -347,7 +347,7 @@ def draw(given: dict[str, Any]) -> int:
     """Draw one image per prompt, without added noise, into one image file; of a run before and
     after training."""
     import torch
-    from branchgrpo.backbones.loading import without_remarks
+    from branchgrpo.temporary import without_remarks
     from branchgrpo.evaluation.sampling import cannot_draw, is_run, state_text
 
     given = with_model(given)
@@ -561,7 +561,7 @@ IN_PACKAGE = "in the package"
 
 def model_row(name: str) -> Row:
     "Return what a model makes, and where its files are."
-    from branchgrpo.backbones.loading import BACKBONES, is_hub_model
+    from branchgrpo.backbones.names import BACKBONES, is_hub_model
     from branchgrpo.backbones.published import PUBLISHED
 
     if name in PUBLISHED:
@@ -582,7 +582,9 @@ def model_row(name: str) -> Row:
 
 def model_facts(name: str) -> Row:
     "Return what is known of one model. Raise `ValueError` if there is none of this name."
-    from branchgrpo.backbones.loading import declared, default_guidance, default_sizes, family
+    from branchgrpo.backbones.declarations import declared
+    from branchgrpo.backbones.defaults import default_guidance, default_sizes
+    from branchgrpo.backbones.names import family
 
     kind = family(name)  # first: it checks the name
     sizes = default_sizes(name)
@@ -598,7 +600,7 @@ def model_facts(name: str) -> Row:
 
 def show_models(given: dict[str, Any]) -> int:
     "List the models, what they make, and where their weights come from; or show one."
-    from branchgrpo.backbones.loading import BACKBONES
+    from branchgrpo.backbones.names import BACKBONES
     from branchgrpo.backbones.published import PUBLISHED
 
     o = options(ModelOptions, given)
@@ -733,7 +735,7 @@ class BenchOptions:
 def check_bench(o: BenchOptions) -> None:
     "Raise `ValueError` naming the first option that is wrong."
     from branchgrpo import recipes
-    from branchgrpo.backbones.loading import folder_of
+    from branchgrpo.backbones.names import folder_of
     from branchgrpo.own import is_own_name
 
     if not is_own_name(o.backbone):

@@ -12,7 +12,7 @@ from commands import run as run_python
 from safetensors.torch import load_file
 from slow import often
 
-from branchgrpo.backbones.loading import TINY, folder_of
+from branchgrpo.backbones.names import TINY, folder_of
 from branchgrpo.evaluation.sampling import load_policy, sample_block
 from branchgrpo.noise import Noise
 from branchgrpo.training.config import TrainConfig

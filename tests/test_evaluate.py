@@ -12,7 +12,7 @@ from PIL import Image
 from test_training import ends_well
 
 from branchgrpo import cli
-from branchgrpo.backbones.loading import folder_of
+from branchgrpo.backbones.names import folder_of
 from branchgrpo.evaluation.evaluate import Evaluation, Evaluator
 from branchgrpo.evaluation.sampling import load_policy, sample_block
 from branchgrpo.testbed.digits import scenes

@@ -11,7 +11,9 @@ from safetensors.torch import load_file, save_file
 from test_training import SMALL
 
 from branchgrpo import Run, TrainConfig, Trainer, cli
-from branchgrpo.backbones.loading import folder_of, load_backbone, load_lora
+from branchgrpo.backbones.loading import load_backbone
+from branchgrpo.backbones.lora import load_lora
+from branchgrpo.backbones.names import folder_of
 from branchgrpo.evaluation.evaluate import score_images
 from branchgrpo.evaluation.sampling import check_finite, load_policy
 from branchgrpo.files import check_file, check_output, refusals_in_words

@@ -20,18 +20,12 @@ import torch
 from safetensors.torch import load_model
 from torch import Tensor
 
-from branchgrpo.backbones.loading import (
-    BACKBONES,
-    TINY,
-    declared,
-    family,
-    folder_of,
-    load_backbone,
-    load_lora,
-    read_index,
-    takes_guidance,
-    without_remarks,
-)
+from ..backbones.declarations import declared
+from ..backbones.defaults import takes_guidance
+from ..backbones.loading import load_backbone
+from ..backbones.lora import load_lora
+from ..backbones.names import BACKBONES, TINY, family, folder_of, read_index
+from ..temporary import without_remarks
 from ..files import bare, write_atomic
 from ..noise import EVALUATION_SEED, Noise
 from ..planning import sampling_process

@@ -26,16 +26,10 @@ import torch
 from huggingface_hub import constants, get_session
 
 import branchgrpo
-from branchgrpo.backbones.loading import (
-    declared,
-    family,
-    local_file,
-    folder_of,
-    is_hub_model,
-    lora_file,
-    used_parts,
-)
-from ..backbones.published import instead
+from ..backbones.declarations import declared
+from ..backbones.lora import lora_file
+from ..backbones.names import family, folder_of, is_hub_model, local_file, used_parts
+from ..temporary import instead
 from branchgrpo.machine.estimate import (
     Estimate,
     GpuShare,
