@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .evaluation.evaluate import Drawing
+from .evaluation.fields import Drawing
 from branchgrpo.files import (
     bare,
     check_file,
@@ -194,8 +194,9 @@ def score(given: dict[str, Any]) -> int:
     """Draw images for prompts with fixed noises and score them, of a run before and after; again:
     it continues."""
     import torch
-    from branchgrpo.evaluation.evaluate import Evaluation, Evaluator, evaluate_run
-    from branchgrpo.evaluation.sampling import is_run, state_text
+    from branchgrpo.evaluation.evaluate import Evaluator, evaluate_run
+    from branchgrpo.evaluation.fields import Evaluation
+    from branchgrpo.evaluation.policies import is_run, state_text
 
     given = with_model(given)
     is_of_run = is_run(given.get("backbone", ""))
@@ -206,11 +207,12 @@ def score(given: dict[str, Any]) -> int:
     processes = variable("WORLD_SIZE", 1, least=1)
     rank, local = variable("RANK", 0, most=processes - 1), variable("LOCAL_RANK", 0)
     device = f"cuda:{local}" if torch.cuda.is_available() else "cpu"
-    drawn, place = options(Evaluation, given), (Path(where.output), rank, processes, device)
+    drawn, place = options(Evaluation, given), Path(where.output)
+    share = {"rank": rank, "processes": processes, "device": device}
     if is_of_run and "weights" not in given:
-        summary = evaluate_run(drawn, *place, tell=tell_progress)
+        summary = evaluate_run(drawn, place, **share, tell=tell_progress)
     else:
-        evaluator = Evaluator(drawn, *place)
+        evaluator = Evaluator(drawn, place, **share)
         tell_progress(str(evaluator))
         summary = evaluator.run()
     if summary is None:
@@ -220,10 +222,11 @@ def score(given: dict[str, Any]) -> int:
     print(f"evaluation: {where.output}{state_text(drawn.backbone)}")
     if where.benchmark:
         from branchgrpo.evaluation.benchmarks import run_benchmark
-        from branchgrpo.evaluation.evaluate import complete, prompts_as_begun
+        from branchgrpo.evaluation.fields import fill_evaluation
+        from branchgrpo.evaluation.folder import prompts_as_begun
         from branchgrpo.prompts import load_prompts
 
-        whole = complete(drawn)
+        whole = fill_evaluation(drawn)
         prompts = prompts_as_begun(
             load_prompts(whole.prompts or ""), whole, Path(where.output)
         ).few(whole.limit)
@@ -292,7 +295,7 @@ def first_prompts(run: str, count: int = 4) -> tuple[str, ...]:
 
     Raise `ValueError` if they were an object in Python.
     """
-    from branchgrpo.evaluation.evaluate import run_prompts
+    from branchgrpo.evaluation.fields import run_prompts
     from branchgrpo.prompts import load_prompts
     from branchgrpo.training.runs import prompts_of_run, recorded_run
 
@@ -302,14 +305,9 @@ def first_prompts(run: str, count: int = 4) -> tuple[str, ...]:
 
 def draw_row(o: SampleOptions, drawing: Drawing, device: str) -> DrawnRow:
     "Draw one image per prompt with one model."
-    from branchgrpo.evaluation.sampling import (
-        drawing_line,
-        drawing_seed,
-        drawing_steps,
-        is_run,
-        sample,
-        truths,
-    )
+    from branchgrpo.evaluation.policies import is_run
+    from branchgrpo.evaluation.sampling import drawing_line, drawing_seed, drawing_steps, sample
+    from branchgrpo.testbed.captions import truths
     from branchgrpo.training.held_out import image_sheet
     from branchgrpo.viewing.run import enlarged
 
@@ -348,7 +346,8 @@ def draw(given: dict[str, Any]) -> int:
     after training."""
     import torch
     from branchgrpo.temporary import without_remarks
-    from branchgrpo.evaluation.sampling import cannot_draw, is_run, state_text
+    from branchgrpo.evaluation.policies import is_run, state_text
+    from branchgrpo.testbed.captions import cannot_draw
 
     given = with_model(given)
     o, drawing = options(SampleOptions, given), options(Drawing, given)
@@ -390,13 +389,8 @@ def check_sample(o: SampleOptions) -> None:
 def doctor(given: dict[str, Any]) -> int:
     """Check machine, weights and prompts, and estimate a run's costs; loads no weights (code 1:
     something is missing)."""
-    from branchgrpo.machine.doctor import (
-        all_findings,
-        facts,
-        report,
-        verify_commands,
-        while_hub_answers,
-    )
+    from branchgrpo.machine.doctor import Report, report_table, report_text
+    from branchgrpo.machine.findings import all_findings, verify_commands, while_hub_answers
     from branchgrpo.training.config import TrainConfig
     from branchgrpo.training.resolve import resolve
     from branchgrpo.training.seeds import read_seeds
@@ -409,13 +403,14 @@ def doctor(given: dict[str, Any]) -> int:
     with while_hub_answers(config.backbone, config.prompts):
         settings = resolve(config)
         found = all_findings(settings, gpus)
-        asked = (settings, gpus.number, machine.tflops, gpus.gb, found)
+        size = {"tflops": machine.tflops, "gpu_gb": gpus.gb}
+        report = Report(settings, gpus.number, **size, found=found)
         if not machine.json:
-            print(report(*asked))
+            print(report_text(report))
             if seeds:
                 print(f"seeds: {len(seeds)} runs; the lines above are of one")
         commands = verify_commands(settings) if machine.verify else []
-        table = facts(*asked) if machine.json else {}
+        table = report_table(report) if machine.json else {}
     if machine.json:
         print_json(table | {"verify": commands})
     elif machine.verify:

@@ -13,8 +13,10 @@ from test_training import ends_well
 
 from branchgrpo import cli
 from branchgrpo.backbones.names import folder_of
-from branchgrpo.evaluation.evaluate import Evaluation, Evaluator
-from branchgrpo.evaluation.sampling import load_policy, sample_block
+from branchgrpo.evaluation.evaluate import Evaluator
+from branchgrpo.evaluation.fields import Evaluation
+from branchgrpo.evaluation.policies import load_policy
+from branchgrpo.evaluation.sampling import sample_block
 from branchgrpo.testbed.digits import scenes
 from branchgrpo.training.trainer import TrainConfig, Trainer
 

@@ -283,7 +283,7 @@ def hand_to_slurm(jobs: list, o: PageOptions, slurm: SlurmOptions) -> int:
     asked |= {"more": slurm.slurm_options, "launch": o.launch or ""}
     folder = f"{o.output}/slurm"
     if o.dry_run:
-        from branchgrpo.machine.doctor import without_hub
+        from branchgrpo.machine.findings import without_hub
 
         with without_hub():
             print(slurm_scripts(jobs, folder, **asked))

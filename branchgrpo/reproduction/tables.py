@@ -23,7 +23,8 @@ import numpy as np
 from torch import Tensor
 
 from ..evaluation.benchmarks import run_benchmark
-from ..evaluation.evaluate import Evaluation, Evaluator
+from ..evaluation.evaluate import Evaluator
+from ..evaluation.fields import Evaluation
 from ..files import write_text
 from ..policy import GaussianFlow
 from .comparison import Comparison
