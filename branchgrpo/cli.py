@@ -262,7 +262,7 @@ COMPARING = (
     ),
     "branchgrpo compare runs/a runs/b runs/c runs/d    # grouped by their recipes",
 )
-EVALUATION = "branchgrpo.evaluation.evaluate:Evaluation"
+EVALUATION = "branchgrpo.evaluation.fields:Evaluation"
 
 # %% ../nbs/cli/02_main.ipynb #507f4f43
 COMMANDS = {
@@ -276,7 +276,7 @@ COMMANDS = {
     ),
     "sample": Command(
         draw,
-        ("branchgrpo.commands:SampleOptions", "branchgrpo.evaluation.evaluate:Drawing"),
+        ("branchgrpo.commands:SampleOptions", "branchgrpo.evaluation.fields:Drawing"),
         examples=DRAWING,
     ),
     "doctor": Command(

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .evaluation.evaluate import Drawing
+from .evaluation.fields import Drawing
 from branchgrpo.files import (
     bare,
     check_file,
@@ -198,8 +198,9 @@ def score(given: dict[str, Any]) -> int:
     """Draw images for prompts with fixed noises and score them, of a run before and after; again:
     it continues."""
     import torch
-    from branchgrpo.evaluation.evaluate import Evaluation, Evaluator, evaluate_run
-    from branchgrpo.evaluation.sampling import is_run, state_text
+    from branchgrpo.evaluation.evaluate import Evaluator, evaluate_run
+    from branchgrpo.evaluation.fields import Evaluation
+    from branchgrpo.evaluation.policies import is_run, state_text
 
     given = with_model(given)
     is_of_run = is_run(given.get("backbone", ""))
@@ -210,11 +211,12 @@ def score(given: dict[str, Any]) -> int:
     processes = variable("WORLD_SIZE", 1, least=1)
     rank, local = variable("RANK", 0, most=processes - 1), variable("LOCAL_RANK", 0)
     device = f"cuda:{local}" if torch.cuda.is_available() else "cpu"
-    drawn, place = options(Evaluation, given), (Path(where.output), rank, processes, device)
+    drawn, place = options(Evaluation, given), Path(where.output)
+    share = {"rank": rank, "processes": processes, "device": device}
     if is_of_run and "weights" not in given:
-        summary = evaluate_run(drawn, *place, tell=tell_progress)
+        summary = evaluate_run(drawn, place, **share, tell=tell_progress)
     else:
-        evaluator = Evaluator(drawn, *place)
+        evaluator = Evaluator(drawn, place, **share)
         tell_progress(str(evaluator))
         summary = evaluator.run()
     if summary is None:
@@ -224,10 +226,11 @@ def score(given: dict[str, Any]) -> int:
     print(f"evaluation: {where.output}{state_text(drawn.backbone)}")
     if where.benchmark:
         from branchgrpo.evaluation.benchmarks import run_benchmark
-        from branchgrpo.evaluation.evaluate import complete, prompts_as_begun
+        from branchgrpo.evaluation.fields import fill_evaluation
+        from branchgrpo.evaluation.folder import prompts_as_begun
         from branchgrpo.prompts import load_prompts
 
-        whole = complete(drawn)
+        whole = fill_evaluation(drawn)
         prompts = prompts_as_begun(
             load_prompts(whole.prompts or ""), whole, Path(where.output)
         ).few(whole.limit)
@@ -294,7 +297,7 @@ def first_prompts(run: str, count: int = 4) -> tuple[str, ...]:
 
     Raise `ValueError` if they were an object in Python.
     """
-    from branchgrpo.evaluation.evaluate import run_prompts
+    from branchgrpo.evaluation.fields import run_prompts
     from branchgrpo.prompts import load_prompts
     from branchgrpo.training.runs import prompts_of_run, recorded_run
 
@@ -304,14 +307,9 @@ def first_prompts(run: str, count: int = 4) -> tuple[str, ...]:
 
 def draw_row(o: SampleOptions, drawing: Drawing, device: str) -> DrawnRow:
     "Draw one image per prompt with one model."
-    from branchgrpo.evaluation.sampling import (
-        drawing_line,
-        drawing_seed,
-        drawing_steps,
-        is_run,
-        sample,
-        truths,
-    )
+    from branchgrpo.evaluation.policies import is_run
+    from branchgrpo.evaluation.sampling import drawing_line, drawing_seed, drawing_steps, sample
+    from branchgrpo.testbed.captions import truths
     from branchgrpo.viewing.images import image_sheet
     from branchgrpo.viewing.run import enlarged
 
@@ -349,8 +347,9 @@ def draw(given: dict[str, Any]) -> int:
     """Draw one image per prompt, without added noise, into one image file; of a run before and
     after training."""
     import torch
-    from branchgrpo.backbones.loading import without_remarks
-    from branchgrpo.evaluation.sampling import cannot_draw, is_run, state_text
+    from branchgrpo.temporary import without_remarks
+    from branchgrpo.evaluation.policies import is_run, state_text
+    from branchgrpo.testbed.captions import cannot_draw
 
     given = with_model(given)
     o, drawing = options(SampleOptions, given), options(Drawing, given)
@@ -392,13 +391,8 @@ def check_sample(o: SampleOptions) -> None:
 def doctor(given: dict[str, Any]) -> int:
     """Check machine, weights and prompts, and estimate a run's costs; loads no weights (code 1:
     something is missing)."""
-    from branchgrpo.machine.doctor import (
-        all_findings,
-        facts,
-        report,
-        verify_commands,
-        while_hub_answers,
-    )
+    from branchgrpo.machine.doctor import Report, report_table, report_text
+    from branchgrpo.machine.findings import all_findings, verify_commands, while_hub_answers
     from branchgrpo.training.config import TrainConfig
     from branchgrpo.training.resolve import resolve
     from branchgrpo.training.seeds import read_seeds
@@ -411,13 +405,14 @@ def doctor(given: dict[str, Any]) -> int:
     with while_hub_answers(config.backbone, config.prompts):
         settings = resolve(config)
         found = all_findings(settings, gpus)
-        asked = (settings, gpus.number, machine.tflops, gpus.gb, found)
+        size = {"tflops": machine.tflops, "gpu_gb": gpus.gb}
+        report = Report(settings, gpus.number, **size, found=found)
         if not machine.json:
-            print(report(*asked))
+            print(report_text(report))
             if seeds:
                 print(f"seeds: {len(seeds)} runs; the lines above are of one")
         commands = verify_commands(settings) if machine.verify else []
-        table = facts(*asked) if machine.json else {}
+        table = report_table(report) if machine.json else {}
     if machine.json:
         print_json(table | {"verify": commands})
     elif machine.verify:
@@ -563,7 +558,7 @@ IN_PACKAGE = "in the package"
 
 def model_row(name: str) -> Row:
     "Return what a model makes, and where its files are."
-    from branchgrpo.backbones.loading import BACKBONES, is_hub_model
+    from branchgrpo.backbones.names import BACKBONES, is_hub_model
     from branchgrpo.backbones.published import PUBLISHED
 
     if name in PUBLISHED:
@@ -584,7 +579,9 @@ def model_row(name: str) -> Row:
 
 def model_facts(name: str) -> Row:
     "Return what is known of one model. Raise `ValueError` if there is none of this name."
-    from branchgrpo.backbones.loading import declared, default_guidance, default_sizes, family
+    from branchgrpo.backbones.declarations import declared
+    from branchgrpo.backbones.defaults import default_guidance, default_sizes
+    from branchgrpo.backbones.names import family
 
     kind = family(name)  # first: it checks the name
     sizes = default_sizes(name)
@@ -600,7 +597,7 @@ def model_facts(name: str) -> Row:
 
 def show_models(given: dict[str, Any]) -> int:
     "List the models, what they make, and where their weights come from; or show one."
-    from branchgrpo.backbones.loading import BACKBONES
+    from branchgrpo.backbones.names import BACKBONES
     from branchgrpo.backbones.published import PUBLISHED
 
     o = options(ModelOptions, given)
@@ -735,7 +732,7 @@ class BenchOptions:
 def check_bench(o: BenchOptions) -> None:
     "Raise `ValueError` naming the first option that is wrong."
     from branchgrpo import recipes
-    from branchgrpo.backbones.loading import folder_of
+    from branchgrpo.backbones.names import folder_of
     from branchgrpo.own import is_own_name
 
     if not is_own_name(o.backbone):

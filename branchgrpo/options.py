@@ -306,7 +306,7 @@ COMPLETED_NAMES = {  # setting: the table of its names
     "recipe": "branchgrpo.recipes:RECIPES",
     "recipes": "branchgrpo.recipes:RECIPES",
     "name": "branchgrpo.recipes:RECIPES",
-    "backbone": "branchgrpo.backbones.loading:BACKBONES",
+    "backbone": "branchgrpo.backbones.names:BACKBONES",
     "reward": "branchgrpo.rewards.names:REWARDS",
     "rewards": "branchgrpo.rewards.names:REWARDS",
     "prompts": "branchgrpo.prompts:PROMPT_SETS",

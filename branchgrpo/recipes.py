@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from . import files
-from .methods.recipe import FITS, Recipe, Sourced, neutral
+from .methods.fits import FITS
+from .methods.recipe import Recipe, Sourced, neutral
 from .own import whole_name
 from .registry import Registry
 from .messages import check_one_of, shown

@@ -12,8 +12,9 @@ from commands import run as run_python
 from safetensors.torch import load_file
 from slow import often
 
-from branchgrpo.backbones.loading import TINY, folder_of
-from branchgrpo.evaluation.sampling import load_policy, sample_block
+from branchgrpo.backbones.names import TINY, folder_of
+from branchgrpo.evaluation.policies import load_policy
+from branchgrpo.evaluation.sampling import sample_block
 from branchgrpo.noise import Noise
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.export import how_to_draw
@@ -176,11 +177,11 @@ def test_the_autoencoder_may_keep_its_precision_under_a_base_in_bfloat16(tmp_pat
 
 @pytest.mark.parametrize("backbone", OTHERS)
 def test_the_doctor_knows_it(backbone):
-    from branchgrpo.machine.doctor import report
+    from branchgrpo.machine.doctor import Report, report_text
     from branchgrpo.machine.estimate import estimate
 
     s = resolve(config("unused", backbone))
-    text = report(s)
+    text = report_text(Report(s))
     assert "MISSING" not in text and "leaves" in text
     # the report leaves it out, since a small model's FLOPs decide nothing
     assert estimate(s).tflop > 0

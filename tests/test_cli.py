@@ -19,7 +19,8 @@ from slow import often
 
 import branchgrpo
 from branchgrpo import cli, recipes
-from branchgrpo.backbones.loading import declared, family
+from branchgrpo.backbones.declarations import declared
+from branchgrpo.backbones.names import family
 from branchgrpo.backbones.published import PUBLISHED
 from branchgrpo.files import parse_table
 from branchgrpo.machine.counting import meta_pipeline

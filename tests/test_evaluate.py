@@ -12,9 +12,11 @@ from PIL import Image
 from test_training import ends_well
 
 from branchgrpo import cli
-from branchgrpo.backbones.loading import folder_of
-from branchgrpo.evaluation.evaluate import Evaluation, Evaluator
-from branchgrpo.evaluation.sampling import load_policy, sample_block
+from branchgrpo.backbones.names import folder_of
+from branchgrpo.evaluation.evaluate import Evaluator
+from branchgrpo.evaluation.fields import Evaluation
+from branchgrpo.evaluation.policies import load_policy
+from branchgrpo.evaluation.sampling import sample_block
 from branchgrpo.testbed.digits import scenes
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.trainer import Trainer

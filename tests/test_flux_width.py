@@ -16,7 +16,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 from branchgrpo import cli
 from branchgrpo.backbones.flux import FluxPolicy
-from branchgrpo.backbones.loading import folder_of
+from branchgrpo.backbones.names import folder_of
 from branchgrpo.evaluation.sampling import drawing_seed
 from branchgrpo.noise import Noise
 from branchgrpo.training.runs import Run

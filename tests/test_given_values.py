@@ -10,7 +10,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from branchgrpo import TrainConfig, recipes
-from branchgrpo.backbones.loading import TINY
+from branchgrpo.backbones.names import TINY
 from branchgrpo.cli import main
 from branchgrpo.settings import MethodSettings, field_types, read_settings
 from branchgrpo.training.resolve import fill_in, fit_of, resolve

@@ -12,7 +12,7 @@ from test_gpu_nodes import SETTINGS, TEXT, file_name
 from test_prose import FOUND, OURS, given_by
 
 from branchgrpo.files import parse_table
-from branchgrpo.machine.doctor import cost_lines
+from branchgrpo.machine.doctor import Report, cost_lines
 from branchgrpo.machine.estimate import (
     advice,
     estimate,
@@ -171,7 +171,7 @@ def test_the_parts_add_up():
         == parts["averaged weights"]
         == parts["optimiser"] / 2
     )
-    lines = cost_lines(s, gpus)
+    lines = cost_lines(Report(s, gpus))
     assert any(line.startswith("sum") for line in lines)
     assert any(line.startswith("fits: yes") for line in lines)
     assert (

@@ -15,7 +15,7 @@ import torch
 from test_training import SMALL
 
 from branchgrpo import ADVANTAGES, SELECTIONS, Callback, TrainConfig, Trainer
-from branchgrpo.evaluation.evaluate import score_images
+from branchgrpo.evaluation.scores import score_images
 from branchgrpo.own import import_own
 from branchgrpo.own_calls import LEFT, PARTS, SAID, as_before, random_states
 from branchgrpo.prompts import Prompt, PromptSet, load_prompts

@@ -11,9 +11,12 @@ from safetensors.torch import load_file, save_file
 from test_training import SMALL
 
 from branchgrpo import Run, TrainConfig, Trainer, cli
-from branchgrpo.backbones.loading import folder_of, load_backbone, load_lora
-from branchgrpo.evaluation.evaluate import score_images
-from branchgrpo.evaluation.sampling import check_finite, load_policy
+from branchgrpo.backbones.loading import load_backbone
+from branchgrpo.backbones.lora import load_lora
+from branchgrpo.backbones.names import folder_of
+from branchgrpo.evaluation.policies import load_policy
+from branchgrpo.evaluation.sampling import check_images
+from branchgrpo.evaluation.scores import score_images
 from branchgrpo.files import check_file, check_output, refusals_in_words
 from branchgrpo.options import parse, parser_of
 from branchgrpo.prompts import load_prompts
@@ -198,10 +201,10 @@ def test_what_is_not_finite_is_no_image_and_no_adapter(tmp_path):
         ):
             load_lora(policy, str(tmp_path / "bad.safetensors"))
     images = torch.rand(2, 3, 32, 32)
-    check_finite(images)
+    check_images(images)
     images[1, 0, 0, 0] = torch.nan
     with pytest.raises(ValueError, match="backbone: 1 of 2 images are not finite"):
-        check_finite(images)
+        check_images(images)
     seen = []
     prompts = load_prompts("digits")
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .pipeline import JOINT_ATTENTION, PackedPolicy
+from .declarations import JOINT_ATTENTION
+from .pipeline import PackedPolicy
 
 # %% ../../nbs/backbones/02_flux.ipynb #e9d679cb
 @torch.no_grad()

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .loading import FAMILIES
-from .pipeline import JOINT_ATTENTION, PackedPolicy, decode_by_channel, guided
+from .declarations import JOINT_ATTENTION
+from .decoding import decode_by_channel
+from .pipeline import PackedPolicy, guided
 
 # %% ../../nbs/backbones/05_qwen_image.ipynb #49cc7274
 def padded(policy, texts: list[str]) -> tuple[Tensor, Tensor]:
@@ -67,7 +68,6 @@ def decode_qwen_image(policy, latents: Tensor, max_batch: int | None = None) -> 
     return decode_by_channel(policy, policy.unpack(latents), 16, max_batch)[:, :, 0]
 
 # %% ../../nbs/backbones/05_qwen_image.ipynb #a5a7d151
-@FAMILIES.register("QwenImagePipeline")
 class QwenImagePolicy(PackedPolicy):
     """Hold a `QwenImagePipeline` as a policy; packed latents `(N, C)`.
 

@@ -11,13 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from branchgrpo.backbones.pipeline import (
-    ImagePolicy,
-    check_divisible,
-    guided,
-    scheduler_error,
-    signal_levels,
-)
+from .pipeline import ImagePolicy, guided
+from .schedulers import check_divisible, scheduler_error, signal_levels
 
 # %% ../../nbs/backbones/04_sd.ipynb #bcfc02f2
 @torch.no_grad()

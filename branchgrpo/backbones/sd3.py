@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .pipeline import ImagePolicy, JOINT_ATTENTION, guided, size_shift
+from .declarations import JOINT_ATTENTION
+from .pipeline import ImagePolicy, guided
+from .schedulers import size_shift
 
 # %% ../../nbs/backbones/03_sd3.ipynb #19ac947b
 @torch.no_grad()

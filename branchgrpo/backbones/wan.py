@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .pipeline import PipelinePolicy, decode_by_channel, guided
+from .decoding import decode_by_channel
+from .pipeline import PipelinePolicy, guided
 
 # %% ../../nbs/backbones/06_wan.ipynb #1b830448
 @torch.no_grad()

@@ -19,9 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backbones.loading import declared, family, folder_of, policy_around, read_index
-from ..backbones.pipeline import decode_costs, published_pipeline
-from ..backbones.published import PUBLISHED, Operations, fused_attention, instead
+from ..backbones.declarations import declared
+from ..backbones.loading import policy_around
+from ..backbones.names import family, folder_of, read_index
+from ..backbones.decoding import decode_costs
+from ..backbones.pipeline import published_pipeline
+from ..backbones.operations import Operations, fused_attention
+from ..backbones.published import PUBLISHED
+from ..temporary import instead
 from ..messages import shown
 from ..training.config import Settings
 

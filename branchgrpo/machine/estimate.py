@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from ..backbones.loading import encoder_names, folder_of
-from ..backbones.pipeline import images_per_decode
+from ..backbones.names import encoder_names, folder_of
+from ..backbones.decoding import images_per_decode
 from ..backbones.published import ENCODING_BYTES, PUBLISHED, T5_XXL
 from .gpus import GPU_GB, GPUS_PER_NODE, MEASURED_SPEED
 from branchgrpo.machine.counting import (

@@ -14,9 +14,11 @@ from pathlib import Path
 import torch
 
 from .. import recipes
-from ..backbones.loading import declared, family, folder_of
+from ..backbones.declarations import declared
+from ..backbones.names import family, folder_of
 from ..machine.counting import weight_bytes
-from ..machine.doctor import PUBLISHED, findings, is_small, without_hub
+from ..machine.doctor import PUBLISHED
+from ..machine.findings import findings, is_small, without_hub
 from branchgrpo.machine.estimate import (
     GB,
     Estimate,

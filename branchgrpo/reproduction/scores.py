@@ -12,7 +12,8 @@ from typing import Any
 
 from ..analysis.statistics import mean_interval
 from ..evaluation.benchmarks import run_benchmark
-from ..evaluation.evaluate import Evaluation, Evaluator
+from ..evaluation.evaluate import Evaluator
+from ..evaluation.fields import Evaluation
 from .comparison import Comparison
 from .tables import BASE
 from ..rewards.names import terms

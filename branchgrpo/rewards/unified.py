@@ -4,30 +4,33 @@
 
 # %% auto #0
 __all__ = ['QUESTION', 'BUSY', 'SERVE', 'LONGEST_WAIT', 'parse_score', 'read_answer', 'image_url', 'chat_messages',
-           'server_address', 'on_this_machine', 'server_key', 'without_key', 'check_status', 'event_loop', 'finished',
-           'open_client', 'failure_reason', 'check_server', 'UnifiedReward', 'score_all', 'score_one']
+           'check_status', 'event_loop', 'finished', 'open_client', 'failure_reason', 'check_server', 'UnifiedReward',
+           'score_all', 'score_one']
 
 # %% ../../nbs/rewards/09_unified.ipynb #5572aece
 import asyncio
 import base64
 import io
-import ipaddress
 import json
 import math
-import os
 import re
 import threading
 from collections.abc import Coroutine
 from functools import cache
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
 
+from branchgrpo.rewards.addresses import (
+    TOKEN,
+    on_this_machine,
+    server_address,
+    server_key,
+    without_key,
+)
 from .clip import as_bytes
 from .contract import check_prompt_count
-from .names import TOKEN, check_no_secret
 
 # %% ../../nbs/rewards/09_unified.ipynb #80973708
 QUESTION = (
@@ -78,51 +81,6 @@ def chat_messages(image: Tensor, prompt: str, side: int) -> list[dict]:
         {"type": "text", "text": QUESTION.format(prompt=prompt)},
     ]
     return [{"role": "user", "content": content}]
-
-# %% ../../nbs/rewards/09_unified.ipynb #1b0fa35d
-def server_address(where: str) -> str:
-    """Return an address without the slash at its end.
-
-    Raises `ValueError` if it is none, or holds a secret.
-    """
-    check_no_secret(where)
-    try:
-        parts = urlsplit(where)
-        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number, half an IPv6 address
-        known = False
-    if not known or not where.isascii() or not where.isprintable():
-        raise ValueError(
-            f"reward: {where!r} is not the address of a server, such as http://localhost:8080/v1"
-        )
-    return where.rstrip("/")
-
-# %% ../../nbs/rewards/09_unified.ipynb #40e82bcf
-def on_this_machine(address: str) -> bool:
-    "Return whether a server is on this machine."
-    host = urlsplit(address).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
-
-# %% ../../nbs/rewards/09_unified.ipynb #6a351013
-def server_key() -> str:
-    """Return the key of the reward's server; empty if there is none.
-
-    Raises `ValueError` if it is no key.
-    """
-    key = os.environ.get(TOKEN, "").strip()
-    if not re.fullmatch(r"[!-~]*", key):
-        raise ValueError(f"{TOKEN}: the value is not one word of printable ASCII characters")
-    return key
-
-# %% ../../nbs/rewards/09_unified.ipynb #6320d76b
-def without_key(text: str) -> str:
-    "Return a text for a message: in one line, at most 120 characters, and without the key."
-    key = server_key()
-    line = " ".join(text.split())
-    return (line.replace(key, "…") if key else line)[:120]
 
 # %% ../../nbs/rewards/09_unified.ipynb #70474bfb
 BUSY = (408, 409, 425, 429)  # of the 4xx

@@ -21,8 +21,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from ..backbones.loading import awake, declared, encoders_of, is_reader, of_all
-from ..policy import Policy
+from ..backbones.declarations import declared
+from ..backbones.memory import awake, encoders_of
+from .ranks import is_reader, of_all
 from ..files import write_atomic
 from ..noise import Noise
 from ..prompts import PromptSet

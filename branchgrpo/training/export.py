@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..backbones.loading import declared
-from ..backbones.published import instead
+from ..backbones.declarations import declared
+from ..temporary import instead
 from ..files import delete, replace_folder, to_disk
 from .config import Settings
 from .learner import Learner

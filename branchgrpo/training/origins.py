@@ -85,7 +85,8 @@ def place_now(setting: str, name: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     # not above: it imports torch
-    from branchgrpo.backbones.loading import BACKBONES, LORA_FILES, is_hub_model
+    from branchgrpo.backbones.lora import LORA_FILES
+    from branchgrpo.backbones.names import BACKBONES, is_hub_model
 
     if setting == "backbone" and name in BACKBONES.names():
         name = BACKBONES.get(name).source
@@ -119,7 +120,7 @@ def first_difference(before: dict[str, str], place: str | Path) -> str | None:
 
 def is_public_name(setting: str, name: str) -> bool:
     "Return whether a name is one of this package or of the hub, and no place of this machine."
-    from branchgrpo.backbones.loading import BACKBONES, is_hub_model
+    from branchgrpo.backbones.names import BACKBONES, is_hub_model
 
     return (setting == "backbone" and name in BACKBONES.names()) or is_hub_model(name)
 

@@ -22,17 +22,12 @@ from typing import Any
 import torch
 
 from .. import recipes
-from branchgrpo.backbones.loading import (
-    adapt_recipe,
-    check_guidance,
-    family,
-    fit_name,
-    is_hub_model,
-    lora_file,
-    own_policy,
-    with_family_sizes,
-)
-from ..backbones.pipeline import check_text
+from ..backbones.defaults import check_guidance, with_family_sizes
+from ..backbones.loading import own_policy
+from ..backbones.lora import lora_file
+from ..backbones.names import family, is_hub_model
+from ..methods.fits import adapt_recipe, fit_name
+from ..backbones.declarations import check_text
 from ..credit import ADVANTAGES, REWARD_SUMS, STDS
 from ..fusion import DENSITY_SCALES
 from ..methods.recipe import Recipe

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import branchgrpo
-from branchgrpo.backbones.loading import folder_of
+from branchgrpo.backbones.names import folder_of
 from branchgrpo.files import parse_table
 
 TABLES = parse_table(Path(__file__).with_name("bad_inputs.yaml").read_text(encoding="utf-8"))

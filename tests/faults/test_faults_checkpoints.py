@@ -21,7 +21,8 @@ from small import rows
 from test_sharding import BEGIN, END, FIT, FULL, processes, settings
 from test_training import config
 
-from branchgrpo.backbones.loading import folder_of, load_backbone
+from branchgrpo.backbones.loading import load_backbone
+from branchgrpo.backbones.names import folder_of
 from branchgrpo.files import append_jsonl, read_jsonl, write_jsonl, write_text
 from branchgrpo.policy import GaussianFlow
 from branchgrpo.reproduction.runs import is_readable

@@ -22,7 +22,7 @@ from test_training import SMALL
 
 from branchgrpo import cli
 from branchgrpo.rewards import scorer, unified
-from branchgrpo.rewards.names import TOKEN
+from branchgrpo.rewards.addresses import TOKEN
 from branchgrpo.rewards.scorer import Scorer, in_background
 from branchgrpo.rewards.unified import UnifiedReward
 from branchgrpo.training.checkpoints import newest

@@ -13,7 +13,7 @@ from test_cluster import submit
 from test_faults_servers import Server, answer, chat, value_of
 
 from branchgrpo import cli
-from branchgrpo.rewards.names import TOKEN
+from branchgrpo.rewards.addresses import TOKEN
 from branchgrpo.training.config import TrainConfig
 
 CANARY = "canary7f3a"
