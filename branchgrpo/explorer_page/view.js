@@ -140,17 +140,23 @@ function begin(name) {
 
 // ---- where a node is -------------------------------------------------------------------------------------------------
 
-function heightsFromRoots(parents) {
-  const roots = parents[0].length;
-  const heights = [Plan.range(roots).map((n) => (n + 0.5) / roots)];
-  let share = 1 / roots;
-  for (const up of parents.slice(1)) {
+// Children share the room of their parent. Where nodes are kept several times, the new ones share the whole height.
+function heightsFromRoots(plan, parents) {
+  const even = (width) => Plan.range(width).map((n) => (n + 0.5) / width);
+  const heights = [even(plan.roots)];
+  let share = 1 / plan.roots;
+  parents.slice(1).forEach((up, i) => {
     const counts = {};
     const order = up.map((n) => (counts[n] = (counts[n] ?? -1) + 1));
-    const split = Math.max(...Object.values(counts)) + 1;
-    heights.push(up.map((n, c) => heights.at(-1)[n] + (split > 1 ? share * ((order[c] + 0.5) / split - 0.5) : 0)));
-    if (split > 1) share /= split;
-  }
+    const most = Math.max(...Object.values(counts)) + 1;
+    if (i in plan.prune_at && most > (plan.splits[i] ?? 1)) {
+      heights.push(even(up.length));
+      share = 1 / up.length;
+      return;
+    }
+    heights.push(up.map((n, c) => heights.at(-1)[n] + (most > 1 ? share * ((order[c] + 0.5) / most - 0.5) : 0)));
+    if (most > 1) share /= most;
+  });
   return heights;
 }
 
@@ -245,7 +251,7 @@ function drawTree(o) {
     fill(svg, ...columns, text);
     return;
   }
-  const unit = Plan.keys(plan.side).length ? heightsFromTrunk(plan) : heightsFromRoots(tree.parents);
+  const unit = Plan.keys(plan.side).length ? heightsFromTrunk(plan) : heightsFromRoots(plan, tree.parents);
   const y = unit.map((hs) => hs.map((h) => 8 + h * (height - 16)));
   const alive = [tree.rewards.map(() => true)];
   for (let d = plan.steps; d > 0; d--) {
@@ -504,7 +510,7 @@ function buildControls() {
       "Pruned while they are made",
       make("p", { class: "note", style: "margin:0 0 6px" }, "Set them in the row survivors, or for the chosen step."),
       pick("keep", { ovf: "most spread (ovf)", best: "the best", random: "any (random)", diverse: "ovf and looks",
-        "re-root": "the best, several times (re-root)", resample: "better ones several times (resample)" }, get("selection"), put("selection")),
+        "re-root": "only the best (re-root)", resample: "drawn by reward (resample)" }, get("selection"), put("selection")),
       when(() => Plan.keys(state.prune_at).length, press("Remove all pruning steps", () => change((s) => (s.prune_at = {})))),
     ),
     group(
