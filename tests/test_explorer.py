@@ -44,6 +44,19 @@ def some(draw, steps, share):
     return [i for i in range(steps) if draw.random() < share]
 
 
+def fans_of(draw, fields, steps):
+    "At some steps each node's own number of children, mostly for as many nodes as there are."
+    fans, width = {}, fields["roots"]
+    for i in range(steps):
+        if i not in fields["splits"] and draw.random() < 0.3 and width < 50:
+            count = width if draw.random() < 0.9 else width + 1
+            fans[i] = [draw.randint(0 if draw.random() < 0.02 else 1, 4) for _ in range(count)]
+            width = sum(fans[i])
+        else:
+            width *= fields["splits"].get(i, 1)
+    return fans
+
+
 def random_plan(draw):
     "A plan that may contradict itself; `None` where the library refuses it."
     steps = draw.randint(1, 14)
@@ -56,13 +69,16 @@ def random_plan(draw):
         fields["stochastic"] = some(draw, steps, 0.8)
     if draw.random() < 0.3:
         fields["trained"] = some(draw, steps, 0.4)
-    kind = draw.choice(("tree", "tree", "side"))
+    kind = draw.choice(("tree", "tree", "fans", "side"))
     if kind == "side":
         fields["side"] = {i: draw.randint(1, 4) for i in some(draw, steps, 0.4)}
         fields |= {"stochastic": None, "noisy_last": draw.random() < 0.05}
     else:
         fields["splits"] = {i: draw.randint(1, 4) for i in some(draw, steps, 0.25)}
         fields["prune_at"] = {i: draw.randint(1, 9) for i in some(draw, steps, 0.2)}
+    if kind == "fans":
+        fields["prune_at"] = {}
+        fields["fans"] = fans_of(draw, fields, steps)
     if draw.random() < 0.4:
         fields["preview_levels"] = draw.choice(("grid", "even"))
         fields["previews"] = {
@@ -113,11 +129,8 @@ COMPLETE = """state => {
 
 
 def as_json(plan):
-    "The fields of a plan that the explorer has; it draws no fans."
-    assert not plan.fans
-    fields = json.loads(json.dumps(plan_fields(plan)))
-    del fields["fans"]
-    return fields
+    "The fields of a plan as the explorer has them."
+    return json.loads(json.dumps(plan_fields(plan)))
 
 
 def shared(plan, fields):
@@ -162,6 +175,28 @@ def library_tree(plan, grown):
     tree = Tree.from_plan(plan)
     tree.parents = [torch.tensor([up]) for up in grown["parents"]]
     return tree, torch.tensor([grown["rewards"]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("rule", ["re-root", "resample"])
+def test_a_rule_that_keeps_a_node_several_times_gives_it_several_children(js, rule):
+    fields = {"steps": 4, "roots": 6, "prune_at": {2: 5}}
+    grown = js(
+        "(f, rule) => { const p = Plan.complete(f); return Plan.grow(p, 3, rule) }", fields, rule
+    )
+    kept = grown["parents"][3]
+    assert len(kept) == 5 and kept == sorted(kept) and len(set(kept)) < 5
+    best = max(range(6), key=lambda node: grown["values"][2][node])
+    assert best in kept and (rule == "resample" or set(kept) == {best})
+    mask = js(
+        "(f, rule) => Plan.trainedEdges(Plan.complete(f), Plan.grow(Plan.complete(f), 3, rule))",
+        fields,
+        rule,
+    )
+    tree, rewards = library_tree(RolloutPlan(**fields), grown)
+    counted = torch.ones_like(rewards, dtype=torch.bool)
+    values = fuse_rewards(tree, rewards, 0.0, "path", counted)
+    expected = keep_edges(tree, counted, "none", values, rewards, PruningOptions())
+    assert mask == [of_depth[0].tolist() for of_depth in expected]
 
 
 @pytest.mark.parametrize("prune", ["none", "parent-top1", "extreme", "depth-window"])

@@ -28,6 +28,12 @@ const Plan = (() => {
     return table;
   }
 
+  // {step: children of each node there}
+  function fanTable(given, steps) {
+    stepSet("fans", Object.keys(given), steps);
+    return Object.fromEntries(keys(given).map((i) => [i, [...given[i]].map(Number)]));
+  }
+
   function previewTable(given, steps, levels) {
     const table = {};
     for (const d of keys(given)) {
@@ -62,6 +68,21 @@ const Plan = (() => {
     }
   }
 
+  function checkFans(p) {
+    for (const i of keys(p.fans)) {
+      const children = p.fans[i];
+      if (i in p.splits || i in p.prune_at || keys(p.side).length) {
+        refuse(`fans: step ${i} cannot split, prune or have side branches, too`);
+      }
+      if (!p.stochastic.has(i) || i === p.steps - 1) {
+        refuse(`fans: step ${i} draws no noise, or is the last, so siblings would be equal`);
+      }
+      if (children.length !== p.populations[i] || !(Math.min(...children) >= 1)) {
+        refuse(`fans: ${children.join(", ")} at step ${i} are not ${p.populations[i]} numbers of at least 1`);
+      }
+    }
+  }
+
   function checkFields(p) {
     const last = p.steps - 1;
     for (const i of p.trained) if (!p.stochastic.has(i)) refuse(`trained: step ${i} is not stochastic`);
@@ -93,6 +114,7 @@ const Plan = (() => {
     p.splits = stepTable("splits", given.splits ?? {}, steps, "factor");
     p.prune_at = stepTable("prune_at", given.prune_at ?? {}, steps, "number of survivors");
     p.side = stepTable("side", given.side ?? {}, steps, "number of branches");
+    p.fans = fanTable(given.fans ?? {}, steps);
     p.preview_levels = given.preview_levels ?? "grid";
     p.previews = previewTable(given.previews ?? {}, steps, p.preview_levels);
     const every = keys(p.side).length ? keys(p.side) : range(steps);
@@ -102,17 +124,20 @@ const Plan = (() => {
     p.populations = populations(p);
     if (keys(p.side).length) checkSide(p);
     checkFields(p);
+    checkFans(p);
     p.lineage = lineage(p);
     return p;
   }
 
   // ---- counts --------------------------------------------------------------------------------------------------------
 
+  // Nodes of the next depth. Numbers alone: a tree too large to draw is counted, too.
   function nextWidth(p, step, width) {
     if (step in p.side) {
       const ended = step === Math.max(...keys(p.side)) ? p.roots : 0; // the trunk ends with its last side step
       return width - ended + p.roots * p.side[step];
     }
+    if (step in p.fans) return sum(p.fans[step]);
     return (p.prune_at[step] ?? width) * (p.splits[step] ?? 1);
   }
 
@@ -122,14 +147,24 @@ const Plan = (() => {
     return widths;
   }
 
-  // The edges of a step that may draw noise: the first's place, their parents, and the children of each.
-  function families(p, step) {
+  // The edges of a step: the parent of each node of the next depth, and whether noise is drawn on the way.
+  function stepEdges(p, step) {
     const width = p.populations[step];
+    const repeated = (children) => children.flatMap((k, n) => Array(k).fill(n));
     if (step in p.side) {
-      const branches = p.roots * p.side[step];
-      return { first: nextWidth(p, step, width) - branches, parents: p.roots, children: p.side[step] };
+      const branches = repeated(Array(p.roots).fill(p.side[step]));
+      const goingOn = range(width).slice(width + branches.length - p.populations[step + 1]);
+      return { parents: [...goingOn, ...branches], drawn: [...goingOn.map(() => false), ...branches.map(() => true)] };
     }
-    return { first: 0, parents: p.prune_at[step] ?? width, children: p.splits[step] ?? 1 };
+    const alike = () => Array(p.prune_at[step] ?? width).fill(p.splits[step] ?? 1);
+    const parents = repeated(p.fans[step] ?? alike());
+    return { parents, drawn: parents.map(() => p.drawn.has(step)) };
+  }
+
+  // How many edges of a step draw noise, and from how many nodes they come.
+  function noisyEdges(p, step) {
+    if (step in p.side) return { edges: p.roots * p.side[step], parents: p.roots };
+    return { edges: p.populations[step + 1], parents: p.prune_at[step] ?? p.populations[step] };
   }
 
   // W_d, or the survivors of a later checkpoint if those are fewer.
@@ -142,19 +177,18 @@ const Plan = (() => {
 
   function previewNodes(p, depth) {
     const width = depth in p.previews ? p.populations[depth] : 0;
-    const first = depth - 1 in p.side ? families(p, depth - 1).first : 0;
-    return { first: Math.min(first, width), count: Math.max(0, width - Math.min(first, width)) };
+    const first = depth - 1 in p.side ? Math.max(0, width - noisyEdges(p, depth - 1).edges) : 0;
+    return { first, count: width - first };
   }
 
   function costs(given, reference = false) {
     const p = given.populations ? given : complete(given);
-    const sided = keys(p.side).length > 0;
     const previewed = keys(p.previews).map((d) => [previewNodes(p, d).count, p.previews[d]]);
     const nodes = sum(p.populations);
     const calls = sum(p.populations.slice(0, -1)) + sum(previewed.map(([n, steps]) => n * sum(steps.map((x) => x - 1))));
     const trained = [...p.trained];
-    const trainedCalls = sum(trained.map((i) => (sided ? p.roots : p.lineage[i])));
-    const trainedEdges = sum(trained.map((i) => (sided ? p.roots * p.side[i] : p.lineage[i + 1])));
+    const trainedCalls = sum(trained.map((i) => Math.min(noisyEdges(p, i).parents, p.lineage[i])));
+    const trainedEdges = sum(trained.map((i) => Math.min(noisyEdges(p, i).edges, p.lineage[i + 1])));
     return {
       calls,
       edges: nodes - p.roots,
@@ -201,37 +235,43 @@ const Plan = (() => {
     return ascending(chosen);
   }
 
+  // Places drawn with odds that rise with the values, with replacement.
+  function resampled(values, k, random) {
+    const mean = sum(values) / values.length;
+    const spread = Math.sqrt(sum(values.map((v) => (v - mean) ** 2)) / Math.max(1, values.length - 1)) || 1;
+    const odds = values.map((v) => Math.exp((v - mean) / spread));
+    const drawOne = () => {
+      let left = random.uniform() * sum(odds);
+      return Math.max(0, odds.findIndex((odd) => (left -= odd) < 0));
+    };
+    return range(k).map(drawOne).sort((a, b) => a - b);
+  }
+
   function choose(rule, values, k, random) {
+    if (rule === "re-root") return Array(k).fill(byValue(values, -1)[0]);
+    if (rule === "resample") return resampled(values, k, random);
     if (rule === "best") return ascending(byValue(values, -1).slice(0, k));
     if (rule === "random") return ascending(byValue(values.map(() => random.uniform()), 1).slice(0, k));
     return mostSpread(values, k);
   }
 
-  function parentsAfter(p, step, survivors) {
-    const { first, parents, children } = families(p, step);
-    const repeated = (nodes, k) => nodes.flatMap((n) => Array(k).fill(n));
-    if (step in p.side) {
-      const width = p.populations[step];
-      return [...range(first).map((n) => width - first + n), ...repeated(range(parents), children)];
-    }
-    return repeated(survivors ?? range(parents), children);
-  }
-
-  // Return the parents and stand-in values of every node, per depth; `selection` chooses at checkpoints.
+  // Return, per depth, every node's parent, whether noise was drawn on the way, and a stand-in value; `selection` chooses
+  // at pruning steps, and may keep a node several times.
   function grow(p, seed = 0, selection = "ovf") {
     const random = normals(seed);
     const common = random.normal();
     const values = [range(p.roots).map(() => (p.same_root ? common : random.normal()))];
     const parents = [range(p.roots).map(() => -1)];
+    const drawn = [range(p.roots).map(() => false)];
     for (const i of range(p.steps)) {
       const survivors = i in p.prune_at ? choose(selection, values[i], p.prune_at[i], random) : null;
-      const up = parentsAfter(p, i, survivors);
-      const { first } = families(p, i);
-      const noisy = p.drawn.has(i);
-      values.push(up.map((n, child) => values[i][n] + (noisy && child >= first ? random.normal() : 0)));
+      const edges = stepEdges(p, i);
+      const up = edges.parents.map((n) => (survivors ? survivors[n] : n));
+      values.push(up.map((n, child) => values[i][n] + (edges.drawn[child] ? random.normal() : 0)));
       parents.push(up);
+      drawn.push(edges.drawn);
     }
-    return { parents, values, rewards: values[p.steps], random };
+    return { parents, drawn, values, rewards: values[p.steps], random };
   }
 
   // Nodes on the paths to the leaves of a mask.
@@ -271,16 +311,23 @@ const Plan = (() => {
     return keep;
   }
 
+  // Whether two nodes of a depth have the same parent, and drew noise.
+  function hasSiblings(tree, depth) {
+    const parents = tree.parents[depth].filter((_, c) => tree.drawn[depth][c]);
+    return new Set(parents).size < parents.length;
+  }
+
   const RULES = {
     none: () => null,
     "parent-top1": (p, tree, leafMask) => {
-      const splits = keys(p.splits).filter((i) => p.splits[i] > 1);
-      if (!splits.length) return null;
-      const last = Math.max(...splits);
-      const values = fused(tree, leafMask)[last + 1];
+      const last = range(p.steps + 1).findLast((d) => hasSiblings(tree, d));
+      if (last === undefined) return null;
+      const values = fused(tree, leafMask)[last];
       const best = {};
-      tree.parents[last + 1].forEach((n, c) => (best[n] === undefined || values[c] > values[best[n]]) && (best[n] = c));
-      return descendants(tree, last + 1, values.map((_, c) => best[tree.parents[last + 1][c]] === c));
+      tree.parents[last].forEach((n, c) => {
+        if (tree.drawn[last][c] && (best[n] === undefined || values[c] > values[best[n]])) best[n] = c;
+      });
+      return descendants(tree, last, values.map((_, c) => !tree.drawn[last][c] || best[tree.parents[last][c]] === c));
     },
     extreme: (p, tree, leafMask, s) => {
       const order = byValue(tree.rewards, 1);
@@ -323,8 +370,7 @@ const Plan = (() => {
     if ((rules.train_fraction ?? 1) !== 1) masks.push(randomSteps(p, tree, rules.train_fraction));
     return tree.parents.map((up, d) => {
       if (!p.trained.has(d - 1)) return up.map(() => false);
-      const { first } = families(p, d - 1); // those before it draw no noise
-      return up.map((_, n) => n >= first && masks.every((m) => m[d][n]));
+      return up.map((_, n) => tree.drawn[d][n] && masks.every((m) => m[d][n]));
     });
   }
 
@@ -391,12 +437,13 @@ const Plan = (() => {
       noisy_last: s.noisy_last,
       same_root: s.same_root,
       side,
+      fans: s.fans,
       previews: previewsOf(s, drawn),
       preview_levels: s.preview_levels,
     };
   }
 
-  return { complete, costs, families, previewNodes, grow, trainedEdges, outcome, planOf, windowOf, keys, range, sum, ascending };
+  return { complete, costs, noisyEdges, previewNodes, grow, trainedEdges, outcome, planOf, windowOf, keys, range, sum, ascending };
 })();
 
 if (typeof module !== "undefined") module.exports = Plan;

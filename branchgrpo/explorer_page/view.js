@@ -69,6 +69,22 @@ function setTable(name, i, value) {
     else delete table[i];
     s[name] = table;
     if (name === "side") [s.noise, s.stochastic] = ["all", null];
+    else s.fans = without(s.fans, i);
+  });
+}
+
+function without(table, i) {
+  const { [i]: _, ...rest } = table;
+  return rest;
+}
+
+// Nodes with their own numbers of children; none: all alike again.
+function setFan(i, children) {
+  change((s) => {
+    byHand("splits", s);
+    s.splits = without(s.splits, i);
+    s.prune_at = without(s.prune_at, i);
+    s.fans = children.length ? { ...s.fans, [i]: children } : without(s.fans, i);
   });
 }
 
@@ -94,6 +110,7 @@ function setSteps(n) {
     const within = (table, most) => Object.fromEntries(Object.entries(table).filter(([i]) => Number(i) < most));
     s.splits = within(s.splits, n - 1);
     s.side = within(s.side, n - 1);
+    s.fans = within(s.fans, n - 1);
     s.prune_at = within(s.prune_at, n);
     s.preview_table = within(s.preview_table, n);
     s.preview_depths = s.preview_depths.filter((d) => d < n);
@@ -123,17 +140,23 @@ function begin(name) {
 
 // ---- where a node is -------------------------------------------------------------------------------------------------
 
-function heightsFromRoots(parents) {
-  const roots = parents[0].length;
-  const heights = [Plan.range(roots).map((n) => (n + 0.5) / roots)];
-  let share = 1 / roots;
-  for (const up of parents.slice(1)) {
+// Children share the room of their parent. Where nodes are kept several times, the new ones share the whole height.
+function heightsFromRoots(plan, parents) {
+  const even = (width) => Plan.range(width).map((n) => (n + 0.5) / width);
+  const heights = [even(plan.roots)];
+  let share = 1 / plan.roots;
+  parents.slice(1).forEach((up, i) => {
     const counts = {};
     const order = up.map((n) => (counts[n] = (counts[n] ?? -1) + 1));
-    const split = Math.max(...Object.values(counts)) + 1;
-    heights.push(up.map((n, c) => heights.at(-1)[n] + (split > 1 ? share * ((order[c] + 0.5) / split - 0.5) : 0)));
-    if (split > 1) share /= split;
-  }
+    const most = Math.max(...Object.values(counts)) + 1;
+    if (i in plan.prune_at && most > (plan.splits[i] ?? 1)) {
+      heights.push(even(up.length));
+      share = 1 / up.length;
+      return;
+    }
+    heights.push(up.map((n, c) => heights.at(-1)[n] + (most > 1 ? share * ((order[c] + 0.5) / most - 0.5) : 0)));
+    if (most > 1) share /= most;
+  });
   return heights;
 }
 
@@ -148,7 +171,7 @@ function heightsFromTrunk(plan) {
       left -= plan.side[i];
       const k = plan.side[i];
       const fresh = trunk.flatMap((y) => Plan.range(k).map((n) => y - (left + 1 + n) / (total + 1) / plan.roots));
-      now = [...now.slice(now.length - Plan.families(plan, i).first), ...fresh];
+      now = [...now.slice(now.length + fresh.length - plan.populations[i + 1]), ...fresh];
     }
     heights.push(now);
   }
@@ -173,9 +196,8 @@ const cross = (x, y, r) => `M${x - r},${y - r}l${2 * r},${2 * r}m0,${-2 * r}l${-
 function edgePaths(o, x, y, alive) {
   const paths = {};
   o.tree.parents.slice(1).forEach((up, i) => {
-    const { first } = Plan.families(o.plan, i);
     up.forEach((n, c) => {
-      const noise = o.plan.drawn.has(i) && c >= first;
+      const noise = o.tree.drawn[i + 1][c];
       const kind = o.mask[i + 1][c] ? "trained" : noise ? "noise" : "plain";
       const name = `${kind}${alive[i + 1][c] ? "" : " gone"}`;
       const [x0, x1, y0, y1] = [x(i), x(i + 1), y[i][n], y[i + 1][c]];
@@ -193,11 +215,10 @@ function nodePaths(o, x, y, size) {
   for (const n of Plan.range(plan.roots)) marks.root.push(dot(x(0), y[0][n], size));
   for (const i of Plan.range(plan.steps)) {
     const going = new Set(tree.parents[i + 1]);
-    const { parents } = Plan.families(plan, i);
-    const many = i in plan.side ? true : (plan.splits[i] ?? 1) > 1;
+    const noisy = Array(plan.populations[i]).fill(0); // edges of each node that draw noise
+    tree.parents[i + 1].forEach((n, c) => (noisy[n] += tree.drawn[i + 1][c]));
     y[i].forEach((h, n) => {
-      const branches = many && (i in plan.side ? n < parents : going.has(n));
-      if (branches) marks.branch.push(dot(x(i), h, i in plan.side ? Math.max(3, size) : size * 1.15));
+      if (noisy[n] > 1 || (i in plan.side && noisy[n])) marks.branch.push(dot(x(i), h, i in plan.side ? Math.max(3, size) : size * 1.15));
       if (i in plan.prune_at && !going.has(n)) marks.pruned.push(cross(x(i), h, size * 0.8));
     });
   }
@@ -230,7 +251,7 @@ function drawTree(o) {
     fill(svg, ...columns, text);
     return;
   }
-  const unit = Plan.keys(plan.side).length ? heightsFromTrunk(plan) : heightsFromRoots(tree.parents);
+  const unit = Plan.keys(plan.side).length ? heightsFromTrunk(plan) : heightsFromRoots(plan, tree.parents);
   const y = unit.map((hs) => hs.map((h) => 8 + h * (height - 16)));
   const alive = [tree.rewards.map(() => true)];
   for (let d = plan.steps; d > 0; d--) {
@@ -300,10 +321,12 @@ function drawKey() {
 function rowsOf(o) {
   const { plan } = o;
   const half = (i) => Math.max(1, Math.floor(plan.populations[i] / 2));
+  const children = (i) => (i in plan.fans ? `${Math.min(...plan.fans[i])}–${Math.max(...plan.fans[i])}` : plan.splits[i]);
   const cut = (name, i, value) => setTable(name, i, i in plan[name] ? 0 : value);
   const rows = {
     branch: {
-      name: "children", on: (i) => (plan.splits[i] ?? 1) > 1, text: (i) => plan.splits[i], click: (i) => cut("splits", i, state.children),
+      name: "children", on: (i) => i in plan.fans || (plan.splits[i] ?? 1) > 1, text: children,
+      click: (i) => (i in plan.fans ? setFan(i, []) : cut("splits", i, state.children)),
       add: (i, n) => setTable("splits", i, (plan.splits[i] ?? 1) + n), off: (i) => i === plan.steps - 1,
     },
     side: {
@@ -410,6 +433,14 @@ function number(text, value, set, most = 9999, least = 1) {
   return fill(make("label", { class: "row" }), ...labelled(text, input));
 }
 
+// A list of whole numbers, such as 4, 2, 1.
+function numbers(text, value, set) {
+  const input = make("input", { type: "text", inputmode: "numeric", "aria-label": text, style: "width: 9em" });
+  input.onchange = () => set((input.value.match(/\d+/g) ?? []).map(Number));
+  follow(input, () => value().join(", "), (words) => (input.value = words));
+  return fill(make("label", { class: "row" }), ...labelled(text, input));
+}
+
 function slider(text, value, set, bounds, unit = (n) => n) {
   const input = make("input", { type: "range", "aria-label": text });
   const out = make("output", {});
@@ -478,7 +509,8 @@ function buildControls() {
     group(
       "Pruned while they are made",
       make("p", { class: "note", style: "margin:0 0 6px" }, "Set them in the row survivors, or for the chosen step."),
-      pick("keep", { ovf: "most spread (ovf)", best: "the best", random: "any (random)", diverse: "ovf and looks" }, get("selection"), put("selection")),
+      pick("keep", { ovf: "most spread (ovf)", best: "the best", random: "any (random)", diverse: "ovf and looks",
+        "re-root": "only the best (re-root)", resample: "drawn by reward (resample)" }, get("selection"), put("selection")),
       when(() => Plan.keys(state.prune_at).length, press("Remove all pruning steps", () => change((s) => (s.prune_at = {})))),
     ),
     group(
@@ -532,7 +564,7 @@ function setNoiseMode(mode) {
   });
 }
 
-const clean = (s) => Object.assign(s, { splits: {}, split_at: "hand", prune_at: {}, noisy_last: false, noise: "all", gradient: null, prune: "none" });
+const clean = (s) => Object.assign(s, { splits: {}, fans: {}, split_at: "hand", prune_at: {}, noisy_last: false, noise: "all", gradient: null, prune: "none" });
 
 function setSideAt(where) {
   change((s) => {
@@ -550,11 +582,13 @@ function buildStep() {
   const title = make("b", {});
   followers.push(() => (title.textContent = `Step ${chosen}`));
   const table = (name) => () => shown.plan[name][chosen] ?? (name === "splits" ? 1 : 0);
+  const fan = () => shown.plan.fans[chosen] ?? [];
   const unless = (condition, element) => when(() => !condition(), element);
   fill(
     $("step"),
     title,
     unless(() => sided(shown.plan) || chosen === state.steps - 1, number("children", table("splits"), (n) => setTable("splits", chosen, n), 64)),
+    unless(() => sided(shown.plan) || chosen === state.steps - 1 || shown.plan.populations[chosen] > 32, numbers("children of each node", fan, (list) => setFan(chosen, list))),
     when(() => sided(shown.plan) && chosen < state.steps - 1, number("side branches", table("side"), (n) => setTable("side", chosen, n), 64, 0)),
     unless(() => sided(shown.plan), number("survivors (0: no pruning here)", table("prune_at"), (n) => setTable("prune_at", chosen, n), 4096, 0)),
     unless(() => sided(shown.plan), check("noise", () => shown.plan.drawn.has(chosen), () => setNoise(chosen))),
@@ -656,7 +690,9 @@ function pythonOf(plan) {
   const given = [String(plan.steps)];
   if (plan.roots > 1) given.push(`roots=${plan.roots}`);
   if (plan.same_root) given.push("same_root=True");
+  const lists = (t) => `{${Plan.keys(t).map((i) => `${i}: (${t[i].join(", ")}${t[i].length > 1 ? "" : ","})`).join(", ")}}`;
   for (const name of ["splits", "prune_at", "side"]) if (Plan.keys(plan[name]).length) given.push(`${name}=${table(plan[name])}`);
+  if (Plan.keys(plan.fans).length) given.push(`fans=${lists(plan.fans)}`);
   const usual = sided(plan) ? Plan.keys(plan.side) : Plan.range(plan.steps);
   if (String([...plan.stochastic]) !== String(usual)) given.push(`stochastic=${set(plan.stochastic)}`);
   if (String([...plan.trained]) !== String([...plan.drawn])) given.push(`trained=${plan.trained.size ? set(plan.trained) : "set()"}`);

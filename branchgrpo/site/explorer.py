@@ -41,6 +41,7 @@ def _by_hand(plan: RolloutPlan) -> dict[str, Any]:
         "children": max(2, factors[0][0]) if factors else 2,
         "side": plan.side,
         "side_at": "hand",
+        "fans": plan.fans,
         "noise": "all" if plan.stochastic == every else "hand",
         "stochastic": None if plan.stochastic == every else sorted(plan.stochastic),
         "gradient": None if plan.trained == plan.drawn else sorted(plan.trained),
