@@ -31,7 +31,7 @@ from ..settings import as_in_training, bounded, read_settings
 class Drawing:
     "What draws the images"
 
-    backbone: str = "tiny-flux"  # a name, a pipeline's folder, a hub name, or a run's folder
+    backbone: str = "tiny-sd3"  # a name, a pipeline's folder, a hub name, or a run's folder
     # of a run: trained (as it was exported: with ema_used the average), ema or base
     weights: str = "trained"
     _: KW_ONLY
