@@ -716,7 +716,7 @@ class BenchOptions:
     "What to measure"
 
     # a name, a pipeline's folder, a hub name, or your own: my_file.py:MyPolicy
-    backbone: str = "tiny-flux"
+    backbone: str = "tiny-sd3"
     # recipes whose seconds per iteration are compared with the first's
     recipes: tuple[str, ...] = TABLE_1
     prompts: int = bounded(1, 1, 10_000)  # prompts per iteration

@@ -22,13 +22,13 @@ class RunSettings:
 
     recipe: str = "branchgrpo"  # a name of `branchgrpo recipes`, or a YAML file of your own
     # a name, a pipeline's folder, a hub name, or your own: my_file.py:MyPolicy
-    backbone: str = "tiny-flux"
+    backbone: str = "tiny-sd3"
     # an adapter to start from: a .safetensors file, a folder, or a hub name
     lora: str | None = None
     # what guidance leads away from; none: the family's, mostly an empty text
     negative_prompt: str | None = None
     # a name, a sum 0.7*hps-v2.1+0.3*clip, norm(a+b), or your own: my_package.scores:redness
-    reward: str = "tiny-clip"
+    reward: str = "tiny-geneval"
     reward_retries: int = bounded(2, 0)  # further calls of a reward that fails
     # the run stops if a larger share of prompts has no finite reward
     max_unscored: float = bounded(0.5, 0, below=1)
