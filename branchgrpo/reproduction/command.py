@@ -265,25 +265,21 @@ def task_lists(todo: "list[Job]", launch: str, nodes: int | None, gpus: int) -> 
     return lists
 
 # %% ../../nbs/reproduction/08_command.ipynb #8444447d
-def hand_to_slurm(jobs: list, o: PageOptions, slurm: SlurmOptions) -> int:
+def hand_to_slurm(jobs: "list[Job]", o: PageOptions, slurm: SlurmOptions) -> int:
     "Hand runs and notebooks to Slurm as job arrays, or show their scripts."
-    from branchgrpo.reproduction.slurm import slurm_scripts, submit
+    from branchgrpo.machine.findings import without_hub
+    from branchgrpo.reproduction.slurm import executor_class, job_arrays, slurm_scripts, submit
 
-    asked: dict[str, Any] = {
-        "scale": o.scale,
-        "gpus": slurm.gpus_per_node,
-        "nodes": slurm.nodes,
-        "hours": slurm.hours,
-    }
-    asked |= {"more": slurm.slurm_options, "launch": o.launch or ""}
     folder = f"{o.output}/slurm"
+    if not o.dry_run:
+        executor_class("slurm")  # raises if there is no Slurm here
+    with without_hub() if o.dry_run else contextlib.nullcontext():
+        lists = task_lists(jobs, o.launch or "", slurm.nodes, slurm.gpus_per_node)
+        arrays = job_arrays(lists, o.scale, slurm.hours, slurm.slurm_options)
     if o.dry_run:
-        from branchgrpo.machine.findings import without_hub
-
-        with without_hub():
-            print(slurm_scripts(jobs, folder, **asked))
+        print(slurm_scripts(arrays, folder))
         return 0
-    sent = submit(jobs, folder, **asked)
+    sent = submit(arrays, folder)
     for name, tasks in sent.items():
         print(
             f"{name}: {len(tasks)} tasks, Slurm job {tasks[0].job_id.split('_')[0]}; logs in"

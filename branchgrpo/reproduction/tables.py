@@ -8,29 +8,15 @@ __all__ = ['BASE', 'Value', 'NOTHING', 'COSTS', 'published', 'base_value', 'with
 
 # %% ../../nbs/reproduction/10_tables.ipynb #0d0cb768
 import csv
-import json
-import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
-from ..evaluation.benchmarks import run_benchmark
-from ..evaluation.evaluate import Evaluator
-from ..evaluation.fields import Evaluation
-from ..files import write_text
-from ..policy import GaussianFlow
+from ..analysis.statistics import mean_interval
 from .comparison import Comparison
-from .records import Runs, run_record, table_of, write_record, write_runs
-from ..analysis.statistics import mean_interval, with_false_discovery
-from ..rewards.names import terms
-from ..training.config import TrainConfig
-from ..training.export import averaged_weights
-from ..training.runs import Run, environment
-from ..training.trainer import Trainer
+from .markdown import cell_text, markdown_table
 
 # %% ../../nbs/reproduction/10_tables.ipynb #b387d529
 def published(

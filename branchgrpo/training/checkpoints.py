@@ -8,7 +8,7 @@ __all__ = ['FORMAT', 'MANIFEST', 'NUMBERS', 'ORIGIN', 'Shapes', 'FILE', 'COUNTS'
            'remove_leftovers', 'set_aside', 'newest', 'superfluous', 'check_origin', 'check_shapes', 'flat',
            'file_numbers', 'TensorWriter', 'packed', 'plain_errors', 'write_tensors', 'read_tensors', 'saved_shapes',
            'shapes_of', 'read_saved_table', 'Progress', 'optimizer_state', 'state_of', 'check_weights',
-           'checkpoint_facts', 'Saver', 'make_anew', 'write_checkpoint', 'delete_old', 'chosen', 'load_checkpoint']
+           'checkpoint_facts', 'make_anew', 'write_checkpoint', 'Saver', 'delete_old', 'chosen', 'load_checkpoint']
 
 # %% ../../nbs/training/10_checkpoints.ipynb #4973c555
 import hashlib
@@ -418,23 +418,6 @@ def checkpoint_facts(learner: Learner, progress: Progress) -> dict[str, Any]:
         "scaler": None if scaler is None else scaler.state_dict(),
     }
 
-# %% ../../nbs/training/10_checkpoints.ipynb #8120e0dd
-@dataclass
-class Saver:
-    "Writes a run's checkpoints, and deletes those that are no longer kept."
-
-    run: Path
-    settings: Settings
-    accelerator: Any
-    saved: int = 0  # the iteration of the last checkpoint; nothing is lost at iteration 0
-
-    def save(self, learner: Learner, progress: Progress) -> None:
-        "Write a checkpoint. Collective. Raises `ValueError` if a weight is not finite."
-        check_weights(learner, progress.iteration)
-        write_checkpoint(self.run / "checkpoints" / f"{progress.iteration:06d}", learner, progress)
-        self.saved = progress.iteration
-        from_main(self.accelerator, lambda: delete_old(self))
-
 # %% ../../nbs/training/10_checkpoints.ipynb #64aeaea0
 def make_anew(folder: Path) -> None:
     "Make an empty folder, in place of what is there."
@@ -463,6 +446,23 @@ def write_checkpoint(folder: Path, learner: Learner, progress: Progress) -> None
         if accelerator.is_main_process:
             delete(temporary)
         raise
+
+# %% ../../nbs/training/10_checkpoints.ipynb #8120e0dd
+@dataclass
+class Saver:
+    "Writes a run's checkpoints, and deletes those that are no longer kept."
+
+    run: Path
+    settings: Settings
+    accelerator: Any
+    saved: int = 0  # the iteration of the last checkpoint; nothing is lost at iteration 0
+
+    def save(self, learner: Learner, progress: Progress) -> None:
+        "Write a checkpoint. Collective. Raises `ValueError` if a weight is not finite."
+        check_weights(learner, progress.iteration)
+        write_checkpoint(self.run / "checkpoints" / f"{progress.iteration:06d}", learner, progress)
+        self.saved = progress.iteration
+        from_main(self.accelerator, lambda: delete_old(self))
 
 # %% ../../nbs/training/10_checkpoints.ipynb #9c7fdc92
 def delete_old(saver: Saver) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..backbones.declarations import declared
 from ..backbones.memory import awake, encoders_of
+from ..policy import Policy
 from .ranks import is_reader, of_all
 from ..files import write_atomic
 from ..noise import Noise
