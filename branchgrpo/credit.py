@@ -290,7 +290,8 @@ def leave_one_out(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> l
     flat = flat_groups(leaf, leaf.isfinite())
     advantages = [torch.zeros_like(r_bar[0])]
     for d in range(1, tree.steps + 1):
-        value, parents = r_bar[d], tree.parents[d].to(leaf.device)
+        value = r_bar[d]
+        parents = tree.parents[d].to(leaf.device)
         of_siblings, n_siblings = others_mean(value, parents, r_bar[d - 1].shape[1])
         of_depth, n_depth = others_mean(value, torch.zeros_like(parents), 1)
         against_depth = torch.where(n_depth > 0, value - of_depth, 0.0)

@@ -260,7 +260,7 @@ def block_of(e: Evaluation, folder: Path) -> int:
     training.
 
     Raises `ValueError` if the folder cannot be made, or its record is damaged."""
-    from branchgrpo.noise import EVALUATION_BLOCK
+    from branchgrpo.training.held_out import EVALUATION_BLOCK
 
     check_output(folder)
     known = read_evaluation(folder).get("block") if (folder / "evaluation.json").is_file() else None

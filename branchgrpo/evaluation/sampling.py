@@ -33,7 +33,8 @@ from branchgrpo.backbones.loading import (
     without_remarks,
 )
 from ..files import bare, write_atomic
-from ..noise import EVALUATION_SEED, Noise
+from ..noise import Noise
+from ..training.held_out import EVALUATION_SEED
 from ..planning import sampling_process
 from ..policy import Policy
 from ..prompts import load_prompts

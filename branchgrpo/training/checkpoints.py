@@ -8,7 +8,7 @@ __all__ = ['FORMAT', 'MANIFEST', 'NUMBERS', 'ORIGIN', 'Shapes', 'FILE', 'COUNTS'
            'remove_leftovers', 'set_aside', 'newest', 'superfluous', 'check_origin', 'check_shapes', 'flat',
            'file_numbers', 'TensorWriter', 'packed', 'plain_errors', 'write_tensors', 'read_tensors', 'saved_shapes',
            'shapes_of', 'read_saved_table', 'Progress', 'optimizer_state', 'state_of', 'check_weights',
-           'checkpoint_facts', 'Saver', 'make_anew', 'write_checkpoint', 'delete_old', 'chosen', 'load_checkpoint']
+           'checkpoint_facts', 'make_anew', 'write_checkpoint', 'Saver', 'delete_old', 'chosen', 'load_checkpoint']
 
 # %% ../../nbs/training/10_checkpoints.ipynb #4973c555
 import hashlib
@@ -220,7 +220,8 @@ def check_origin(place: str, manifest: dict[str, Any], settings: Settings) -> No
     """Raise `ValueError` if a manifest belongs to another recipe, model or numbers; `place` names
     the checkpoint."""
     for name in ORIGIN:
-        found, here = manifest["origin"].get(name), getattr(settings, name)
+        found = manifest["origin"].get(name)
+        here = getattr(settings, name)
         if found != here:
             raise ValueError(
                 f"checkpoint: {place!r} was written for {name} {found!r}, this run has {here!r}"
@@ -268,7 +269,8 @@ def flat(tables: dict[str, Any], prefix: str = "") -> dict[str, Tensor]:
 def file_numbers(tables: dict[str, Any], size: int) -> dict[str, int]:
     """Return in which file each tensor is written, from 1, so that a file has about `size` bytes of
     whole tensors."""
-    numbers, written = {}, 0
+    numbers = {}
+    written = 0
     for name, tensor in flat(tables).items():
         numbers[name] = 1 + written // size
         written += tensor.numel() * tensor.element_size()
@@ -418,6 +420,36 @@ def checkpoint_facts(learner: Learner, progress: Progress) -> dict[str, Any]:
         "scaler": None if scaler is None else scaler.state_dict(),
     }
 
+# %% ../../nbs/training/10_checkpoints.ipynb #64aeaea0
+def make_anew(folder: Path) -> None:
+    "Make an empty folder, in place of what is there."
+    delete(folder)
+    folder.mkdir(parents=True)
+
+# %% ../../nbs/training/10_checkpoints.ipynb #d6ab34a1
+def write_checkpoint(folder: Path, learner: Learner, progress: Progress) -> None:
+    """Write the learner's state under a temporary name, and rename it when all processes have
+    written.
+
+    Collective.
+    """
+    temporary = folder.with_name(f"{folder.name}.tmp")
+    accelerator = learner.accelerator
+    try:
+        from_main(accelerator, lambda: make_anew(temporary))
+        tables = state_of(learner)
+        writer = TensorWriter(temporary, tables)
+        write_tensors(writer, tables)
+        facts, files = (
+            checkpoint_facts(learner, progress),
+            dict(gather_object(list(writer.files.items()))),
+        )
+        from_main(accelerator, lambda: put_in_place(temporary, folder, facts, files))
+    except OSError:
+        if accelerator.is_main_process:
+            delete(temporary)
+        raise
+
 # %% ../../nbs/training/10_checkpoints.ipynb #8120e0dd
 @dataclass
 class Saver:
@@ -434,35 +466,6 @@ class Saver:
         write_checkpoint(self.run / "checkpoints" / f"{progress.iteration:06d}", learner, progress)
         self.saved = progress.iteration
         from_main(self.accelerator, lambda: delete_old(self))
-
-# %% ../../nbs/training/10_checkpoints.ipynb #64aeaea0
-def make_anew(folder: Path) -> None:
-    "Make an empty folder, in place of what is there."
-    delete(folder)
-    folder.mkdir(parents=True)
-
-# %% ../../nbs/training/10_checkpoints.ipynb #d6ab34a1
-def write_checkpoint(folder: Path, learner: Learner, progress: Progress) -> None:
-    """Write the learner's state under a temporary name, and rename it when all processes have
-    written.
-
-    Collective.
-    """
-    temporary, accelerator = folder.with_name(f"{folder.name}.tmp"), learner.accelerator
-    try:
-        from_main(accelerator, lambda: make_anew(temporary))
-        tables = state_of(learner)
-        writer = TensorWriter(temporary, tables)
-        write_tensors(writer, tables)
-        facts, files = (
-            checkpoint_facts(learner, progress),
-            dict(gather_object(list(writer.files.items()))),
-        )
-        from_main(accelerator, lambda: put_in_place(temporary, folder, facts, files))
-    except OSError:
-        if accelerator.is_main_process:
-            delete(temporary)
-        raise
 
 # %% ../../nbs/training/10_checkpoints.ipynb #9c7fdc92
 def delete_old(saver: Saver) -> None:
