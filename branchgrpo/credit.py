@@ -76,7 +76,8 @@ def global_std(value: Tensor, reduce: Callable[[Tensor], Tensor] = own_process) 
     # float64: the difference of two large sums is small
     values = value.nan_to_num().double() * known
     count = known.double().sum()
-    n, total, squares = reduce(torch.stack([count, values.sum(), values.square().sum()]))
+    sums = torch.stack([count, values.sum(), values.square().sum()])
+    n, total, squares = reduce(sums)
     n = n.clamp(min=1)
     mean = total / n
     variance = (squares / n - mean.square()).clamp(min=0)

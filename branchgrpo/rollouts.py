@@ -220,7 +220,8 @@ def show_previews(g: Growth, i: int, x: Tensor, output: Tensor) -> None:
         # the branches of a side step come last, so a slice has them; a list would be sent to the
         # GPU
         start = nodes[0]
-        ends = complete_images(g.process, grid, x[:, start:], output[:, start:], g.predict)
+        some, outputs = x[:, start:], output[:, start:]
+        ends = complete_images(g.process, grid, some, outputs, g.predict)
         g.judge.preview(i, number, ends)
 
 # %% ../nbs/07_rollouts.ipynb #5b117002
@@ -258,9 +259,8 @@ def draw_children(g: Growth, i: int, siblings: Siblings, x: Tensor, output: Tens
     log_probs = log_density(children, dist.mean, dist.std, batch_dims=2)
     if not all(drawn):  # the others have gone on without noise
         some = tree.drawn[i + 1]
-        children = children.where(
-            some.reshape(*some.shape, *[1] * (x.ndim - 2)), tree.latents[i + 1]
-        )
+        of_elements = some.reshape(*some.shape, *[1] * (x.ndim - 2))
+        children = children.where(of_elements, tree.latents[i + 1])
         log_probs = log_probs.where(some, 0.0)
     tree.latents[i + 1] = children
     tree.log_probs[i + 1] = log_probs

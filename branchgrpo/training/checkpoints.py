@@ -350,7 +350,10 @@ def saved_shapes(folder: Path) -> Shapes:
 # %% ../../nbs/training/10_checkpoints.ipynb #54c2e82c
 def shapes_of(tables: dict[str, Any]) -> Shapes:
     "Return the whole shapes of tensors that may be slices."
-    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in flat(tables).items()}
+    shapes = {}
+    for name, tensor in flat(tables).items():
+        shapes[name] = (tuple(tensor.shape), tensor.dtype)
+    return shapes
 
 # %% ../../nbs/training/10_checkpoints.ipynb #be5a7f07
 def read_saved_table(folder: Path, table: str) -> dict[str, Tensor]:
@@ -359,7 +362,9 @@ def read_saved_table(folder: Path, table: str) -> dict[str, Tensor]:
     wanted = {
         name: kind for name, kind in saved_shapes(folder).items() if name.startswith(f"{table}.")
     }
-    state = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in wanted.items()}
+    state = {}
+    for name, (shape, dtype) in wanted.items():
+        state[name] = torch.empty(shape, dtype=dtype)
     read_tensors(folder, state, alone=True)
     return {name.removeprefix(f"{table}."): tensor for name, tensor in state.items()}
 

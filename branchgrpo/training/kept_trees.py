@@ -129,13 +129,16 @@ def keep_tree(x: Experience) -> KeptTree | None:
                 "trained": trained[0].tolist(),
             }
         )
+    parts = {}
+    for name, (_, scores) in x.reward_parts.items():
+        parts[name] = six_digits(scores[0])
     record = {
         "iteration": x.iteration + 1,
         "prompt": x.prompts[0],
         "leaves": x.rewards.shape[1],
         "depths": depths,
         "rewards": six_digits(x.rewards[0]),
-        "parts": {name: six_digits(scores[0]) for name, (_, scores) in x.reward_parts.items()},
+        "parts": parts,
     }
     own = len(x.images) // len(x.rewards)
     still = x.images.ndim == 4  # the x̂₀ of clips are not decoded: that takes seconds each

@@ -167,9 +167,8 @@ def edge_sums(terms: EdgeTerms) -> tuple[Tensor, Tensor]:
     """Return sums over a micro-batch's edges (ρ − 1, outside, loss, KL), and the largest rollout
     mismatch."""
     error = terms.log_ratio.exp() - 1
-    sums = torch.stack(
-        [error.sum(), terms.outside.sum(), terms.loss.detach().sum(), terms.kl.sum()]
-    )
+    loss = terms.loss.detach()
+    sums = torch.stack([error.sum(), terms.outside.sum(), loss.sum(), terms.kl.sum()])
     mismatch = (terms.mismatch.exp() - 1).abs()
     return sums, mismatch.max() if len(mismatch) else mismatch.sum()
 
