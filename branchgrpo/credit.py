@@ -76,7 +76,8 @@ def global_std(value: Tensor, reduce: Callable[[Tensor], Tensor] = own_process) 
     # float64: the difference of two large sums is small
     values = value.nan_to_num().double() * known
     count = known.double().sum()
-    n, total, squares = reduce(torch.stack([count, values.sum(), values.square().sum()]))
+    sums = torch.stack([count, values.sum(), values.square().sum()])
+    n, total, squares = reduce(sums)
     n = n.clamp(min=1)
     mean = total / n
     variance = (squares / n - mean.square()).clamp(min=0)
@@ -290,7 +291,8 @@ def leave_one_out(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> l
     flat = flat_groups(leaf, leaf.isfinite())
     advantages = [torch.zeros_like(r_bar[0])]
     for d in range(1, tree.steps + 1):
-        value, parents = r_bar[d], tree.parents[d].to(leaf.device)
+        value = r_bar[d]
+        parents = tree.parents[d].to(leaf.device)
         of_siblings, n_siblings = others_mean(value, parents, r_bar[d - 1].shape[1])
         of_depth, n_depth = others_mean(value, torch.zeros_like(parents), 1)
         against_depth = torch.where(n_depth > 0, value - of_depth, 0.0)

@@ -293,7 +293,8 @@ _JOINERS = "\u200c\u200d"  # so do these, after a character that is not ASCII
 def ends_unseen(text: str) -> bool:
     """Return whether the last character of a text is a space or mark that changes nothing that one
     sees."""
-    last, before = text[-1], text[-2:-1]
+    last = text[-1]
+    before = text[-2:-1]
     if last in _JOINERS:
         return before.isascii() or re.match(_UNSEEN, before) is not None
     return re.match(_UNSEEN, last) is not None and not re.match(_CHANGING, last)
@@ -470,7 +471,8 @@ REASONS = EVERYWHERE | {
 def behind(error: BaseException) -> Iterator[tuple[BaseException, bool]]:
     """Yield an error and those that led to it, and for each whether it was raised by itself or
     named as the cause."""
-    waiting, seen = [(error, True)], set()
+    waiting = [(error, True)]
+    seen = set()
     while waiting:
         this, direct = waiting.pop(0)
         if id(this) in seen:

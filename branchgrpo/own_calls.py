@@ -195,7 +195,8 @@ def set_autocast_state(found: list[Any]) -> None:
 
 def kernel_flags() -> list[Any]:
     "Return the flags by which PyTorch chooses its kernels."
-    cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
+    cudnn = torch.backends.cudnn
+    cuda = torch.backends.cuda
     strict = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -214,7 +215,8 @@ def kernel_flags() -> list[Any]:
 def set_kernel_flags(found: list[Any]) -> None:
     "Set the flags by which PyTorch chooses its kernels."
     strict, anomaly, of_cudnn, attention, precision = found
-    cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
+    cudnn = torch.backends.cudnn
+    cuda = torch.backends.cuda
     torch.use_deterministic_algorithms(strict[0], warn_only=strict[1])
     torch.set_anomaly_enabled(*anomaly)
     cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32 = of_cudnn

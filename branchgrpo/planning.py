@@ -47,7 +47,9 @@ def make_window(s: MethodSettings) -> Window:
     """Return the recipe's window; without `window_stop` it ends before the last step.
 
     Raises `ValueError` if it does not fit into the steps."""
-    start, size, steps = s.window_start or 0, s.window_size, taken_steps(s)
+    start = s.window_start or 0
+    size = s.window_size
+    steps = taken_steps(s)
     stop = steps - 1 - size if s.window_stop is None else s.window_stop
     if s.window_stop is None and stop < 0 < size:
         raise ValueError(f"window_size: {size} steps do not fit before the last of {steps} steps")
@@ -208,7 +210,8 @@ def with_previews(s: MethodSettings, plan: RolloutPlan) -> RolloutPlan:
 
     Raise `ValueError` naming the setting that is wrong.
     """
-    words, depths = completions_of(s.previews), preview_depths(s.preview_at, plan)
+    words = completions_of(s.previews)
+    depths = preview_depths(s.preview_at, plan)
     if words and s.tail_ratio:
         raise ValueError(
             f"previews: {s.previews!r} needs tail_ratio 0, not {s.tail_ratio}; a solver is not"
@@ -275,7 +278,8 @@ def noise_factors(s: MethodSettings, iteration: int = 0) -> dict[int, float]:
 # %% ../nbs/basics/03_planning.ipynb #78080e6d
 def flow_process(s: MethodSettings, policy=None, iteration: int = 0) -> Transition:
     "Return the reverse process of a flow model at `iteration`."
-    (times, sigmas), start = noise_grid(s, iteration, policy), tail_start(s, iteration)
+    times, sigmas = noise_grid(s, iteration, policy)
+    start = tail_start(s, iteration)
     tail = None if start is None else SolverTail(dpm_solver(sigmas[start:]), start)
     process = flow_transition(
         s.transition, sigmas, s.eta, times, tail=tail, **split_scales(s, iteration)
@@ -297,7 +301,8 @@ def ddim_process(s: MethodSettings, policy, iteration: int = 0) -> Transition:
     times, levels, ends = ddim_levels(policy, s.steps)
     *starts, end = merged_levels(s.steps, s.merged)
     ends = None if len(starts) < s.steps else ends  # a merged step ends where the next one begins
-    grid, scales = (times[starts], levels[[*starts, end]]), split_scales(s, iteration)
+    grid = (times[starts], levels[[*starts, end]])
+    scales = split_scales(s, iteration)
     process = ddim_transition(*grid, s.eta, policy.prediction_type, ends=ends, **scales)
     return with_factors(process, noise_factors(s, iteration))
 

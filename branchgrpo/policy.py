@@ -47,7 +47,8 @@ class GaussianVelocity(nn.Module):
         self.std = std
 
     def forward(self, latents: Tensor, time: Tensor) -> Tensor:
-        x, c2 = latents.float(), self.std**2
+        x = latents.float()
+        c2 = self.std**2
         # (σ − (1−σ)c²) / ((1−σ)²c² + σ²)
         slope = (time - (1 - time) * c2) / ((1 - time) ** 2 * c2 + time**2)
         # v = −m + slope · (x_σ − (1−σ)m)

@@ -141,7 +141,8 @@ def random_steps(
     """
     if not 0 < fraction <= 1:
         raise ValueError(f"train_fraction: {fraction} is not above 0 and at most 1")
-    steps, leaves = sorted(tree.plan.trained), tree.parents[-1].shape[1]
+    steps = sorted(tree.plan.trained)
+    leaves = tree.parents[-1].shape[1]
     # (P, leaves, steps): each step's place in the leaf's random order
     places = []
     for generator in generators:

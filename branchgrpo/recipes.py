@@ -69,7 +69,8 @@ def read_recipe_table(path: Path) -> dict[str, Any]:
 def sourced(key: str, value: object, path: Path) -> tuple[Any, str]:
     """Return `(value, source)` of one line of a recipe's file; `{value: null}` is one where a
     setting may have none."""
-    source, may_be_none = path.name, False
+    source = path.name
+    may_be_none = False
     if isinstance(value, dict) and "value" in value:
         for other in value.keys() - {"value", "source"}:
             raise ValueError(f"{key}: {other!r} in {str(path)!r} is not one of value, source")

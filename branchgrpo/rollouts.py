@@ -74,7 +74,8 @@ class Predictor:
 
     def __call__(self, latents: Tensor, time: Tensor) -> Tensor:
         prompts, width = latents.shape[:2]
-        flat, size = latents.flatten(0, 1), self.max_batch if self.pad else None
+        flat = latents.flatten(0, 1)
+        size = self.max_batch if self.pad else None
         prompt = torch.arange(len(flat), device=latents.device) // width
         outputs = []
         for start, end in chunks(len(flat), self.max_batch):
@@ -122,7 +123,8 @@ def completion_grid(
 ) -> tuple[Tensor, Tensor]:
     "Return the times `(n,)` and the levels `(n + 1,)` of a completion in `n` steps."
     if levels == "even":
-        first, last = float(process.levels[depth]), float(process.levels[-1])
+        first = float(process.levels[depth])
+        last = float(process.levels[-1])
         even = torch.linspace(first, last, n + 1)
         return even[:-1], even
     at = torch.tensor(picked(depth, process.steps, n))
@@ -176,8 +178,10 @@ def prune_or_split(g: Growth, i: int, x: Tensor, output: Tensor) -> Tensor | Non
 
     May add a split to the tree's plan.
     """
-    plan, judge = g.tree.plan, g.judge
-    prunes, looks = i in plan.prune_at, judge.looks_at(plan, i)
+    plan = g.tree.plan
+    judge = g.judge
+    prunes = i in plan.prune_at
+    looks = judge.looks_at(plan, i)
     asks = judge.may_split and i not in plan.splits and i < plan.steps - 1
     if not (prunes or looks or asks):
         return None
@@ -216,7 +220,8 @@ def show_previews(g: Growth, i: int, x: Tensor, output: Tensor) -> None:
         # the branches of a side step come last, so a slice has them; a list would be sent to the
         # GPU
         start = nodes[0]
-        ends = complete_images(g.process, grid, x[:, start:], output[:, start:], g.predict)
+        some, outputs = x[:, start:], output[:, start:]
+        ends = complete_images(g.process, grid, some, outputs, g.predict)
         g.judge.preview(i, number, ends)
 
 # %% ../nbs/07_rollouts.ipynb #5b117002
@@ -237,7 +242,8 @@ def join_edges(g: Growth, i: int, survivors: Tensor | None) -> Siblings:
 # %% ../nbs/07_rollouts.ipynb #2bb6a60c
 def draw_children(g: Growth, i: int, siblings: Siblings, x: Tensor, output: Tensor) -> None:
     "Fill in the nodes of depth `i + 1` from the latents and outputs `(P, C, …)` of their parents."
-    tree, drawn = g.tree, g.tree.plan.shape[i].drawn
+    tree = g.tree
+    drawn = g.tree.plan.shape[i].drawn
     assert tree.lines is not None, "a tree that grows has lines of noise"
     if not all(drawn):
         without_noise = g.process.step(i, x, output, stochastic=False)
@@ -253,9 +259,8 @@ def draw_children(g: Growth, i: int, siblings: Siblings, x: Tensor, output: Tens
     log_probs = log_density(children, dist.mean, dist.std, batch_dims=2)
     if not all(drawn):  # the others have gone on without noise
         some = tree.drawn[i + 1]
-        children = children.where(
-            some.reshape(*some.shape, *[1] * (x.ndim - 2)), tree.latents[i + 1]
-        )
+        of_elements = some.reshape(*some.shape, *[1] * (x.ndim - 2))
+        children = children.where(of_elements, tree.latents[i + 1])
         log_probs = log_probs.where(some, 0.0)
     tree.latents[i + 1] = children
     tree.log_probs[i + 1] = log_probs
@@ -281,7 +286,8 @@ def check_rollout(plan: RolloutPlan, process: Transition, judge: Judge | None) -
             "preview_levels: 'even' needs a flow model; a diffusion model's levels are those of the"
             " grid"
         )
-    last, one = plan.steps - 1, torch.ones(1, 1)
+    last = plan.steps - 1
+    one = torch.ones(1, 1)
     if last in plan.drawn and (
         process.tail is not None or not process.step(last, one, one).std > 0
     ):

@@ -78,7 +78,8 @@ def merged_levels(steps: int, merged: Mapping[int, int]) -> list[int]:
 
     Raises `ValueError` if a step is merged twice, or is none of the grid's.
     """
-    left, end = list(range(steps + 1)), 0
+    left = list(range(steps + 1))
+    end = 0
     for first, count in sorted(merged.items()):
         if not 0 <= first < steps:
             raise ValueError(f"merged: step {first} is outside 0…{steps - 1}")
@@ -148,7 +149,8 @@ def _with_fresh_noise(
     one."""
     x, v = x.float(), velocity.float()
     # x̂₀ = x − σ·v, x̂₁ = x + (1 − σ)·v
-    x0_hat, x1_hat = x - sigma * v, x + (1 - sigma) * v
+    x0_hat = x - sigma * v
+    x1_hat = x + (1 - sigma) * v
     old_noise = torch.as_tensor(sigma_next**2 - std**2).clamp(min=0).sqrt()
     # μ = (1 − σ')·x̂₀ + √(σ'² − std²)·x̂₁
     return Gaussian((1 - sigma_next) * x0_hat + old_noise * x1_hat, std, x0_hat)
@@ -206,7 +208,8 @@ def _x0_and_noise(
     x: Tensor, output: Tensor, alpha_bar: Tensor, prediction_type: str
 ) -> tuple[Tensor, Tensor]:
     "Return the predictions x̂₀ and ε̂ of a variance-preserving model; x = √ᾱ·x₀ + √(1 − ᾱ)·ε."
-    signal, noise = alpha_bar**0.5, (1 - alpha_bar) ** 0.5
+    signal = alpha_bar**0.5
+    noise = (1 - alpha_bar) ** 0.5
     if prediction_type == "epsilon":
         return (x - noise * output) / signal, output
     if prediction_type == "v_prediction":
@@ -233,7 +236,8 @@ def ddim_step(
     1).
     """
     x, output = x.float(), model_output.float()
-    ab, ab_next = torch.as_tensor(alpha_bar).float(), torch.as_tensor(alpha_bar_next).float()
+    ab = torch.as_tensor(alpha_bar).float()
+    ab_next = torch.as_tensor(alpha_bar_next).float()
     x0_hat, noise = _x0_and_noise(x, output, ab, prediction_type)
     # std = η·√((1 − ᾱ')/(1 − ᾱ)·(1 − ᾱ/ᾱ'))
     std = eta * ((1 - ab_next) / (1 - ab) * (1 - ab / ab_next)) ** 0.5

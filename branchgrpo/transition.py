@@ -235,6 +235,7 @@ def dpm_solver(sigmas: Tensor):
     )
     left = sigmas.float().cpu()
     solver.set_timesteps(len(left) - 1)
-    solver.sigmas, solver.timesteps = left, left[:-1] * 1000
+    solver.sigmas = left
+    solver.timesteps = left[:-1] * 1000
     solver.set_begin_index(0)
     return solver

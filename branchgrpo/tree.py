@@ -25,7 +25,8 @@ def plan_edges(
     if depth:
         parents, drawn = plan.shape[depth - 1]
     else:
-        parents, drawn = (-1,) * plan.roots, (False,) * plan.roots
+        parents = (-1,) * plan.roots
+        drawn = (False,) * plan.roots
     return (
         torch.tensor(parents, device=device).expand(prompts, -1),
         torch.tensor(drawn, device=device).expand(prompts, -1),

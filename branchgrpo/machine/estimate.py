@@ -32,7 +32,8 @@ from branchgrpo.machine.counting import (
     decoding_cost,
     weight_bytes,
 )
-from ..noise import EVALUATION_BLOCK, Noise
+from ..noise import Noise
+from ..training.held_out import EVALUATION_BLOCK
 from ..objective import needs_means
 from ..plan import RolloutPlan, plan_cost
 from ..planning import plan_of

@@ -220,7 +220,8 @@ def check_origin(place: str, manifest: dict[str, Any], settings: Settings) -> No
     """Raise `ValueError` if a manifest belongs to another recipe, model or numbers; `place` names
     the checkpoint."""
     for name in ORIGIN:
-        found, here = manifest["origin"].get(name), getattr(settings, name)
+        found = manifest["origin"].get(name)
+        here = getattr(settings, name)
         if found != here:
             raise ValueError(
                 f"checkpoint: {place!r} was written for {name} {found!r}, this run has {here!r}"
@@ -268,7 +269,8 @@ def flat(tables: dict[str, Any], prefix: str = "") -> dict[str, Tensor]:
 def file_numbers(tables: dict[str, Any], size: int) -> dict[str, int]:
     """Return in which file each tensor is written, from 1, so that a file has about `size` bytes of
     whole tensors."""
-    numbers, written = {}, 0
+    numbers = {}
+    written = 0
     for name, tensor in flat(tables).items():
         numbers[name] = 1 + written // size
         written += tensor.numel() * tensor.element_size()
@@ -348,7 +350,10 @@ def saved_shapes(folder: Path) -> Shapes:
 # %% ../../nbs/training/10_checkpoints.ipynb #54c2e82c
 def shapes_of(tables: dict[str, Any]) -> Shapes:
     "Return the whole shapes of tensors that may be slices."
-    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in flat(tables).items()}
+    shapes = {}
+    for name, tensor in flat(tables).items():
+        shapes[name] = (tuple(tensor.shape), tensor.dtype)
+    return shapes
 
 # %% ../../nbs/training/10_checkpoints.ipynb #be5a7f07
 def read_saved_table(folder: Path, table: str) -> dict[str, Tensor]:
@@ -357,7 +362,9 @@ def read_saved_table(folder: Path, table: str) -> dict[str, Tensor]:
     wanted = {
         name: kind for name, kind in saved_shapes(folder).items() if name.startswith(f"{table}.")
     }
-    state = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in wanted.items()}
+    state = {}
+    for name, (shape, dtype) in wanted.items():
+        state[name] = torch.empty(shape, dtype=dtype)
     read_tensors(folder, state, alone=True)
     return {name.removeprefix(f"{table}."): tensor for name, tensor in state.items()}
 
@@ -431,7 +438,8 @@ def write_checkpoint(folder: Path, learner: Learner, progress: Progress) -> None
 
     Collective.
     """
-    temporary, accelerator = folder.with_name(f"{folder.name}.tmp"), learner.accelerator
+    temporary = folder.with_name(f"{folder.name}.tmp")
+    accelerator = learner.accelerator
     try:
         from_main(accelerator, lambda: make_anew(temporary))
         tables = state_of(learner)

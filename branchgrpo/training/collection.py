@@ -23,7 +23,8 @@ from ..policy import Policy
 from ..prompts import PromptSet
 from ..rewards.scorer import Scorer, do_nothing, part_weights
 from ..rollouts import Judge, rollout
-from ..selection import AdaptiveSplits, FEATURES, Seen, choose, looks_at_images
+from ..selection import FEATURES, Seen, choose, looks_at_images
+from ..methods.adaptive_splits import AdaptiveSplits
 from .conditioning import Conditioner, draw_prompts
 from .config import Settings
 from .experience import Experience
@@ -148,7 +149,8 @@ def seen_by(s: Settings, rule: str, rewards_of: RolloutRewards, prompts: int) ->
 
 def make_judge(c: Collector, prompts: list[str], noise: Noise, keeps: bool = False) -> RewardJudge:
     "Return the judge of an iteration's trees; `keeps`: with a sketch of the first one."
-    s, size = c.settings, images_per_call(c.settings, [c.scorer])
+    s = c.settings
+    size = images_per_call(c.settings, [c.scorer])
     rewards_of = RolloutRewards(c.policy, c.scorer, prompts, c.accelerator, size, c.group, c.watch)
     judge = RewardJudge(s, rewards_of, noise, Sketch(MOST_INNER if keeps else 0))
     if s.adaptive and not isinstance(s.splits, str):
@@ -213,7 +215,8 @@ def collect(c: Collector, iteration: int) -> Experience:
 
     Raise `TooManyUnscored` if too many prompts have no reward.
     """
-    prompts, noise = c.draw(iteration), c.noise(iteration)
+    prompts = c.draw(iteration)
+    noise = c.noise(iteration)
     conditioning = c.conditioner(prompts)
     is_kept = c.accelerator.is_main_process and tree_is_due(c.settings, iteration + 1)
     judge = make_judge(c, prompts, noise, is_kept)

@@ -220,7 +220,8 @@ def turns() -> list[bool]:
     "Return whether this process encodes in the first turn, and in the second."
     if not dist.is_initialized():
         return [True, False]
-    reader, first = is_reader(), dist.get_rank() == 0
+    reader = is_reader()
+    first = dist.get_rank() == 0
     return [reader and first, reader and not first]
 
 # %% ../../nbs/training/04_conditioning.ipynb #988d7282
@@ -230,7 +231,8 @@ def encode_ahead(conditioner: Conditioner, prompts: list[str]) -> None:
 
     The processes meet after every batch, so nobody waits for longer than one takes. Does nothing
     without a folder. All processes call it together."""
-    store, pipeline = conditioner.store, getattr(conditioner.policy, "pipeline", None)
+    store = conditioner.store
+    pipeline = getattr(conditioner.policy, "pipeline", None)
     if store is None:
         return
     everyone = [prompt for part in of_all(prompts) for prompt in part]

@@ -128,7 +128,8 @@ def inverse_gradient(process: Transition, step: int) -> float:
 
     Source: Flash-GRPO.
     """
-    zero, one = torch.zeros(1, 1), torch.ones(1, 1)
+    zero = torch.zeros(1, 1)
+    one = torch.ones(1, 1)
     dist = process.step(step, zero, one)
     slope = (dist.mean - process.step(step, zero, zero).mean).abs()
     return float(dist.std / slope)

@@ -167,7 +167,8 @@ def write_result(learner: Learner, target: Path, state: dict[str, torch.Tensor])
     "Write an adapter or a model, with its scheduler and how to draw, whole or not at all."
     temporary = target.with_name(f"{target.name}.tmp")
     delete(temporary)
-    policy, s = learner.policy, learner.settings
+    policy = learner.policy
+    s = learner.settings
     parts = (
         {"scheduler": policy.trained_scheduler(s.shift)}
         if hasattr(policy, "trained_scheduler")

@@ -82,7 +82,8 @@ def small_jpeg(image: Tensor) -> str:
         .cpu()
         .numpy()
     )
-    small, file = Image.fromarray(pixels), BytesIO()
+    small = Image.fromarray(pixels)
+    file = BytesIO()
     small.thumbnail((LARGEST_SIDE, LARGEST_SIDE))
     small.save(file, format="jpeg", quality=90, subsampling=0)
     return base64.b64encode(file.getvalue()).decode()
@@ -128,13 +129,16 @@ def keep_tree(x: Experience) -> KeptTree | None:
                 "trained": trained[0].tolist(),
             }
         )
+    parts = {}
+    for name, (_, scores) in x.reward_parts.items():
+        parts[name] = six_digits(scores[0])
     record = {
         "iteration": x.iteration + 1,
         "prompt": x.prompts[0],
         "leaves": x.rewards.shape[1],
         "depths": depths,
         "rewards": six_digits(x.rewards[0]),
-        "parts": {name: six_digits(scores[0]) for name, (_, scores) in x.reward_parts.items()},
+        "parts": parts,
     }
     own = len(x.images) // len(x.rewards)
     still = x.images.ndim == 4  # the x̂₀ of clips are not decoded: that takes seconds each

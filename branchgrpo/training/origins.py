@@ -218,7 +218,8 @@ def check_same_origins(
     does not know them."""
     now = origins_of(settings, run)
     for setting in ORIGINS:
-        before, after = info.get("origins", {}).get(setting), now.get(setting)
+        before = info.get("origins", {}).get(setting)
+        after = now.get(setting)
         if before is None or after is None:
             continue
         if file := first_difference(before["files"], after["place"]):

@@ -210,7 +210,8 @@ def check_choices(s: Settings) -> None:
     for setting, known in CLOSED_CHOICES.items():
         check_one_of(setting, getattr(s, setting), known)
     for setting, table in CODED.items():
-        name, off = getattr(s, setting), OFF.get(setting)
+        name = getattr(s, setting)
+        off = OFF.get(setting)
         if name == off:
             continue
         if not table.has(name):
@@ -291,7 +292,8 @@ def check_adaptive(s: MethodSettings, plan: RolloutPlan) -> None:
         raise ValueError(
             f"branch_factor: {s.branch_factor} is below 2, so adaptive splits would split nothing"
         )
-    last, free = latest_split(s), plan.steps - 2
+    last = latest_split(s)
+    free = plan.steps - 2
     if min(s.splits) < 0 or last > free:
         raise ValueError(
             f"splits: {s.splits} are not all within 0…{free}, where adaptive splits are allowed"
@@ -526,10 +528,12 @@ def check_noise(s: MethodSettings, kind: str, policy=None, precision: str = "no"
     policy = GaussianFlow() if kind == "flow" else policy
     if policy is None:
         return
-    together, process = frozenset(), process_of(s, policy)
+    together = frozenset()
+    process = process_of(s, policy)
     moving = s.noise_factors and s.window != "none"
     for at in at_places(s):
-        own, drawn = process_of(at, policy), drawn_steps(at, plan_of(at))
+        own = process_of(at, policy)
+        drawn = drawn_steps(at, plan_of(at))
         if own.tail is None and not (own.amplitude or moving):
             together |= drawn
         else:

@@ -293,7 +293,8 @@ def prompt_facts(prompts: "PromptSet") -> dict[str, Any]:
     `few` says that a few test prompts are a random sample; without it they are the first ones."""
     from branchgrpo.prompts import rows_of  # not above: a look at runs needs no torch
 
-    train, test = list(prompts.train), list(prompts.test)
+    train = list(prompts.train)
+    test = list(prompts.test)
     every = [*test, *train]
     rows = {prompt: row for prompt, row in zip(every, rows_of(every)) if row}
     digest = short_digest(json.dumps([train, test, rows], default=str))

@@ -81,7 +81,9 @@ def start_arguments(
 ) -> dict[str, Any]:
     """Return the arguments with which a tracker starts its run, or goes on with it after
     `iteration`."""
-    title, known, has_run = Path(folder).name, state["id"], state["step"] >= 0
+    title = Path(folder).name
+    known = state["id"]
+    has_run = state["step"] >= 0
     arguments: dict[str, dict[str, Any]] = {
         "tensorboard": {"purge_step": iteration + 1 if iteration else 0},
         "wandb": {"id": known, "name": title, "resume": "allow", "dir": folder},
@@ -129,7 +131,9 @@ class TrackedRun:
     training's."""
 
     def __init__(self, accelerator: Accelerator, name: str, folder: str):
-        self.accelerator, self.name, self.folder = accelerator, name, folder
+        self.accelerator = accelerator
+        self.name = name
+        self.folder = folder
         self.state: dict[str, Any] = {}
         self.keeps_state = accelerator.is_main_process and name != "tensorboard"
 

@@ -136,9 +136,11 @@ class ProgressBar(Callback):
     a line a minute."""
 
     def on_start(self, trainer):
-        s, has_parent = trainer.settings, multiprocessing.parent_process() is not None
+        s = trainer.settings
+        has_parent = multiprocessing.parent_process() is not None
         shows = trainer.accelerator.is_main_process and not has_parent
-        self.in_log, self.said = shows and is_log(), time.monotonic()
+        self.in_log = shows and is_log()
+        self.said = time.monotonic()
         delay, disable = (math.inf, False) if self.in_log else (0.0, None if shows else True)
         first = trainer.progress.iteration
         if trainer.base and shows and not in_notebook():
@@ -252,7 +254,8 @@ class Iterations:
         began = time.perf_counter()
         with gathered(self.learner.policy.denoiser):
             experience = collect(self.collector, iteration)
-        experience.began, experience.ended = began, time.perf_counter()
+        experience.began = began
+        experience.ended = time.perf_counter()
         return experience
 
     def credit(self, experience: Experience) -> None:
@@ -270,8 +273,10 @@ class Iterations:
 
     def count(self, experience: Experience, means: dict[str, float]) -> dict[str, Any]:
         "Add an iteration to the progress; return its row of metrics.jsonl."
-        now, processes = time.perf_counter(), self.accelerator.num_processes
-        counts, plan = self.progress.counts, experience.tree.plan
+        now = time.perf_counter()
+        processes = self.accelerator.num_processes
+        counts = self.progress.counts
+        plan = experience.tree.plan
         counts["denoiser_calls"] += self.settings.prompts_per_iteration * plan.denoiser_calls
         counts["trained_calls"] += round(means.pop("calls") * processes)
         counts["optimiser_steps"] += round(means.pop("optimiser_steps"))
@@ -352,7 +357,8 @@ class ResumableRun(Iterations):
         # first, since the disk may be full
         from_main(self.accelerator, lambda: remove_leftovers(run.path))
         self.progress = load_checkpoint(run.path, self.learner)
-        done, s = self.progress.iteration, self.settings
+        done = self.progress.iteration
+        s = self.settings
         from_main(self.accelerator, lambda: rewind(run, done))
         to_come = []
         for iteration in range(done, s.iterations):
@@ -450,7 +456,8 @@ class Trainer(ResumableRun):
     def evaluate(self, run: Run) -> dict[str, float]:
         """Score the policy on held-out prompts, if that is due at the iteration that was reached;
         return the scores."""
-        s, done = self.settings, self.progress.iteration
+        s = self.settings
+        done = self.progress.iteration
         if not s.evaluate_every or (done % s.evaluate_every and done != s.iterations):
             return {}
         with averaged_weights(self.learner, s.ema_used), gathered(self.learner.policy.denoiser):

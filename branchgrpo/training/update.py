@@ -55,7 +55,8 @@ def micro_batches(
 ) -> list[MicroBatch]:
     """Return the micro-batches of an update, step by step; each process takes every `ranks`-th
     parent."""
-    batches, dealt = [], 0
+    batches = []
+    dealt = 0
     for step in sorted(tree.plan.trained):
         edges = edges_in(tree, edge_mask[step + 1], step)
         turn = torch.arange(len(edges.parents), device=tree.device) + 1 + dealt
@@ -83,7 +84,8 @@ def no_edges(tree: Tree) -> MicroBatch:
 def shared_micro_batches(learner: Learner, tree: Tree, edge_mask: list[Tensor]) -> list[MicroBatch]:
     """Return the micro-batches of this process, at least one; as many as on all others where
     weights are sharded."""
-    s, processes = learner.settings, learner.accelerator
+    s = learner.settings
+    processes = learner.accelerator
     rank = processes.process_index % s.ranks_per_prompt
     batches = micro_batches(tree, edge_mask, s.train_batch or s.max_batch, rank, s.ranks_per_prompt)
     count = most_of(processes, len(batches)) if learner.is_sharded else len(batches)
@@ -133,7 +135,8 @@ class EdgeTerms:
 def edge_terms(learner: Learner, x: Experience, batch: MicroBatch) -> EdgeTerms:
     "Return the loss of a micro-batch's edges and what is reported of them."
     s = learner.settings
-    ratio, rule = RATIOS.get(s.ratio), LOSSES.get(s.loss)
+    ratio = RATIOS.get(s.ratio)
+    rule = LOSSES.get(s.loss)
     reference = reference_means(learner, x, batch)
     parents = revisited(learner, x, batch, learner.policy)
     dist = parents.at(batch.parent)  # of every edge
@@ -164,9 +167,8 @@ def edge_sums(terms: EdgeTerms) -> tuple[Tensor, Tensor]:
     """Return sums over a micro-batch's edges (ρ − 1, outside, loss, KL), and the largest rollout
     mismatch."""
     error = terms.log_ratio.exp() - 1
-    sums = torch.stack(
-        [error.sum(), terms.outside.sum(), terms.loss.detach().sum(), terms.kl.sum()]
-    )
+    loss = terms.loss.detach()
+    sums = torch.stack([error.sum(), terms.outside.sum(), loss.sum(), terms.kl.sum()])
     mismatch = (terms.mismatch.exp() - 1).abs()
     return sums, mismatch.max() if len(mismatch) else mismatch.sum()
 
@@ -230,7 +232,7 @@ def optimiser_step(learner: Learner, losses: Tensor | None = None) -> tuple[Tens
 class TooManySkipped(ValueError):
     "The gradient was not finite in `max_skipped` updates in a row."
 
-# %% ../../nbs/training/08_update.ipynb #6b6d7df2
+
 def count_skipped(learner: Learner, taken: bool) -> None:
     "Count updates in a row without a step. Raise `TooManySkipped` at `max_skipped`."
     learner.skipped_in_a_row = 0 if taken else learner.skipped_in_a_row + 1
