@@ -8,36 +8,24 @@ __all__ = ['DRAWING_STEPS', 'RESOLVED', 'pipeline_steps', 'drawing_steps', 'draw
 
 # %% ../../nbs/evaluation/00_sampling.ipynb #794292bf
 import inspect
-import re
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors.torch import load_model
 from torch import Tensor
 
-from ..backbones.loading import load_backbone
-from ..backbones.names import BACKBONES, TINY, family, folder_of, read_index
-from ..backbones.declarations import declared
-from ..backbones.lora import load_lora
-from ..backbones.defaults import takes_guidance
-from ..temporary import without_remarks
+from ..backbones.names import BACKBONES, folder_of, read_index
+from .policies import is_run, load_policy
 from ..files import bare, write_atomic
 from ..noise import Noise
 from ..training.held_out import EVALUATION_SEED
+from ..own import is_own_name
 from ..planning import sampling_process
 from ..policy import Policy
-from ..prompts import load_prompts
-from ..registry import import_target
-from ..messages import check_one_of, shown
-from ..own import is_own_name
 from ..rollouts import Predictor, ends_without_noise
-from ..training.checkpoints import newest, read_saved_table
 from ..viewing.images import image_sheet
-from ..training.origins import settings_from
-from ..training.runs import Run, recorded_run
+from ..training.runs import recorded_run
 from ..transition import Transition
 
 # %% ../../nbs/evaluation/00_sampling.ipynb #2079291d
