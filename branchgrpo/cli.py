@@ -143,7 +143,8 @@ def train_seeds(given: dict[str, Any]) -> int:
     "Train a run of each seed, one after the other; end with the first that fails or is stopped."
     configs = configs_of(given)
     check_seeds(configs)
-    is_main, runs = variable("RANK", 0) == 0, []
+    is_main = variable("RANK", 0) == 0
+    runs = []
     with StopSignal() as stop:
         for n, config in enumerate(configs):
             if is_main:

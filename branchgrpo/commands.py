@@ -223,7 +223,8 @@ def score(given: dict[str, Any]) -> int:
     processes = variable("WORLD_SIZE", 1, least=1)
     rank, local = variable("RANK", 0, most=processes - 1), variable("LOCAL_RANK", 0)
     device = f"cuda:{local}" if torch.cuda.is_available() else "cpu"
-    drawn, place = options(Evaluation, given), (Path(where.output), rank, processes, device)
+    drawn = options(Evaluation, given)
+    place = (Path(where.output), rank, processes, device)
     if is_of_run and "weights" not in given:
         summary = evaluate_run(drawn, *place, tell=tell_progress)
     else:
@@ -329,7 +330,8 @@ def draw_row(o: SampleOptions, drawing: Drawing, device: str) -> DrawnRow:
     from branchgrpo.viewing.run import enlarged
 
     policy = drawing.policy(device)
-    steps, seed = drawing_steps(drawing.backbone, o.steps), drawing_seed(drawing.seed)
+    steps = drawing_steps(drawing.backbone, o.steps)
+    seed = drawing_seed(drawing.seed)
     images = sample(policy, o.prompt, steps, seed)
     right = truths(drawing.backbone, images, o.prompt)
     found = f"; {sum(right)} of {len(right)} right, by the checker" if right else ""
@@ -348,7 +350,8 @@ def save_rows(output: Path, rows: list[DrawnRow]) -> None:
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
 
-    sheet = Image.new("RGB", (rows[0].image.width, sum(row.image.height for row in rows)))
+    height = sum(row.image.height for row in rows)
+    sheet = Image.new("RGB", (rows[0].image.width, height))
     top = 0
     for row in rows:
         sheet.paste(row.image, (0, top))
@@ -420,7 +423,8 @@ def doctor(given: dict[str, Any]) -> int:
     warnings.filterwarnings("ignore")
     machine = options(MachineOptions, given)
     seeds = read_seeds(given.pop("seeds")) if given.get("seeds") is not None else []
-    config = TrainConfig.from_dict({k: v for k, v in given.items() if not hasattr(machine, k)})
+    settings = {name: value for name, value in given.items() if not hasattr(machine, name)}
+    config = TrainConfig.from_dict(settings)
     gpus = gpus_for(machine.gpus, machine.gpu_memory)
     with while_hub_answers(config.backbone, config.prompts):
         settings = resolve(config)
@@ -620,7 +624,8 @@ def show_models(given: dict[str, Any]) -> int:
     o = options(ModelOptions, given)
     if o.backbone is not None:
         return show_table([model_facts(o.backbone)], True, o.json)
-    return show_table([model_row(name) for name in (*BACKBONES.names(), *PUBLISHED)], False, o.json)
+    names = [*BACKBONES.names(), *PUBLISHED]
+    return show_table([model_row(name) for name in names], False, o.json)
 
 # %% ../nbs/cli/01_commands.ipynb #a7d26503
 def prompts_row(name: str) -> Row:

@@ -21,14 +21,11 @@ import typing
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from .files import read_table
 from .registry import import_target, shown
 from .settings import MethodSettings, READERS, RETIRED, without_none, without_retired
-
-if TYPE_CHECKING:
-    from _typeshed import SupportsWrite
 
 # %% ../nbs/cli/00_options.ipynb #60df4fef
 def sections_of(cls: type) -> list[type]:
@@ -103,7 +100,8 @@ def group_of(parser: argparse.ArgumentParser, title: str) -> argparse._ArgumentG
 
 def add_section(parser: argparse.ArgumentParser, cls: type) -> None:
     "Add the fields that a dataclass declares itself, as one group of flags."
-    hints, comments = typing.get_type_hints(cls), comments_in(cls.__module__).get(cls.__name__, {})
+    hints = typing.get_type_hints(cls)
+    comments = comments_in(cls.__module__).get(cls.__name__, {})
     group = group_of(parser, inspect.cleandoc(cls.__doc__ or "").rstrip("."))
     own = inspect.get_annotations(cls)
     for part in dataclasses.fields(cls):
@@ -136,7 +134,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(one_line(message, self))
 
-    def print_help(self, file: "SupportsWrite[str] | None" = None) -> None:
+    def print_help(self, file: Any = None) -> None:
         texts = {action: action.help for action in self._actions}
         for action in texts:
             if self.first and action.dest not in (*self.first, "help", "help_all"):

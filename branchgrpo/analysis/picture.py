@@ -9,13 +9,12 @@ __all__ = ['group_colours', 'spread_apart', 'draw_group', 'name_lines', 'draw_le
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from .curves import Group
-from ..viewing.style import PALETTE, STYLE, colour_of
+from ..viewing.style import PALETTE, STYLE, colour_of, column
 
 # %% ../../nbs/analysis/02_picture.ipynb #4d5b2af4
 def group_colours(groups: list[Group]) -> dict[str, str]:
@@ -51,9 +50,10 @@ def draw_group(ax: Axes, group: Group, metric: str, x: str, colour: str) -> tupl
     line."""
     rows = [curve.of(metric) for curve in group.curves]
     count = min(map(len, rows))
-    xs = np.array([[row[x] for row in run[:count]] for run in rows]).mean(0)
-    ys = np.array([[row[metric] for row in run[:count]] for run in rows])
-    ax.plot(xs, ys.mean(0), color=colour, lw=1.6, marker="o" if count < 6 else None, ms=3)
+    xs = column(rows, x, count).mean(0)
+    ys = column(rows, metric, count)
+    marker = "o" if count < 6 else None
+    ax.plot(xs, ys.mean(0), color=colour, lw=1.6, marker=marker, ms=3)
     if len(ys) > 1:
         ax.fill_between(xs, ys.min(0), ys.max(0), color=colour, alpha=0.15, lw=0)
     return float(xs[-1]), float(ys[:, -1].mean())

@@ -167,7 +167,9 @@ def unpaired_difference(ours: list[float], theirs: list[float], level: float = 0
         raise ValueError("seeds: an interval needs two or more of each group")
     distance = float(np.mean(ours) - np.mean(theirs))
     if np.ptp(ours) == 0 and np.ptp(theirs) == 0:
-        low, high, p = distance, distance, float(distance == 0)
+        low = distance
+        high = distance
+        p = float(distance == 0)
     else:
         tested = ttest_ind(ours, theirs, equal_var=False)
         interval = tested.confidence_interval(level)

@@ -65,7 +65,10 @@ def train_all(configs: dict[tuple, TrainConfig], root: str) -> dict[tuple, Run]:
     """Return the run of every config; those that another process trains at the moment come last.
 
     The time left assumes the slowest run so far for each that is missing."""
-    left, finished, wait, slowest = dict(configs), {}, False, 0.0
+    left = dict(configs)
+    finished = {}
+    wait = False
+    slowest = 0.0
     while left:
         before = len(left)
         for (label, seed), config in list(left.items()):
@@ -103,10 +106,10 @@ def compare_arms(
                 raise unknown_name_error("record", label, runs)
         return Comparison(runs, found["seeds"], found).only(arms.changes)
     finished = train_all(arms.configs(), arms.runs)
-    runs = {label: [finished[label, seed] for seed in arms.seeds] for label in arms.changes}
-    if rounds:
-        seconds = time_iterations(arms.changed(), rounds)
-        runs = {
-            label: [TimedRun(run, seconds[label]) for run in found] for label, found in runs.items()
-        }
+    seconds = time_iterations(arms.changed(), rounds) if rounds else {}
+    runs: dict[str, list] = {}
+    for label in arms.changes:
+        runs[label] = [finished[label, seed] for seed in arms.seeds]
+        if rounds:
+            runs[label] = [TimedRun(run, seconds[label]) for run in runs[label]]
     return Comparison(runs, list(arms.seeds))

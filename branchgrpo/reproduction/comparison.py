@@ -53,7 +53,11 @@ class Comparison:
     def on_average(self, label: str, key: str) -> list[float]:
         """Return the mean of `key` over all evaluations, per seed: it rewards faster learning (area
         under the curve)."""
-        return [float(np.mean([row[key] for row in run.evaluations])) for run in self.runs[label]]
+        means = []
+        for run in self.runs[label]:
+            values = [row[key] for row in run.evaluations]
+            means.append(float(np.mean(values)))
+        return means
 
     def at_equal(self, label: str, key: str, x: str, value: float) -> list[float]:
         """Return `key` where `x` (cost, denoiser_calls, seconds) reaches `value`, per seed, by
@@ -82,19 +86,22 @@ class Comparison:
         cost or denoiser_calls at the largest value that both have reached. The margin is a share of
         what `other` gains.
         """
-        budget, at_equal = None, x
+        budget = None
+        at_equal = x
         if x is None:
-            ours, theirs, at_equal = self.at_end(label, key), self.at_end(other, key), "iterations"
+            ours = self.at_end(label, key)
+            theirs = self.at_end(other, key)
+            at_equal = "iterations"
         elif x == CURVE:
-            ours, theirs = self.on_average(label, key), self.on_average(other, key)
+            ours = self.on_average(label, key)
+            theirs = self.on_average(other, key)
             at_equal = "iterations, on average over the run"
         else:
             budget = self.only([label, other]).budget(x)
-            ours, theirs = (
-                self.at_equal(label, key, x, budget),
-                self.at_equal(other, key, x, budget),
-            )
-        gains = [value - run.evaluations[0][key] for value, run in zip(theirs, self.runs[other])]
+            ours = self.at_equal(label, key, x, budget)
+            theirs = self.at_equal(other, key, x, budget)
+        begin = [run.evaluations[0][key] for run in self.runs[other]]
+        gains = [value - first for value, first in zip(theirs, begin)]
         claim = {
             "claim": f"{label} above {other}",
             "key": key,
@@ -147,13 +154,13 @@ def score_name(metric: str) -> str:
 def scores_below_base(found: Comparison) -> dict[str, str]:
     """Return `{sentence: verdict}` of every score that ends below the base model's; none after one
     iteration."""
-    sentences = {}
-    for label, runs in found.runs.items() if found.decides else ():
+    sentences: dict[str, str] = {}
+    if not found.decides:
+        return sentences
+    for label, runs in found.runs.items():
         for metric in (key for key in runs[0].evaluations[0] if key.startswith("eval_")):
-            before, after = (
-                runs[0].evaluations[0][metric],
-                found.at_end(label, metric),
-            )  # of the label's own base model
+            before = runs[0].evaluations[0][metric]
+            after = found.at_end(label, metric)  # of the label's own base model
             if np.mean(after) < before:
                 _, _, high = mean_interval([value - before for value in after])
                 sentence = f"{label} ends below the base model in {score_name(metric)}"
@@ -167,16 +174,16 @@ def roughness(rows: list[dict], early: bool = False) -> float:
     values = [row["eval_reward"] for row in rows]
     if early:
         values = values[: len(values) // 2 + 1]
-    return float(np.abs(np.diff(values, n=2)).mean()) if len(values) > 2 else float("nan")
+    if len(values) < 3:
+        return float("nan")
+    return float(np.abs(np.diff(values, n=2)).mean())
 
 # %% ../../nbs/reproduction/09_comparison.ipynb #0676de8b
 def test_rougher(found: Comparison, label: str, other: str, early: bool = False) -> list[dict]:
     """Return the tested claim that one curve is rougher than another; none with one seed or two
     evaluations."""
-    ours, theirs = (
-        [roughness(run.evaluations, early=early) for run in found.runs[name]]
-        for name in (label, other)
-    )
+    ours = [roughness(run.evaluations, early=early) for run in found.runs[label]]
+    theirs = [roughness(run.evaluations, early=early) for run in found.runs[other]]
     if len(found.seeds) < 2 or not np.isfinite(ours + theirs).all():
         return []
     part = "its first half" if early else "the run"

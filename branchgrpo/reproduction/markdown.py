@@ -62,6 +62,8 @@ def markdown_table(rows: list[dict]) -> str:
     columns = list(dict.fromkeys(key for row in rows for key in row))
     titles = PRINTED | {"seconds": "seconds per iteration"}
     lines = [[titles.get(column, column) for column in columns]]
-    lines += [[cell_text(row.get(column)) for column in columns] for row in rows]
+    for row in rows:
+        cells = [cell_text(row.get(column)) for column in columns]
+        lines.append(cells)
     head, *body = [f"| {' | '.join(line)} |" for line in lines]
     return "\n".join([head, "|---" * len(columns) + "|", *body])

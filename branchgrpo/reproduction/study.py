@@ -175,7 +175,8 @@ class StudyArms:
 
         Raises `ValueError` on a wrong setting, an unknown task or more seeds than are registered.
         """
-        places, registered = {}, self.registered
+        places = {}
+        registered = self.registered
         for name, count in self.seeds.items():
             if name not in registered.tasks:
                 raise unknown_name_error("seeds", name, registered.tasks)
@@ -204,10 +205,8 @@ def with_counts(run: RecordedRun, config: TrainConfig) -> list[dict]:
     """Return a run's evaluations with `cost`, where siblings share a call, and `nfe`, where every
     edge is one."""
     s = resolve(config)
-    shared, edges = (
-        plan_of(s).shared_calls * s.prompts_per_iteration,
-        [row["edges"] for row in run.metrics],
-    )
+    shared = plan_of(s).shared_calls * s.prompts_per_iteration
+    edges = [row["edges"] for row in run.metrics]
     rows = []
     for row in with_cost(run):
         done = row["iteration"]
@@ -218,9 +217,8 @@ def with_counts(run: RecordedRun, config: TrainConfig) -> list[dict]:
 # %% ../../nbs/reproduction/12_study.ipynb #04384158
 def budget_of(claim: Claim, curves: Curves, seeds: list[int], count: str) -> float:
     "Return the largest cost that the runs of both methods have reached."
-    return min(
-        curves[label][seed][-1][count] for label in (claim.label, claim.other) for seed in seeds
-    )
+    both = [curves[claim.label], curves[claim.other]]
+    return min(of_seeds[seed][-1][count] for of_seeds in both for seed in seeds)
 
 
 def pair_of(claim: Claim, curves: Curves, seeds: list[int], count: str | None) -> Pair:
@@ -235,9 +233,8 @@ def pair_of(claim: Claim, curves: Curves, seeds: list[int], count: str | None) -
             np.interp(budget, [row[count] for row in rows], [row["eval_reward"] for row in rows])
         )
 
-    ours, theirs = (
-        [score(curves[label][seed]) for seed in seeds] for label in (claim.label, claim.other)
-    )
+    ours = [score(curves[claim.label][seed]) for seed in seeds]
+    theirs = [score(curves[claim.other][seed]) for seed in seeds]
     baseline = [curves[claim.recipes[0]][seed] for seed in seeds]
     gains = [rows[-1]["eval_reward"] - rows[0]["eval_reward"] for rows in baseline]
     return Pair(claim.label, claim.other, ours, theirs, gains)
@@ -259,7 +256,10 @@ def p_values(claim: Claim, curves: Curves, seeds: list[int]) -> dict[str, float]
         possible(pair_of(claim, curves, seeds, count), claim.kind, claim.margin)
         for count in counts_of(claim)
     ]
-    return {answer: max(found[answer] for found in each) for answer in each[0]}
+    largest: dict[str, float] = {}
+    for answer in each[0]:
+        largest[answer] = max(found[answer] for found in each)
+    return largest
 
 
 def seeds_made(claim: Claim, registered: Registration, curves: Curves) -> list[int]:
@@ -317,7 +317,8 @@ def differences(claim: Claim, curves: Curves, seeds: list[int]) -> dict[str, Dif
     found = {}
     for count in (None, *COUNTS):
         pair = pair_of(claim, curves, seeds, count)
-        values, unit = pair.differences(), float(np.mean(pair.unit))
+        values = pair.differences()
+        unit = float(np.mean(pair.unit))
         spent_by_other = (
             np.mean([curves[claim.other][seed][-1][count] for seed in seeds]) if count else 1.0
         )
@@ -339,7 +340,8 @@ def _answer(
     """Return the answer of the looks, or, where they leave a claim undecided, that of its second
     test."""
     last = registered.looks[-1]
-    new, (answer, at) = seeds[last:], decided.get(claim.name, (OPEN, 0))
+    new = seeds[last:]
+    answer, at = decided.get(claim.name, (OPEN, 0))
     if (
         answer == OPEN
         and claim.again
@@ -362,7 +364,8 @@ def answers(registered: Registration, runs: dict[str, Curves]) -> list[Answer]:
     at_looks = []
     for count in registered.looks:
         ready = {c.name: c for c in registered.claims if len(made[c.name]) >= count}
-        seeds, found = registered.seeds(count), {}
+        seeds = registered.seeds(count)
+        found = {}
         for name, claim in ready.items():
             curves = runs[claim.task]
             found[name] = {} if why_not(claim, curves, seeds) else p_values(claim, curves, seeds)

@@ -102,8 +102,8 @@ class Source:
 
     def labels(self) -> list[str]:
         "Return every label that has numbers."
-        runs = list(self.found.runs) if self.found else []
-        return list(dict.fromkeys([*([BASE] if runs else []), *runs, *self.values]))
+        runs = [BASE, *self.found.runs] if self.found and self.found.runs else []
+        return list(dict.fromkeys([*runs, *self.values]))
 
     def value(self, label: str, metric: str) -> Any:
         "Return the metric of a label in the paper's unit; None if there is none."
@@ -121,15 +121,10 @@ class Source:
     def first(self, metrics: str | tuple | None) -> str | None:
         "Return the first of the metrics that any label has."
         names = (metrics,) if isinstance(metrics, str) else metrics or ()
-        labels = self.labels()
-        return next(
-            (
-                name
-                for name in names
-                if any(self.value(label, name) is not None for label in labels)
-            ),
-            None,
-        )
+        for name in names:
+            if any(self.value(label, name) is not None for label in self.labels()):
+                return name
+        return None
 
 # %% ../../nbs/reproduction/10_tables.ipynb #0273b349
 def measured(source: Source, metric: str) -> str:
@@ -168,15 +163,19 @@ class WholeTable:
 
     def numbers(self) -> list[dict]:
         "Return the rows without the printed values: {label, column: value}, for a JSON file."
-        return [
-            {name: c["ours"] if isinstance(c, dict) else c for name, c in row.items()}
-            for row in self.rows
-        ]
+        found = []
+        for row in self.rows:
+            numbers = {name: c["ours"] if isinstance(c, dict) else c for name, c in row.items()}
+            found.append(numbers)
+        return found
 
     def markdown(self) -> str:
         """Return the table as Markdown, the printed value in italics, and below it what is not
         computed."""
-        lines = [{name: cell_shown(cell) for name, cell in row.items()} for row in self.rows]
+        lines = []
+        for row in self.rows:
+            shown = {name: cell_shown(cell) for name, cell in row.items()}
+            lines.append(shown)
         reasons = [f"- {NOTHING} {item['not computed']}: {item['because']}" for item in self.why]
         return "\n".join([markdown_table(lines), "", *reasons])
 

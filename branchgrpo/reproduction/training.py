@@ -97,7 +97,8 @@ def get_or_train(
     Returns None also in a task that has joined the training of another node.
     Raises `ValueError` on a wrong setting, before anything is written.
     """
-    run, locks = Run(run_folder(config, root)), Path(root) / ".locks"
+    run = Run(run_folder(config, root))
+    locks = Path(root) / ".locks"
     config = replace(config, output=str(run.path))
     locks.mkdir(parents=True, exist_ok=True)
     lock = FileLock(locks / f"{run.path.name}.lock")
@@ -174,7 +175,8 @@ def make_runs(
     environments = worker_environments(workers, gpus)
     totals = {path: config.iterations for path, (config, root) in missing.items()}
     count = IterationCount(totals, run_names(missing))
-    runs, iterations = count_of(len(missing), "run"), count_of(sum(totals.values()), "iteration")
+    runs = count_of(len(missing), "run")
+    iterations = count_of(sum(totals.values()), "iteration")
     log(f"training {runs}, {iterations} in all, {len(environments)} at a time")
     with worker_pool(environments, len(missing)) as pool:
         futures = {

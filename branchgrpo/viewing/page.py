@@ -157,9 +157,13 @@ def html_table(rows: list[list[str]]) -> str:
 # %% ../../nbs/viewing/03_page.ipynb #39730177
 def differing_settings(records: list[Record]) -> list[list[str]]:
     "Return the settings that are not the same in all runs, one row each; nothing for one run."
-    names = sorted({name for r in records for name in r.settings} - {"output"})
-    rows = [[name, *(str(r.settings.get(name, "–")) for r in records)] for name in names]
-    return [row for row in rows if len(set(row[1:])) > 1]
+    names = set().union(*(r.settings for r in records)) - {"output"}
+    rows = []
+    for name in sorted(names):
+        values = [str(r.settings.get(name, "–")) for r in records]
+        if len(set(values)) > 1:
+            rows.append([name, *values])
+    return rows
 
 # %% ../../nbs/viewing/03_page.ipynb #05054487
 def titled_panel(title: str, about: str, lines: list[Line]) -> str:
@@ -172,13 +176,18 @@ def mean_points(found: list[list[tuple[float, float]]]) -> list[tuple[float, flo
     "Return the mean of several series where all have a value."
     tables = [dict(points) for points in found]
     common = sorted(set.intersection(*(set(table) for table in tables)))
-    return [(x, sum(table[x] for table in tables) / len(tables)) for x in common]
+    means = []
+    for x in common:
+        total = sum(table[x] for table in tables)
+        means.append((x, total / len(tables)))
+    return means
 
 
 def lines_of(records: list[Record], found: list[list[tuple[float, float]]]) -> list[Line]:
     """Return the lines of a panel: of every run that has points, and of the mean of each group of
     several."""
-    colours, groups = run_colours(records), groups_of(records)
+    colours = run_colours(records)
+    groups = groups_of(records)
     style = (0.8, 0.4) if groups else (1.2, 1.0)
     lines = [Line(colour, points, *style) for colour, points in zip(colours, found) if points]
     for places in groups.values():
@@ -200,7 +209,8 @@ def metric_panels(records: list[Record], names: list[str]) -> str:
 # %% ../../nbs/viewing/03_page.ipynb #ca7c088c
 def by_calls(records: list[Record]) -> str:
     "Return the held-out reward over denoiser calls: runs of several methods compare at equal cost."
-    needed, found = {"denoiser_calls", "eval_reward"}, []
+    needed = {"denoiser_calls", "eval_reward"}
+    found = []
     for r in records:
         rows = [row for row in r.evaluations if needed <= row.keys()]
         found.append([(row["denoiser_calls"], row["eval_reward"]) for row in rows])
@@ -215,7 +225,8 @@ def by_calls(records: list[Record]) -> str:
 # %% ../../nbs/viewing/03_page.ipynb #b081907b
 def samples_part(records: list[Record]) -> str:
     "Return the samples of all runs, side by side: a row per evaluation."
-    tables, colours = [], run_colours(records)
+    tables = []
+    colours = run_colours(records)
     for n, r in enumerate(records):
         text = "".join(
             f'<tr><td class="soft">{iteration}</td><td><img alt="iteration {iteration}"'

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PALETTE', 'COLOURS', 'NEUTRAL', 'SHADES', 'LINES', 'STYLE', 'MOST', 'colour_of', 'scale_colours', 'LineStyle',
            'shade', 'line_styles', 'next_line_style', 'use_style', 'has_pictures', 'save_small_png', 'save_figure',
-           'small_figure']
+           'small_figure', 'column']
 
 # %% ../../nbs/viewing/00_style.ipynb #aabde703
 import os
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import matplotlib.pyplot as plt
+import numpy as np
 from cycler import cycler
 from matplotlib import colormaps
 from matplotlib.axes import Axes
@@ -83,7 +84,8 @@ def colour_of(recipe: str | None) -> str | None:
 # %% ../../nbs/viewing/00_style.ipynb #ab5ec261
 def scale_colours(count: int) -> list[str]:
     "Return colours of things that are no methods, from dark to light."
-    return [to_hex(colormaps["viridis"](0.85 * n / max(count - 1, 1))) for n in range(count)]
+    places = [0.85 * n / max(count - 1, 1) for n in range(count)]
+    return [to_hex(colormaps["viridis"](place)) for place in places]
 
 # %% ../../nbs/viewing/00_style.ipynb #b6334633
 class LineStyle(NamedTuple):
@@ -185,3 +187,12 @@ def small_figure(fig: Figure, dpi: int = 72, colours: int = 96):
     save_small_png(fig, small, colours, dpi=dpi)
     plt.close(fig)
     return Output(small.getvalue())
+
+# %% ../../nbs/viewing/00_style.ipynb #1c324f3a
+def column(runs: list[list[dict]], key: str, count: int) -> np.ndarray:
+    "Return `key` of the first `count` rows of each run, (runs, count)."
+    columns = []
+    for rows in runs:
+        values = [row[key] for row in rows[:count]]
+        columns.append(values)
+    return np.array(columns)
