@@ -168,9 +168,13 @@ def shown_tables(notebook: str) -> list[str]:
     "Return the tables that an executed notebook shows, as Markdown."
     import nbformat  # it loads for seconds, and a dry run should not wait
 
-    outputs = [out for cell in nbformat.read(notebook, 4).cells for out in cell.get("outputs", [])]
-    texts = ["".join(out.get("data", {}).get("text/markdown", "")) for out in outputs]
-    return [text for text in texts if text.lstrip().startswith("|")]
+    tables = []
+    for cell in nbformat.read(notebook, 4).cells:
+        for output in cell.get("outputs", []):
+            text = "".join(output.get("data", {}).get("text/markdown", ""))
+            if text.lstrip().startswith("|"):
+                tables.append(text)
+    return tables
 
 
 def redrawn_lines(job: "Job", notebook: str, tables: bool) -> list[str]:

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PALETTE', 'COLOURS', 'NEUTRAL', 'SHADES', 'LINES', 'STYLE', 'MOST', 'colour_of', 'scale_colours', 'LineStyle',
-           'shade', 'line_styles', 'next_line_style', 'use_style', 'has_pictures', 'save_small_png', 'save_figure',
-           'small_figure', 'column']
+           'shade', 'line_styles', 'next_line_style', 'use_style', 'save_small_png', 'save_figure', 'small_figure',
+           'column']
 
 # %% ../../nbs/viewing/00_style.ipynb #aabde703
 import os
@@ -147,11 +147,6 @@ def use_style() -> None:
 MOST = 20_000  # colours of a picture that a palette can stand for
 
 
-def has_pictures(fig: Figure) -> bool:
-    "Return whether a figure shows images."
-    return any(fig.findobj(kind) for kind in (AxesImage, BboxImage))
-
-
 def save_small_png(fig: Figure, target: str | Path | BinaryIO, colours: int, **options) -> None:
     """Write a figure as a PNG with a palette, a third of the size; one of very many colours keeps
     them all."""
@@ -172,7 +167,7 @@ def save_figure(fig: Figure, path: str | Path) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".png.tmp")
-    if has_pictures(fig):  # in full colour
+    if fig.findobj(AxesImage) or fig.findobj(BboxImage):  # pictures, in full colour
         fig.savefig(temporary, format="png", bbox_inches="tight")
     else:
         save_small_png(fig, temporary, 256)
