@@ -15,8 +15,10 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import io
 import re
 import sys
+import tokenize
 import typing
 import warnings
 from collections.abc import Mapping
@@ -36,19 +38,24 @@ def sections_of(cls: type) -> list[type]:
 # %% ../nbs/cli/00_options.ipynb #689655be
 @functools.cache
 def comments_in(module: str) -> dict[str, dict[str, str]]:
-    """Return, for each class of a module, the comment beside each of its fields; none if there is
-    no source file."""
+    """Return, for each class of a module, the comment on the lines of each of its fields; none if
+    there is no source file."""
     try:
         source = inspect.getsource(sys.modules[module])
     except (OSError, TypeError):
         return {}
-    lines = source.splitlines()
-    classes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
-    texts = {node.name: "\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in classes}
-    return {
-        name: dict(re.findall(r"^ +(\w+) *:.*?  # (.+)$", text, re.MULTILINE))
-        for name, text in texts.items()
-    }
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = {t.start[0]: t.string[1:].strip() for t in tokens if t.type == tokenize.COMMENT}
+    found: dict[str, dict[str, str]] = {}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef):
+            fields = found.setdefault(node.name, {})
+            for part in node.body:
+                if isinstance(part, ast.AnnAssign):
+                    places = range(part.lineno, (part.end_lineno or part.lineno) + 1)
+                    texts = [comments[place] for place in places if place in comments]
+                    fields[ast.unparse(part.target)] = " ".join(texts)
+    return found
 
 # %% ../nbs/cli/00_options.ipynb #f53539b3
 class LastCounts(argparse.Action):
@@ -96,7 +103,7 @@ def add_section(parser: argparse.ArgumentParser, cls: type) -> None:
     "Add the fields that a dataclass declares itself, as one group of flags."
     hints = typing.get_type_hints(cls)
     comments = comments_in(cls.__module__).get(cls.__name__, {})
-    title = inspect.cleandoc(cls.__doc__ or "").rstrip(".")
+    title = " ".join((cls.__doc__ or "").split()).rstrip(".")
     same = [group for group in parser._action_groups if group.title == title]
     group = same[0] if same else parser.add_argument_group(title)  # sections of one title share it
     own = inspect.get_annotations(cls)
@@ -176,7 +183,7 @@ def parser_of(prog: str, about: str, classes: tuple[type, ...], config: bool = F
     parser = Parser(
         prog=prog,
         usage="%(prog)s [options]",
-        description=about,
+        description=" ".join(about.split()),
         allow_abbrev=False,
         formatter_class=form,
     )
@@ -323,7 +330,7 @@ def whole_parser(commands: Mapping[str, Any]) -> Parser:
     parser.add_argument("--version", action="store_true", help="print the version")
     below = parser.add_subparsers()
     for name, command in commands.items():
-        of_command = below.add_parser(name, help=command.run.__doc__)
+        of_command = below.add_parser(name, help=" ".join((command.run.__doc__ or "").split()))
         fill_parser(of_command, command.classes(), command.config)
         with_names(of_command)
     return parser

@@ -53,7 +53,10 @@ class CompareOptions:
     runs: tuple[str, ...] = field(
         default=(), metadata={"positional": "*"}
     )  # mine=FOLDERS base=FOLDERS, or folders
-    metric: str = "reward"  # a score: reward, reward/NAME of held_out, check_all (share right), …
+    metric: str = (
+        "reward"  # a score of the evaluations: reward, reward/NAME of held_out,
+        # check_all (share right), …
+    )
     base: str | None = None  # the group that the others are compared with; none: the last
     output: str = "compare.png"  # the learning curves: a file .png, .svg or .pdf
     json: str | None = None  # a JSON file for all numbers

@@ -37,7 +37,10 @@ class PageOptions:
         default=(), metadata={"positional": "*"}
     )  # notebooks; see --all --dry-run
     all: bool = False  # every notebook that the scale knows
-    scale: str = "testbed"  # smoke (minutes), quickstart, testbed (hours) or paper (GPUs)
+    scale: str = (
+        "testbed"  # smoke (minutes), quickstart, testbed (hours on two cores)
+        # or paper (GPUs, real weights)
+    )
     jobs: int = bounded(1, 1, 10_000)  # runs, and then notebooks, at a time
     gpus: str | None = None  # one run, and then one notebook, per GPU: 0,1,2,3
     set: tuple[
@@ -53,7 +56,10 @@ class PageOptions:
         False  # take the runs that the tables of figures/ hold, and train only the others
     )
     only: tuple[str, ...] = ()  # train only these runs of the notebooks (names of their folders)
-    dry_run: bool = False  # list every run with its GPUs, memory, hours, and the files it needs
+    dry_run: bool = (
+        False  # list every run that would be trained with its GPUs, memory, hours,
+        # and every file it needs
+    )
     tflops: float = bounded(MEASURED_SPEED, 0.001)  # sustained speed of one GPU, for --dry-run
 
 # %% ../../nbs/reproduction/08_command.ipynb #6dec1095
@@ -61,7 +67,10 @@ class PageOptions:
 class SlurmOptions:
     "Slurm"
 
-    slurm: bool = False  # hand runs, then notebooks, to Slurm (with --dry-run: show the scripts)
+    slurm: bool = (
+        False  # hand the runs, and after them the notebooks, to Slurm
+        # (with --dry-run: show the scripts)
+    )
     slurm_options: str = ""  # further #SBATCH options: partition=a100,account=x
     hours: int = bounded(
         24, 1, 10_000
