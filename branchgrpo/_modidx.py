@@ -2521,6 +2521,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                               'branchgrpo/settings.py')},
             'branchgrpo.site.build': { 'branchgrpo.site.build.argument_comments': ( 'site/build.html#argument_comments',
                                                                                     'branchgrpo/site/build.py'),
+                                       'branchgrpo.site.build.comment_beside': ( 'site/build.html#comment_beside',
+                                                                                 'branchgrpo/site/build.py'),
                                        'branchgrpo.site.build.describe': ('site/build.html#describe', 'branchgrpo/site/build.py'),
                                        'branchgrpo.site.build.escaped': ('site/build.html#escaped', 'branchgrpo/site/build.py'),
                                        'branchgrpo.site.build.front_page': ('site/build.html#front_page', 'branchgrpo/site/build.py'),

@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['README_END', 'FLAG', 'HIDDEN', 'LANGUAGE', 'EXPLORER', 'TRY_IT', 'WHOLE', 'text_of', 'prose', 'readme',
            'write_readme', 'shown_cell', 'markdown_cell', 'module_of', 'front_page', 'shown_notebook', 'escaped',
-           'source_of', 'argument_comments', 'describe']
+           'source_of', 'comment_beside', 'argument_comments', 'describe']
 
 # %% ../../nbs/site/00_build.ipynb #8b94e8f5
+import ast
 import json
 import re
 import sys
@@ -148,14 +149,25 @@ def source_of(module: ModuleType) -> str:
     return Path(str(module.__file__)).read_text(encoding="utf-8")
 
 
+def comment_beside(source: str, variable: str) -> str:
+    "Return the comment on the first or the last line of a variable's assignment; else nothing."
+    lines = source.splitlines()
+    for node in ast.parse(source).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if variable in [getattr(target, "id", None) for target in targets]:
+            for line in (lines[node.lineno - 1], lines[(node.end_lineno or node.lineno) - 1]):
+                _, mark, comment = line.partition("  # ")
+                if mark:
+                    return comment
+    return ""
+
+
 def argument_comments(what: str, name: str, item: object) -> list[str]:
     "Return the lines on the comments in the source of an item."
     if what == "data":
         module, _, variable = name.rpartition(".")
-        beside = re.search(
-            rf"^{variable}\b.*  # (.+)$", source_of(sys.modules[module]), re.MULTILINE
-        )
-        return [escaped(beside[1])] if beside else []
+        beside = comment_beside(source_of(sys.modules[module]), variable)
+        return [escaped(beside)] if beside else []
     found = docments(item) if what in ("class", "function", "method") else {}
     fields = {
         "returns" if name == "return" else f"param {name}": text
