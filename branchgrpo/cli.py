@@ -304,9 +304,8 @@ COMMANDS = {
 # %% ../nbs/cli/02_main.ipynb #006a1afb
 def overview() -> str:
     "Return the help of the program: one line per command."
-    about = {
-        name: " ".join((command.run.__doc__ or "").split()) for name, command in COMMANDS.items()
-    }
+    docstrings = {name: command.run.__doc__ or "" for name, command in COMMANDS.items()}
+    about = {name: " ".join(text.split()) for name, text in docstrings.items()}
     lines = [
         "usage: branchgrpo COMMAND [options]",
         "",

@@ -45,7 +45,8 @@ def comments_in(module: str) -> dict[str, dict[str, str]]:
     except (OSError, TypeError):
         return {}
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    comments = {t.start[0]: t.string[1:].strip() for t in tokens if t.type == tokenize.COMMENT}
+    beside = [token for token in tokens if token.type == tokenize.COMMENT]
+    comments = {token.start[0]: token.string[1:].strip() for token in beside}
     found: dict[str, dict[str, str]] = {}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ClassDef):

@@ -102,7 +102,8 @@ def bootstrap_cosines(
     found = {}
     for label, m in measured.items():
         # the mean over an iteration's prompts, then over the drawn iterations
-        found[label] = signed_square(m.projections.mean(1)[iterations], m.squares.mean(1)[lengths])
+        projections = m.projections.mean(1)[iterations]
+        found[label] = signed_square(projections, m.squares.mean(1)[lengths])
     return found
 
 # %% ../../nbs/mechanism/02_measure.ipynb #2bf4111a
@@ -154,7 +155,8 @@ class Study:
     @property
     def whole(self) -> set[int]:
         "Return the iterations of whole gradients; a window that moves is seen at all its places."
-        return set(torch.linspace(0, self.iterations - 1, self.lengths).round().int().tolist())
+        places = torch.linspace(0, self.iterations - 1, self.lengths)
+        return set(places.round().int().tolist())
 
 # %% ../../nbs/mechanism/02_measure.ipynb #4eab6e0f
 def two_halves(found: PromptSet, seed: int) -> tuple[PromptSet, PromptSet]:

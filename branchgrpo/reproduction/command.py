@@ -105,7 +105,8 @@ def reproduce(given: dict[str, Any]) -> int:
         one = 1 if o.gpus else None  # of several GPUs each run has one
         gpus = slurm.nodes * slurm.gpus_per_node if slurm.nodes else one
         train, others = runs_to_train(jobs, o.recorded)
-        print("\n".join([*budget(jobs, o.tflops, gpus, slurm.hours, train), "", others]))
+        lines = budget(jobs, o.tflops, gpus, slurm.hours, train)
+        print(*lines, "", others, sep="\n")
         return 0
     return run_here(jobs, o)
 

@@ -21,7 +21,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from matplotlib.transforms import ScaledTranslation
 
 from .comparison import Comparison
-from ..viewing.style import LineStyle, colour_of, column, next_line_style
+from ..viewing.style import LineStyle, colour_of, column, draw_band, next_line_style
 
 # %% ../../nbs/reproduction/11_figures.ipynb #d4ee774a
 FEW = 6  # a curve of fewer points shows them
@@ -57,12 +57,11 @@ def draw_line(
     """Draw the mean over seeds in the next line style of a recipe, and their range as a band or a
     bar."""
     style = next_line_style(ax, recipe)
-    marker = "o" if len(xs) < FEW else None
-    ax.plot(
-        xs, ys.mean(0), color=style.colour, ls=style.line, lw=1.6, marker=marker, ms=3, label=label
-    )
+    (line,) = ax.plot(xs, ys.mean(0), color=style.colour, ls=style.line, lw=1.6, label=label)
+    if len(xs) < FEW:
+        line.set(marker="o", markersize=3)
     if len(ys) > 1 and band:
-        ax.fill_between(xs, ys.min(0), ys.max(0), color=style.colour, alpha=0.15, lw=0)
+        draw_band(ax, xs, ys, style.colour)
     elif len(ys) > 1:
         end_bar(ax, xs[-1], ys[:, -1], style)
 
@@ -126,7 +125,8 @@ def side_by_side(
         for ax, image in zip(axes[:, j], images):
             ax.imshow(np.asarray(image).transpose(1, 2, 0), interpolation="nearest")
             ax.axis("off")
-        for ax, is_right in zip(axes[:, j], (right or {}).get(title, ())):
+        truths = right.get(title, []) if right else []
+        for ax, is_right in zip(axes[:, j], truths):
             mark, colour = ("✓", "#009E73") if is_right else ("✗", "#D55E00")
             box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
             ax.text(

@@ -190,7 +190,10 @@ def started(
 
 # %% ../../nbs/reproduction/02_launch.ipynb #62ee0bee
 def run_logged(
-    command: list[str], log: Path, held: tuple[int, ...] = (), watch: Callable[[str], None] = show
+    command: list[str],
+    log: Path,
+    held: tuple[int, ...] = (),  # open files of a lock
+    watch: Callable[[str], None] = show,
 ) -> Ended:
     """Run a command to its end; its output goes to `log` as it comes, and line by line to `watch`.
 

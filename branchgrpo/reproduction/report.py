@@ -281,8 +281,9 @@ def part_of(
     if not drawn and not jsons:
         return None
     cells = nbformat.read(path, 4).cells
-    link = {file: os.path.relpath(file, Path(report).parent) for file in [*drawn, *jsons, path]}
-    said = {stem: seen_from(text, path, Path(report)) for stem, text in captions(cells).items()}
+    report = Path(report)
+    link = {file: os.path.relpath(file, report.parent) for file in [*drawn, *jsons, path]}
+    said = {stem: seen_from(text, path, report) for stem, text in captions(cells).items()}
     images = [f"![{name}]({link[file]})\n\n{said.get(file.stem, '')}".strip() for file in drawn]
     records = [read_record(file) for file in jsons]
     lines = [line for record in records for line in verdicts(record)]
@@ -528,7 +529,8 @@ def right_images(quick: dict[str, Any]) -> dict[str, dict[str, str]]:
     its seeds, as text."""
     found: dict[str, dict[str, str]] = {}
     for method in quick["runs"]:
-        rows = [row for name, row in quick["numbers"].items() if name.rpartition("-")[0] == method]
+        numbers = quick["numbers"]
+        rows = [numbers[name] for name in numbers if name.rpartition("-")[0] == method]
         before = sum(row["before"]["eval_check_all"] for row in rows) / len(rows)
         after = sum(row["after"]["eval_check_all"] for row in rows) / len(rows)
         calls = sum(row["denoiser_calls"] for row in rows) / len(rows)

@@ -211,7 +211,8 @@ def with_counts(run: RecordedRun, config: TrainConfig) -> list[dict]:
     for row in with_cost(run):
         done = row["iteration"]
         calls = row["denoiser_calls"] + shared * done
-        rows.append(row | {"nfe": float(papers_cost(calls, sum(edges[:done]), bool(s.kl)))})
+        nfe = float(papers_cost(calls, sum(edges[:done]), bool(s.kl)))
+        rows.append({**row, "nfe": nfe})
     return rows
 
 # %% ../../nbs/reproduction/12_study.ipynb #04384158
@@ -319,14 +320,20 @@ def differences(claim: Claim, curves: Curves, seeds: list[int]) -> dict[str, Dif
         pair = pair_of(claim, curves, seeds, count)
         values = pair.differences()
         unit = float(np.mean(pair.unit))
-        spent_by_other = (
-            np.mean([curves[claim.other][seed][-1][count] for seed in seeds]) if count else 1.0
+        share_of_budget = 1.0
+        if count:
+            theirs = [curves[claim.other][seed][-1][count] for seed in seeds]
+            share_of_budget = budget_of(claim, curves, seeds, count) / np.mean(theirs)
+        low, high = t_interval(values)
+        found[count or "end"] = Difference(
+            share=float(values.mean() / unit),
+            low=float(low / unit),
+            high=float(high / unit),
+            reward=float(values.mean()),
+            p_zero=mean_p(values),
+            p_margin=pair.above(-claim.margin),
+            budget=float(share_of_budget),
         )
-        budget = budget_of(claim, curves, seeds, count) if count else 1.0
-        share, low, high = (float(x / unit) for x in (values.mean(), *t_interval(values)))
-        p = {"p_zero": mean_p(values), "p_margin": pair.above(-claim.margin)}
-        spent = {"reward": float(values.mean()), "budget": float(budget / spent_by_other)}
-        found[count or "end"] = Difference(share, low, high, **p, **spent)
     return found
 
 
@@ -360,7 +367,9 @@ def _answer(
 
 def answers(registered: Registration, runs: dict[str, Curves]) -> list[Answer]:
     "Return the answer to every registered claim. `runs {task: curves of its methods and seeds}`."
-    made = {c.name: seeds_made(c, registered, runs.get(c.task, {})) for c in registered.claims}
+    made = {}
+    for c in registered.claims:
+        made[c.name] = seeds_made(c, registered, runs.get(c.task, {}))
     at_looks = []
     for count in registered.looks:
         ready = {c.name: c for c in registered.claims if len(made[c.name]) >= count}

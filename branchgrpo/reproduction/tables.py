@@ -72,7 +72,8 @@ def run_value(found: Comparison, label: str, metric: str) -> Any:
     number; else None."""
     runs = found.runs[label]
     if metric == "seconds":  # per iteration
-        return float(np.mean([run.metrics[-1]["seconds"] / len(run.metrics) for run in runs]))
+        seconds = [run.metrics[-1]["seconds"] / len(run.metrics) for run in runs]
+        return float(np.mean(seconds))
     if metric.startswith("eval_") and runs[0].evaluations and metric in runs[0].evaluations[-1]:
         return mean_interval(found.at_end(label, metric))
     return runs[0].metrics[-1].get(metric)

@@ -91,10 +91,9 @@ def curves(title: str, lines: list[Line]) -> str:
     plt = pyplot()
     fig, ax = plt.subplots(figsize=(3.4, 1.8))
     for line in lines:
+        xs, ys = zip(*line.points)
         marker = "." if len(line.points) < 15 else None
-        ax.plot(
-            *zip(*line.points), color=line.colour, lw=line.width, alpha=line.alpha, marker=marker
-        )
+        ax.plot(xs, ys, color=line.colour, lw=line.width, alpha=line.alpha, marker=marker)
     ax.locator_params(nbins=4)
     ax.grid(axis="y", alpha=0.3)
     return picture(fig, title)

@@ -271,7 +271,8 @@ def groups_of(records: list[Record]) -> dict[str, list[int]]:
     for n, r in enumerate(records):
         if "recipe" not in r.settings:
             return {}
-        same = json.dumps({name: r.settings.get(name) for name in sorted(METHOD)}, default=str)
+        values = {name: r.settings.get(name) for name in sorted(METHOD)}
+        same = json.dumps(values, default=str)
         found.setdefault((str(r.settings["recipe"]), same), []).append(n)
     if max(map(len, found.values()), default=0) < 2:
         return {}
@@ -369,7 +370,8 @@ def evenly_spread(items: list[Any], most: int) -> list[Any]:
     "Return at most `most` items, the first and the last among them, evenly spread."
     if len(items) <= most:
         return items
-    return [items[round(n * (len(items) - 1) / (most - 1))] for n in range(most)]
+    last = len(items) - 1
+    return [items[round(n * last / (most - 1))] for n in range(most)]
 
 # %% ../../nbs/viewing/01_run.ipynb #3a15b090
 COLUMNS, SHEET, SIDE = (

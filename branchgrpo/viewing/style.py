@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PALETTE', 'COLOURS', 'NEUTRAL', 'SHADES', 'LINES', 'STYLE', 'MOST', 'colour_of', 'scale_colours', 'LineStyle',
            'shade', 'line_styles', 'next_line_style', 'use_style', 'save_small_png', 'save_figure', 'small_figure',
-           'column']
+           'column', 'draw_band']
 
 # %% ../../nbs/viewing/00_style.ipynb #aabde703
 import os
@@ -191,3 +191,8 @@ def column(runs: list[list[dict]], key: str, count: int) -> np.ndarray:
         values = [row[key] for row in rows[:count]]
         columns.append(values)
     return np.array(columns)
+
+# %% ../../nbs/viewing/00_style.ipynb #7a358804
+def draw_band(ax: Axes, xs: np.ndarray, ys: np.ndarray, colour: str) -> None:
+    "Draw the range over seeds of `ys (seeds, points)` as a pale band."
+    ax.fill_between(xs, ys.min(0), ys.max(0), color=colour, alpha=0.15, lw=0)
