@@ -2084,8 +2084,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                            'branchgrpo/reproduction/workers.py'),
                                                  'branchgrpo.reproduction.workers._take_environment': ( 'reproduction/workers.html#_take_environment',
                                                                                                         'branchgrpo/reproduction/workers.py'),
-                                                 'branchgrpo.reproduction.workers.iterations_done': ( 'reproduction/workers.html#iterations_done',
-                                                                                                      'branchgrpo/reproduction/workers.py'),
                                                  'branchgrpo.reproduction.workers.minutes_left': ( 'reproduction/workers.html#minutes_left',
                                                                                                    'branchgrpo/reproduction/workers.py'),
                                                  'branchgrpo.reproduction.workers.progress_line': ( 'reproduction/workers.html#progress_line',

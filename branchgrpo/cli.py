@@ -209,8 +209,6 @@ FIRST = (
     "prompts",
     "output",
     "iterations",
-)
-FIRST += (
     "prompts_per_iteration",
     "steps",
     "learning_rate",
@@ -219,8 +217,9 @@ FIRST += (
     "seeds",
     "evaluate_every",
     "held_out",
+    "mixed_precision",
+    "max_batch",
 )
-FIRST += ("mixed_precision", "max_batch")
 MACHINE = ("gpus", "tflops", "gpu_memory", "verify", "json")
 TRAINING = (
     (

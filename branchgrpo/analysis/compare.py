@@ -93,8 +93,13 @@ def measure_difference(ours: Group, theirs: Group, metric: str, x: str) -> dict[
     mine, base = [list(values.values()) for values in (one, other)]
     if paired:
         mine, base = [one[seed] for seed in paired], [other[seed] for seed in paired]
-    found = {"at equal": x, "budget": budget, "paired": bool(paired), "needed": None}
-    found |= {"seeds": [len(mine), len(base)]}
+    found: dict[str, Any] = {
+        "at equal": x,
+        "budget": budget,
+        "paired": bool(paired),
+        "needed": None,
+        "seeds": [len(mine), len(base)],
+    }
     if not all(map(isfinite, mine + base)):
         return unmeasured(0) | found
     if min(len(mine), len(base)) == 1:

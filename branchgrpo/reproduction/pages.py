@@ -188,8 +188,8 @@ def scale_table(folder: str | Path) -> dict[str, dict[str, dict]]:
 KINDS = {
     "list": (list, "a list, such as [0, 1]"),
     "dict": (dict, "a table, such as {lora_rank: 32}"),
+    "str": (str | None, "a text"),
 }
-KINDS |= {"str": (str | None, "a text")}
 
 
 def check_parameters(name: str, template: Path, parameters: dict) -> None:

@@ -73,8 +73,10 @@ def shown_cell(cell: dict[str, Any]) -> dict[str, Any] | None:
     return {**cell, "source": source, "metadata": {"tags": tags}} if source else None
 
 # %% ../../nbs/site/00_build.ipynb #d8bffaee
-LANGUAGE = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
-LANGUAGE |= {"language_info": {"name": "python", "pygments_lexer": "ipython3"}}
+LANGUAGE = {
+    "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"},
+    "language_info": {"name": "python", "pygments_lexer": "ipython3"},
+}
 
 
 def markdown_cell(text: str) -> dict[str, Any]:

@@ -55,15 +55,18 @@ CURVE_COLOURS = (
 )  # readable without red-green vision
 CURVE_COLOURS += ("#6A5ACD", "#999933", "#882255", "#44AA99", "#AA4499", "#777777")
 INK = "#808080"  # of texts and axes, on a light page and on a dark one
-PICTURE_STYLE = dict.fromkeys(
-    ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK
-)
-PICTURE_STYLE |= {
+PICTURE_STYLE = {
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "figure.constrained_layout.use": True,
+    "font.size": 8,
+    "svg.fonttype": "none",
 }
-PICTURE_STYLE |= {"font.size": 8, "svg.fonttype": "none"}
 
 # %% ../../nbs/viewing/03_page.ipynb #0f3fa7af
 def picture(fig: "Figure", about: str) -> str:

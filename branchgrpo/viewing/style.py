@@ -44,10 +44,6 @@ COLOURS = {
     "mixgrpo": "#E69F00",
     "mixgrpo-shared": "#B8860B",
     "mixgrpo-flash": "#A65628",
-}
-
-# %% ../../nbs/viewing/00_style.ipynb #60a43e79
-COLOURS |= {
     "flow-grpo": "#009E73",
     "flow-cps": "#228822",
     "grpo-guard": "#6677BB",
