@@ -145,7 +145,8 @@ def train_seeds(given: dict[str, Any]) -> int:
     "Train a run of each seed, one after the other; end with the first that fails or is stopped."
     configs = configs_of(given)
     check_seeds(configs)
-    is_main, runs = variable("RANK", 0) == 0, []
+    is_main = variable("RANK", 0) == 0
+    runs = []
     with StopSignal() as stop:
         for n, config in enumerate(configs):
             if is_main:
@@ -210,8 +211,6 @@ FIRST = (
     "prompts",
     "output",
     "iterations",
-)
-FIRST += (
     "prompts_per_iteration",
     "steps",
     "learning_rate",
@@ -220,8 +219,9 @@ FIRST += (
     "seeds",
     "evaluate_every",
     "held_out",
+    "mixed_precision",
+    "max_batch",
 )
-FIRST += ("mixed_precision", "max_batch")
 MACHINE = ("gpus", "tflops", "gpu_memory", "verify", "json")
 TRAINING = (
     (

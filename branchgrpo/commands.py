@@ -7,8 +7,8 @@ __all__ = ['Row', 'IN_PACKAGE', 'TABLE_1', 'json_value', 'print_json', 'recipe_r
            'EvaluateOptions', 'MachineOptions', 'RecipeOptions', 'RewardOptions', 'ModelOptions', 'PromptOptions',
            'HpsOptions', 'show_runs', 'with_model', 'tell_progress', 'score', 'check_benchmark', 'mean_text',
            'print_summary', 'DrawnRow', 'first_prompts', 'draw_row', 'save_rows', 'draw', 'check_sample', 'doctor',
-           'check_recipe', 'show_recipes', 'print_recipe', 'print_rows', 'print_row', 'show_table', 'reward_row',
-           'show_rewards', 'model_row', 'model_facts', 'show_models', 'prompts_row', 'first_sentence', 'prompts_facts',
+           'check_recipe', 'show_recipes', 'print_recipe', 'print_rows', 'print_row', 'show_table', 'show_list',
+           'reward_row', 'show_rewards', 'model_row', 'model_facts', 'show_models', 'prompts_row', 'prompts_facts',
            'show_prompts', 'check_hps', 'image_rows', 'BenchOptions', 'check_bench', 'bench']
 
 # %% ../nbs/cli/01_commands.ipynb #407dce73
@@ -314,7 +314,8 @@ def draw_row(o: SampleOptions, drawing: Drawing, device: str) -> DrawnRow:
     from branchgrpo.viewing.run import enlarged
 
     policy = drawing.policy(device)
-    steps, seed = drawing_steps(drawing.backbone, o.steps), drawing_seed(drawing.seed)
+    steps = drawing_steps(drawing.backbone, o.steps)
+    seed = drawing_seed(drawing.seed)
     images = sample(policy, o.prompt, steps, seed)
     right = truths(drawing.backbone, images, o.prompt)
     found = f"; {sum(right)} of {len(right)} right, by the checker" if right else ""
@@ -333,7 +334,8 @@ def save_rows(output: Path, rows: list[DrawnRow]) -> None:
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
 
-    sheet = Image.new("RGB", (rows[0].image.width, sum(row.image.height for row in rows)))
+    height = sum(row.image.height for row in rows)
+    sheet = Image.new("RGB", (rows[0].image.width, height))
     top = 0
     for row in rows:
         sheet.paste(row.image, (0, top))
@@ -400,7 +402,8 @@ def doctor(given: dict[str, Any]) -> int:
     warnings.filterwarnings("ignore")
     machine = options(MachineOptions, given)
     seeds = read_seeds(given.pop("seeds")) if given.get("seeds") is not None else []
-    config = TrainConfig.from_dict({k: v for k, v in given.items() if not hasattr(machine, k)})
+    settings = {name: value for name, value in given.items() if not hasattr(machine, name)}
+    config = TrainConfig.from_dict(settings)
     gpus = gpus_for(machine.gpus, machine.gpu_memory)
     with while_hub_answers(config.backbone, config.prompts):
         settings = resolve(config)
@@ -515,6 +518,19 @@ def show_table(rows: list[Row], one: bool, as_json: bool) -> int:
         print_rows(rows)
     return 0
 
+
+def show_list(
+    name: str | None,  # of the entry that is shown; None: the list of all
+    names: list[str],
+    row_of: Callable[[str], Row],  # a row of the list
+    facts_of: Callable[[str], Row],  # all that is known of one
+    as_json: bool,
+) -> int:
+    "Print a list of entries, or all that is known of one of them; return the exit code."
+    if name is not None:
+        return show_table([facts_of(name)], True, as_json)
+    return show_table([row_of(one) for one in names], False, as_json)
+
 # %% ../nbs/cli/01_commands.ipynb #a7d26501
 def reward_row(name: str) -> Row:
     """Return what is known of a reward, or of the term of a sum.
@@ -601,9 +617,8 @@ def show_models(given: dict[str, Any]) -> int:
     from branchgrpo.backbones.published import PUBLISHED
 
     o = options(ModelOptions, given)
-    if o.backbone is not None:
-        return show_table([model_facts(o.backbone)], True, o.json)
-    return show_table([model_row(name) for name in (*BACKBONES.names(), *PUBLISHED)], False, o.json)
+    names = [*BACKBONES.names(), *PUBLISHED]
+    return show_list(o.backbone, names, model_row, model_facts, o.json)
 
 # %% ../nbs/cli/01_commands.ipynb #a7d26503
 def prompts_row(name: str) -> Row:
@@ -614,13 +629,10 @@ def prompts_row(name: str) -> Row:
         hub, about = PAPER_SETS[name]
         return {"name": name, "about": about, "where": hub or f"data/{name}"}
     entry = PROMPT_SETS.entry(name)
-    about = first_sentence(entry) if callable(entry) else ""
+    about = ""
+    if callable(entry):  # what the function says that it returns
+        about = docstring_summary(entry).removeprefix("Return ").removeprefix("the ").rstrip(".")
     return {"name": name, "about": about, "where": IN_PACKAGE if is_ours(entry) else None}
-
-
-def first_sentence(entry: Callable[..., object]) -> str:
-    "Return what a function says that it returns, without the words `Return` and `the`."
-    return docstring_summary(entry).removeprefix("Return ").removeprefix("the ").rstrip(".")
 
 
 def prompts_facts(name: str) -> Row:
@@ -647,11 +659,8 @@ def show_prompts(given: dict[str, Any]) -> int:
     from branchgrpo.prompts import PAPER_SETS, PROMPT_SETS
 
     o = options(PromptOptions, given)
-    if o.prompts is not None:
-        return show_table([prompts_facts(o.prompts)], True, o.json)
-    return show_table(
-        [prompts_row(name) for name in (*PROMPT_SETS.names(), *PAPER_SETS)], False, o.json
-    )
+    names = [*PROMPT_SETS.names(), *PAPER_SETS]
+    return show_list(o.prompts, names, prompts_row, prompts_facts, o.json)
 
 # %% ../nbs/cli/01_commands.ipynb #751dd6bf
 def check_hps(given: dict[str, Any]) -> int:

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['ONLY_FLAGS', 'INSTEAD', 'MESSAGES', 'AGAIN', 'CONTINUING', 'COMPLETED_NAMES', 'COMPLETED_PLACES', 'Shell',
-           'sections_of', 'comment_of', 'comments_in', 'LastCounts', 'flag_of', 'shown_default', 'group_of',
-           'add_section', 'ShowAll', 'Parser', 'show_first', 'fill_parser', 'parser_of', 'parse', 'from_file',
-           'one_line', 'not_expected', 'nearest_flag', 'CompletionOptions', 'with_names', 'whole_parser']
+           'sections_of', 'comment_of', 'comments_in', 'LastCounts', 'flag_of', 'shown_default', 'add_section',
+           'ShowAll', 'Parser', 'show_first', 'fill_parser', 'parser_of', 'parse', 'from_file', 'one_line',
+           'not_expected', 'nearest_flag', 'CompletionOptions', 'with_names', 'whole_parser']
 
 # %% ../nbs/cli/00_options.ipynb #021d984e
 import argparse
@@ -117,16 +117,13 @@ def shown_default(default: object) -> str:
     return f" [{' '.join(map(str, default)) if isinstance(default, tuple) else default}]"
 
 # %% ../nbs/cli/00_options.ipynb #e89cd632
-def group_of(parser: argparse.ArgumentParser, title: str) -> argparse._ArgumentGroup:
-    "Return the group of flags with a title; sections of one title share it."
-    groups = [group for group in parser._action_groups if group.title == title]
-    return groups[0] if groups else parser.add_argument_group(title)
-
-
 def add_section(parser: argparse.ArgumentParser, cls: type) -> None:
     "Add the fields that a dataclass declares itself, as one group of flags."
-    hints, comments = typing.get_type_hints(cls), comments_in(cls.__module__).get(cls.__name__, {})
-    group = group_of(parser, inspect.cleandoc(cls.__doc__ or "").rstrip("."))
+    hints = typing.get_type_hints(cls)
+    comments = comments_in(cls.__module__).get(cls.__name__, {})
+    title = " ".join((cls.__doc__ or "").split()).rstrip(".")
+    same = [group for group in parser._action_groups if group.title == title]
+    group = same[0] if same else parser.add_argument_group(title)  # sections of one title share it
     own = inspect.get_annotations(cls)
     for part in dataclasses.fields(cls):
         name = part.name
@@ -202,7 +199,7 @@ def parser_of(prog: str, about: str, classes: tuple[type, ...], config: bool = F
     parser = Parser(
         prog=prog,
         usage="%(prog)s [options]",
-        description=about,
+        description=" ".join(about.split()),
         allow_abbrev=False,
         formatter_class=form,
     )

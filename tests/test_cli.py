@@ -79,10 +79,10 @@ def test_the_doctor_does_not_wait_for_a_hub_that_is_silent(tmp_path, words):
 def test_every_flag_has_a_help_text():
     for name, command in cli.COMMANDS.items():
         assert command.run.__doc__
-        for action in parser_of(
-            name, docstring_text(command.run), command.classes(), command.config
-        )._actions:
-            assert action.help and (action.help != argparse.SUPPRESS or action.dest in RETIRED), (
+        parser = parser_of(name, docstring_text(command.run), command.classes(), command.config)
+        for action in parser._actions:
+            said = action.help and not action.help.startswith(" [")  # more than its default
+            assert said and (action.help != argparse.SUPPRESS or action.dest in RETIRED), (
                 action.dest
             )
 

@@ -37,15 +37,12 @@ if TYPE_CHECKING:
 # %% ../../nbs/analysis/01_compare.ipynb #65e384dc
 def metrics_of(groups: list[Group]) -> list[str]:
     "Return the scores that all runs have, the reward first."
-    names = [
-        {name for row in curve.rows for name in row} for group in groups for curve in group.curves
-    ]
-    common = sorted(
-        name
-        for name in set.intersection(*names)
-        if name.startswith("eval_") and "unscored" not in name
-    )
-    return sorted(common, key=lambda name: name != "eval_reward")
+    names = []
+    for group in groups:
+        names += [set().union(*curve.rows) for curve in group.curves]
+    common = set.intersection(*names)
+    scores = sorted(n for n in common if n.startswith("eval_") and "unscored" not in n)
+    return sorted(scores, key=lambda name: name != "eval_reward")
 
 
 def metric_of(groups: list[Group], name: str) -> str:
@@ -96,8 +93,13 @@ def measure_difference(ours: Group, theirs: Group, metric: str, x: str) -> dict[
     mine, base = [list(values.values()) for values in (one, other)]
     if paired:
         mine, base = [one[seed] for seed in paired], [other[seed] for seed in paired]
-    found = {"at equal": x, "budget": budget, "paired": bool(paired), "needed": None}
-    found |= {"seeds": [len(mine), len(base)]}
+    found: dict[str, Any] = {
+        "at equal": x,
+        "budget": budget,
+        "paired": bool(paired),
+        "needed": None,
+        "seeds": [len(mine), len(base)],
+    }
     if not all(map(isfinite, mine + base)):
         return unmeasured(0) | found
     if min(len(mine), len(base)) == 1:
@@ -132,7 +134,8 @@ def spread_of(mine: list[float], base: list[float], paired: bool) -> float:
     both pooled."""
     if paired:
         return float(np.std(np.subtract(mine, base), ddof=1))
-    return float(np.sqrt((np.var(mine, ddof=1) + np.var(base, ddof=1)) / 2))
+    pooled = (np.var(mine, ddof=1) + np.var(base, ddof=1)) / 2
+    return float(np.sqrt(pooled))
 
 # %% ../../nbs/analysis/01_compare.ipynb #f7ac3763
 def decimals(values: list[float]) -> int:
@@ -165,7 +168,8 @@ def pairing_text(found: dict[str, Any]) -> str:
 # %% ../../nbs/analysis/01_compare.ipynb #c5656928
 def answer(ours: str, theirs: str, found: dict[str, Any], digits: int) -> str:
     "Return a measured difference as one plain sentence."
-    where, seeds = PLACES[found["at equal"]][1], pairing_text(found)
+    where = PLACES[found["at equal"]][1]
+    seeds = pairing_text(found)
     if found["difference"] is None:
         return (
             f"{ours} and {theirs} have no evaluations that can be compared {where}; evaluate more"
@@ -221,9 +225,8 @@ def notes_on(groups: list[Group], base: Group, metric: str) -> list[str]:
         if group is base:
             continue
         notes += seed_notes(group, base)
-    begin = [
-        curve.of(metric)[0][metric] for curve in curves if curve.of(metric)[0]["iteration"] == 0
-    ]
+    first = [curve.of(metric)[0] for curve in curves]
+    begin = [row[metric] for row in first if row["iteration"] == 0]
     if begin and np.ptp(begin) > 1e-3 * max(map(abs, begin)):
         notes.append(
             "the model before training does not score the same in all runs: they draw or score in"
@@ -280,19 +283,27 @@ class Compared:
     def summary(self, label: str) -> dict[str, Any]:
         """Return a group's score before training and at the common iteration, with its interval,
         and what that cost."""
-        group, at = self.group(label), self.iterations
+        group = self.group(label)
+        at = self.iterations
         mean, low, high = mean_interval(list(group.at(self.metric, "iteration", at).values()))
         begin = [curve.of(self.metric)[0] for curve in group.curves]
         before = [row[self.metric] for row in begin if row["iteration"] == 0]
-        cost = {
-            x: float(np.mean([c.at(x, "iteration", at) for c in group.curves]))
-            for x in PLACES
-            if x != "iteration"
+        found: dict[str, Any] = {
+            "group": label,
+            "recipe": group.recipe,
+            "seeds": group.seeds,
+            "iterations": at,
+            "runs": [str(curve.path) for curve in group.curves],
+            "before": float(np.mean(before)) if before else None,
+            "mean": mean,
+            "low": low,
+            "high": high,
         }
-        found = {"group": label, "recipe": group.recipe, "seeds": group.seeds, "iterations": at}
-        found |= {"runs": [str(curve.path) for curve in group.curves]}
-        found |= {"before": float(np.mean(before)) if before else None}
-        return found | {"mean": mean, "low": low, "high": high} | cost
+        for x in PLACES:
+            if x != "iteration":
+                costs = [curve.at(x, "iteration", at) for curve in group.curves]
+                found[x] = float(np.mean(costs))
+        return found
 
     def differences(self, label: str) -> list[dict[str, Any]]:
         """Return how far a group is above the base, where iterations, rollout calls, cost and
@@ -380,7 +391,8 @@ def group_lines(c: Compared) -> list[str]:
         ["", "seeds", "before", "after [95 %]", *(PLACES[x][0] for x in PLACES if x != "iteration")]
     ]
     for group in c.groups:
-        s, d = c.summary(group.label), c.digits
+        s = c.summary(group.label)
+        d = c.digits
         before = "–" if s["before"] is None else f"{s['before']:.{d}f}"
         after = f"{s['mean']:.{d}f}"
         if s["low"] is not None:

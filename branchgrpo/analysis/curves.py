@@ -233,12 +233,14 @@ def task_difference(one: Curve, other: Curve) -> str:
     steps = [c.settings.get("evaluation_steps") or c.settings.get("steps") for c in (one, other)]
     if steps[0] != steps[1]:
         return f"evaluation_steps is {steps[0]} in {places[0]} and {steps[1]} in {places[1]}"
-    digests = [(c.facts.get("prompts") or {}).get("digest") for c in (one, other)]
+    facts = [curve.facts.get("prompts") or {} for curve in (one, other)]
+    digests = [prompts.get("digest") for prompts in facts]
     if None not in digests and digests[0] != digests[1]:
         return f"prompts has other texts in {places[0]} than in {places[1]}"
     sources = [c.settings.get("sources") or {} for c in (one, other)]
-    for name in sorted({"reward", "backbone", "prompts"} & sources[0].keys() & sources[1].keys()):
-        if sources[0][name] != sources[1][name]:
+    for name in ("backbone", "prompts", "reward"):
+        both = name in sources[0] and name in sources[1]
+        if both and sources[0][name] != sources[1][name]:
             return f"{name} has another source in {places[0]} than in {places[1]}"
     return ""
 

@@ -23,11 +23,9 @@ def mean_p(values: Sequence[float] | np.ndarray, alternative: str = "two-sided")
     """Return the p value of a mean that is not zero, or `greater` or `less`; of equal values 0 if
     it is so, else 1."""
     if np.ptp(values) == 0:
-        return float(
-            not {"two-sided": values[0] != 0, "greater": values[0] > 0, "less": values[0] < 0}[
-                alternative
-            ]
-        )
+        first = values[0]
+        holds = {"two-sided": first != 0, "greater": first > 0, "less": first < 0}[alternative]
+        return 0.0 if holds else 1.0
     return float(ttest_1samp(values, 0.0, alternative=alternative).pvalue)
 
 
@@ -93,8 +91,13 @@ def equivalence_p(pair: Pair, margin: float) -> float:
 def possible(pair: Pair, kind: str, margin: float) -> dict[str, float]:
     "Return the p value of each answer that a claim of this kind can have."
     bound = -margin if kind == "not below" else 0.0
-    found = {HOLDS: min(1.0, 2 * pair.above(bound)), FAILS: min(1.0, 2 * pair.below(0.0))}
-    return found | ({SAME: equivalence_p(pair, margin)} if kind == "above" else {})
+    found = {
+        HOLDS: min(1.0, 2 * pair.above(bound)),
+        FAILS: min(1.0, 2 * pair.below(0.0)),
+    }
+    if kind == "above":
+        found[SAME] = equivalence_p(pair, margin)
+    return found
 
 # %% ../../nbs/analysis/04_statistics.ipynb #a90324f6
 def decide(p_values: dict[str, float], alpha: float = 0.05) -> str:
@@ -167,7 +170,9 @@ def unpaired_difference(ours: list[float], theirs: list[float], level: float = 0
         raise ValueError("seeds: an interval needs two or more of each group")
     distance = float(np.mean(ours) - np.mean(theirs))
     if np.ptp(ours) == 0 and np.ptp(theirs) == 0:
-        low, high, p = distance, distance, float(distance == 0)
+        low = distance
+        high = distance
+        p = float(distance == 0)
     else:
         tested = ttest_ind(ours, theirs, equal_var=False)
         interval = tested.confidence_interval(level)

@@ -60,7 +60,8 @@ def path_end(
     frozen = policy if trained is None else frozen_copy(policy)
     for i in range(process.steps):
         caller = policy if trained is None or i in trained else frozen
-        dist = process.step(i, x, caller.predict(x, process.times[i], conditioning), i in noise)
+        output = caller.predict(x, process.times[i], conditioning)
+        dist = process.step(i, x, output, i in noise)
         x = dist.sample(noise[i]) if i in noise else dist.mean
     return x
 
@@ -114,9 +115,11 @@ def step_derivatives(
     there = revisit(x.tree, moved, x.conditioning, x.process, edges).at(edges.parent)
     # (x' − μ)·Δμ / (δ std²), mean over elements
     change = (there.mean - dist.mean) / delta
-    derivatives = ((edges.of(x.tree.latents) - dist.mean) * change).flatten(1).mean(1) / dist.std**2
+    moves = (edges.of(x.tree.latents) - dist.mean) * change
+    derivatives = moves.flatten(1).mean(1) / dist.std**2
     rule = RATIOS.get(learner.settings.ratio).function
-    ones, zeros = torch.ones_like(derivatives), torch.zeros_like(derivatives)
+    ones = torch.ones_like(derivatives)
+    zeros = torch.zeros_like(derivatives)
     slope = rule(ones, dist, dist.mean) - rule(zeros, dist, dist.mean)
     return derivatives * slope
 
@@ -136,9 +139,11 @@ def projections(rolled: Experience, derivatives: list[Tensor]) -> Tensor:  # (P,
     """Return what the edges of each step add to ⟨g, û⟩ of each prompt's gradient; the sum over
     steps is ⟨g, û⟩."""
     masks = [mask.float() for mask in rolled.edge_mask[1:]]
-    edges = torch.stack([mask.sum(1) for mask in masks]).sum(0).clamp(min=1)
+    counts = [mask.sum(1) for mask in masks]
+    edges = torch.stack(counts).sum(0).clamp(min=1)
     table = zip(rolled.advantages[1:], masks, derivatives[1:])
-    return torch.stack([(a * mask * d).sum(1) for a, mask, d in table], 1) / edges[:, None]
+    sums = [(advantage * mask * slope).sum(1) for advantage, mask, slope in table]
+    return torch.stack(sums, 1) / edges[:, None]
 
 # %% ../../nbs/mechanism/01_exact.ipynb #9883936f
 def prompt_gradient(learner: Learner, rolled: Experience, prompt: int) -> Tensor:  # (n,)
@@ -179,7 +184,8 @@ def score_function_side(t: Trainer, iteration: int, direction: Tensor, delta: fl
 def pathwise_side(t: Trainer, iteration: int, direction: Tensor, copies: int = 1) -> float:
     """Return the exact gradient of an iteration's prompts along a direction, with the rollout's
     noisy steps."""
-    plan, process = plan_of(t.settings, iteration), process_of(t.settings, t.policy, iteration)
+    plan = plan_of(t.settings, iteration)
+    process = process_of(t.settings, t.policy, iteration)
     prompts = t.collector.draw(iteration) * copies
     generator = torch.Generator().manual_seed(t.settings.seed * 1000 + iteration)
     shape = (len(prompts), *t.policy.latent_shape)

@@ -67,7 +67,8 @@ def reference_of(gradients: Tensor) -> Reference:  # (N, n)
             f"reference_batches: {len(gradients)} is below 2, and the precision needs two"
         )
     signal, noise = signal_and_noise(gradients)
-    mean, kept = gradients.mean(0), max(signal, 0.0)
+    mean = gradients.mean(0)
+    kept = max(signal, 0.0)
     cosine = (kept / (kept + max(noise, 0.0) / len(gradients))) ** 0.5 if kept else 0.0
     return Reference(mean / mean.norm(), kept**0.5, kept / noise, cosine, len(gradients))
 
@@ -101,7 +102,8 @@ def bootstrap_cosines(
     found = {}
     for label, m in measured.items():
         # the mean over an iteration's prompts, then over the drawn iterations
-        found[label] = signed_square(m.projections.mean(1)[iterations], m.squares.mean(1)[lengths])
+        projections = m.projections.mean(1)[iterations]
+        found[label] = signed_square(projections, m.squares.mean(1)[lengths])
     return found
 
 # %% ../../nbs/mechanism/02_measure.ipynb #2bf4111a
@@ -116,7 +118,8 @@ def alignment_rows(
 ) -> list[dict]:
     """Return cos² of each method per gradient and per 10⁶ of cost, and both as ratios to the
     `baseline`, with intervals."""
-    found, rows = bootstrap_cosines(measured, draws, seed), []
+    found = bootstrap_cosines(measured, draws, seed)
+    rows = []
     values = {
         label: float(signed_square(m.projections.ravel(), m.squares.ravel()))
         for label, m in measured.items()
@@ -152,16 +155,16 @@ class Study:
     @property
     def whole(self) -> set[int]:
         "Return the iterations of whole gradients; a window that moves is seen at all its places."
-        return set(torch.linspace(0, self.iterations - 1, self.lengths).round().int().tolist())
+        places = torch.linspace(0, self.iterations - 1, self.lengths)
+        return set(places.round().int().tolist())
 
 # %% ../../nbs/mechanism/02_measure.ipynb #4eab6e0f
 def two_halves(found: PromptSet, seed: int) -> tuple[PromptSet, PromptSet]:
     "Return the training prompts in two random halves: of the methods, and of the reference."
-    order = torch.randperm(len(found.train), generator=torch.Generator().manual_seed(seed)).tolist()
-    first, second = (
-        replace(found, train=[found.train[n] for n in half]) for half in (order[::2], order[1::2])
-    )
-    return first, second
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(found.train), generator=generator).tolist()
+    shuffled = [found.train[n] for n in order]
+    return replace(found, train=shuffled[::2]), replace(found, train=shuffled[1::2])
 
 # %% ../../nbs/mechanism/02_measure.ipynb #ccf59024
 AFTER_ROLLOUT = {
@@ -220,7 +223,8 @@ def trainer_with_weights(
 def measure_reference(study: Study, t: Trainer) -> Reference:
     """Return the direction of the exact gradient of a trainer's evaluation reward, over its own
     prompts."""
-    s, found = t.settings, []
+    s = t.settings
+    found = []
     process = sampling_process(t.policy, s.evaluation_steps or s.steps, s.shift)
     generator = torch.Generator().manual_seed(study.seed)
     for b in range(study.batches):
@@ -257,11 +261,12 @@ def measure_rollout(
 ) -> dict:
     """Return the projections (P, T), the cost per prompt, and with `lengths` the |g|² of the
     prompts."""
-    prompts = range(rolled.tree.prompts) if lengths else ()
     cost = papers_cost(rolled.tree.plan.denoiser_calls, exact.trained_parents(rolled))
-    squares = [
-        exact.prompt_gradient(learner, rolled, p).double().square().sum().item() for p in prompts
-    ]
+    squares = []
+    if lengths:
+        for prompt in range(rolled.tree.prompts):
+            gradient = exact.prompt_gradient(learner, rolled, prompt)
+            squares.append(gradient.double().square().sum().item())
     return {
         "projections": exact.projections(rolled, derivatives).tolist(),
         "cost": cost,
@@ -273,10 +278,8 @@ def measure(
     study: Study, t: Trainer, variants: dict[str, Settings], reference: Reference
 ) -> dict[str, list[dict]]:
     "Return what every iteration gives for each variant of one rollout."
-    moved, found = (
-        exact.moved_policy(t.learner, reference.direction, study.delta),
-        {name: [] for name in variants},
-    )
+    moved = exact.moved_policy(t.learner, reference.direction, study.delta)
+    found = {name: [] for name in variants}
     for iteration in range(study.iterations):
         experience = t.collect(iteration)
         known: dict[str, list[Tensor]] = {}  # derivatives by ratio rule
@@ -334,6 +337,5 @@ def gradient_samples(found: dict) -> GradientSamples:
     "Return a recipe's numbers as `GradientSamples`."
     by_step = [np.array(row["projections"]).sum(1) for row in found["rows"]]
     squares = [row["squares"] for row in found["rows"] if row["squares"]]
-    return GradientSamples(
-        np.stack(by_step), np.array(squares), float(np.mean([row["cost"] for row in found["rows"]]))
-    )
+    cost = float(np.mean([row["cost"] for row in found["rows"]]))
+    return GradientSamples(np.stack(by_step), np.array(squares), cost)

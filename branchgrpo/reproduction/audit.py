@@ -59,7 +59,8 @@ def measured_average(trainer: Trainer, after: int = 0) -> tuple[float, bool]:
         trainer.step()
     # θ̄ = d θ̄ + (1 − d) θ, solved for d
     trained = parameters[name].detach().clone()
-    decay = ((ema.weights[name] - trained).sum() / (before - trained).sum()).item()
+    moved = (ema.weights[name] - trained).sum()
+    decay = (moved / (before - trained).sum()).item()
     with averaged_weights(trainer.learner, trainer.settings.ema_used):
         used = not parameters[name].detach().equal(trained)
     return decay, used

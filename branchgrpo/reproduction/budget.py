@@ -149,9 +149,11 @@ def run_line(
     config: TrainConfig, job: Job, runs: dict[str, Asked], gpus: int, tflops: float
 ) -> str:
     "Return the line of a run below its page, and add it to `runs`."
-    s, small = resolve(config), is_small(config.backbone)
+    s = resolve(config)
+    small = is_small(config.backbone)
     cost = None if small else cost_of(config, max(gpus, 1), tflops)
-    key, steps = cache_key(s.to_dict()), config.iterations * s.passes * s.steps_per_pass
+    key = cache_key(s.to_dict())
+    steps = config.iterations * s.passes * s.steps_per_pass
     run = Asked(job.name, s, gpus, cost)
     first = runs.setdefault(key, run)
     first.times += 1
@@ -184,16 +186,16 @@ def page_line(job: Job, configs: list[TrainConfig]) -> str:
 # %% ../../nbs/reproduction/07_budget.ipynb #44643b7f
 def disk_lines(runs: dict[str, Asked]) -> list[str]:
     "Return one line of what all runs write, if that is a GB or more."
-    ends, checkpoints = (sum(run.disk[part] for run in runs.values()) for part in (0, 1))
-    end, most = (
+    ends = sum(run.disk[0] for run in runs.values())
+    checkpoints = sum(run.disk[1] for run in runs.values())
+    if ends < 1:
+        return []
+    sizes = [
         f"{gb / 1000:.1f} TB" if gb >= 1000 else f"{gb:.0f} GB" for gb in (ends, ends + checkpoints)
-    )
+    ]
     what = "results and the checkpoints that are kept; embeddings come on top"
-    return (
-        [f"disk: {end} at the end, {most} while every run writes one more checkpoint ({what})"]
-        if ends >= 1
-        else []
-    )
+    while_written = f"{sizes[1]} while every run writes one more checkpoint"
+    return [f"disk: {sizes[0]} at the end, {while_written} ({what})"]
 
 # %% ../../nbs/reproduction/07_budget.ipynb #2eb0b33a
 def limit_lines(runs: dict[str, Asked], limit: int) -> list[str]:
@@ -217,11 +219,9 @@ def limit_lines(runs: dict[str, Asked], limit: int) -> list[str]:
 def file_line(needs: set[tuple[str, str, str]]) -> list[str]:
     """Return one line of the names that a page needs, for the list at the end; none for a page
     without."""
-    names = (
-        sorted({need[0] for need in needs})
-        + sorted({need[1] for need in needs})
-        + sorted({n[2] for n in needs})
-    )
+    names: list[str] = []
+    for column in zip(*needs):
+        names += sorted(set(column))
     return [f"      needs {', '.join(names)}"] if names else []
 
 # %% ../../nbs/reproduction/07_budget.ipynb #58b1974b
@@ -244,12 +244,14 @@ def budget(
 ) -> list[str]:
     """Return the lines of the budget: the runs of each page and what it needs, the sums, and every
     file."""
-    lines, needs = [], set()
+    lines = []
+    needs = set()
     runs: dict[str, Asked] = {}
     for job in todo:
         planned = planned_runs(job)
         configs = [config for config, _ in planned]
-        of_page, of_run = needed(job, configs), gpus_of(job, gpus)
+        of_page = needed(job, configs)
+        of_run = gpus_of(job, gpus)
         needs |= of_page
         lines.append(page_line(job, configs))
         missing = [
@@ -259,7 +261,8 @@ def budget(
         if len(missing) < len(configs):
             lines.append(f"      {count_of(len(configs) - len(missing), 'run')} not trained")
         lines += file_line(of_page)
-    sums, once = count_of(len(runs), "run"), sum(run.gpu_hours for run in runs.values())
+    sums = count_of(len(runs), "run")
+    once = sum(run.gpu_hours for run in runs.values())
     if once:
         requested = sum(run.times * run.gpu_hours for run in runs.values())
         sums += (

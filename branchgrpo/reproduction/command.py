@@ -36,7 +36,10 @@ class PageOptions:
     # notebooks; see --all --dry-run
     names: tuple[str, ...] = field(default=(), metadata={"positional": "*"})
     all: bool = False  # every notebook that the scale knows
-    scale: str = "testbed"  # smoke (minutes), quickstart, testbed (hours) or paper (GPUs)
+    scale: str = (
+        "testbed"  # smoke (minutes), quickstart, testbed (hours on two cores)
+        # or paper (GPUs, real weights)
+    )
     jobs: int = bounded(1, 1, 10_000)  # runs, and then notebooks, at a time
     gpus: str | None = None  # one run, and then one notebook, per GPU: 0,1,2,3
     set: tuple[
@@ -50,7 +53,10 @@ class PageOptions:
     # take the runs that the tables of figures/ hold, and train only the others
     recorded: bool = False
     only: tuple[str, ...] = ()  # train only these runs of the notebooks (names of their folders)
-    dry_run: bool = False  # list every run with its GPUs, memory, hours, and the files it needs
+    dry_run: bool = (
+        False  # list every run that would be trained with its GPUs, memory, hours,
+        # and every file it needs
+    )
     tflops: float = bounded(MEASURED_SPEED, 0.001)  # sustained speed of one GPU, for --dry-run
 
 # %% ../../nbs/reproduction/08_command.ipynb #6dec1095
@@ -58,7 +64,10 @@ class PageOptions:
 class SlurmOptions:
     "Slurm"
 
-    slurm: bool = False  # hand runs, then notebooks, to Slurm (with --dry-run: show the scripts)
+    slurm: bool = (
+        False  # hand the runs, and after them the notebooks, to Slurm
+        # (with --dry-run: show the scripts)
+    )
     slurm_options: str = ""  # further #SBATCH options: partition=a100,account=x
     # time limit of a task; a task that reaches it goes back into the queue
     hours: int = bounded(24, 1, 10_000)
@@ -91,7 +100,8 @@ def reproduce(given: dict[str, Any]) -> int:
         one = 1 if o.gpus else None  # of several GPUs each run has one
         gpus = slurm.nodes * slurm.gpus_per_node if slurm.nodes else one
         train, others = runs_to_train(jobs, o.recorded)
-        print("\n".join([*budget(jobs, o.tflops, gpus, slurm.hours, train), "", others]))
+        lines = budget(jobs, o.tflops, gpus, slurm.hours, train)
+        print(*lines, "", others, sep="\n")
         return 0
     return run_here(jobs, o)
 
@@ -163,9 +173,13 @@ def shown_tables(notebook: str) -> list[str]:
     "Return the tables that an executed notebook shows, as Markdown."
     import nbformat  # it loads for seconds, and a dry run should not wait
 
-    outputs = [out for cell in nbformat.read(notebook, 4).cells for out in cell.get("outputs", [])]
-    texts = ["".join(out.get("data", {}).get("text/markdown", "")) for out in outputs]
-    return [text for text in texts if text.lstrip().startswith("|")]
+    tables = []
+    for cell in nbformat.read(notebook, 4).cells:
+        for output in cell.get("outputs", []):
+            text = "".join(output.get("data", {}).get("text/markdown", ""))
+            if text.lstrip().startswith("|"):
+                tables.append(text)
+    return tables
 
 
 def redrawn_lines(job: "Job", notebook: str, tables: bool) -> list[str]:

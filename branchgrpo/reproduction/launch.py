@@ -35,7 +35,8 @@ from ..training.stop import Preempted, REQUEUE, SIGNALS
 def follow_log(process: subprocess.Popen, log: Path, start: int) -> Iterator[str]:
     """Yield the lines that a process adds to its log after byte `start`, as they come, until it has
     ended."""
-    text, ended = "", False
+    text = ""
+    ended = False
     with open(log, encoding="utf-8", errors="replace") as file:
         file.seek(start)
         while not ended:
@@ -122,10 +123,8 @@ def killed_rank(ended: Ended) -> str:
     """Return which process of a training was killed by which signal, and its last line; empty if
     none was."""
     if ended.code < 0 and not ended.told:  # one process
-        name, last = (
-            signal.Signals(-ended.code).name,
-            next((x for x in reversed(ended.last) if x.strip()), ""),
-        )
+        name = signal.Signals(-ended.code).name
+        last = next((x for x in reversed(ended.last) if x.strip()), "")
         return f"the training was killed by {name}; its last line: {last.strip()!r}"
     found = failed_rank(ended)
     if not found or not found[5]:
@@ -189,7 +188,10 @@ def started(
 
 # %% ../../nbs/reproduction/02_launch.ipynb #62ee0bee
 def run_logged(
-    command: list[str], log: Path, held: tuple[int, ...] = (), watch: Callable[[str], None] = show
+    command: list[str],
+    log: Path,
+    held: tuple[int, ...] = (),  # open files of a lock
+    watch: Callable[[str], None] = show,
 ) -> Ended:
     """Run a command to its end; its output goes to `log` as it comes, and line by line to `watch`.
 

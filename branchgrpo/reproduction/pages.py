@@ -187,8 +187,8 @@ def scale_table(folder: str | Path) -> dict[str, dict[str, dict]]:
 KINDS = {
     "list": (list, "a list, such as [0, 1]"),
     "dict": (dict, "a table, such as {lora_rank: 32}"),
+    "str": (str | None, "a text"),
 }
-KINDS |= {"str": (str | None, "a text")}
 
 
 def check_parameters(name: str, template: Path, parameters: dict) -> None:
@@ -252,7 +252,8 @@ def jobs(
 
     Raise `ValueError` on an unknown scale, page or parameter.
     """
-    found, table = known_pages(scale, folder), scale_table(folder)
+    found = known_pages(scale, folder)
+    table = scale_table(folder)
     todo = []
     for name in names or [name for name in found if scale in table.get(name, {})]:
         if name not in found:
@@ -346,11 +347,8 @@ def changed_settings(then: dict[str, dict], today: dict[str, dict]) -> tuple[lis
     changed, known = set(), set()
     for settings in then.values():
         known |= settings.keys()
-        same = [
-            found
-            for found in today.values()
-            if all(found[key] == settings[key] for key in ("recipe", "seed"))
-        ]
+        place = settings["recipe"], settings["seed"]
+        same = [found for found in today.values() if (found["recipe"], found["seed"]) == place]
         changed |= min((differing(settings, found) for found in same), key=len, default=set())
     return sorted(changed & known), sorted(changed - known)
 

@@ -38,11 +38,11 @@ SCHEMA = pa.schema(
 def cells_of(record: dict[str, Any]) -> Iterator[tuple[str, int, str, Any]]:
     "Return every value of a run's record with its kind, row and name."
     others = {name: value for name, value in record.items() if name not in (*ROWS, "settings")}
-    tables = {"run": [others], "settings": [record.get("settings") or {}]} | {
-        name: record.get(name) for name in ROWS
-    }
+    tables = {"run": [others], "settings": [record.get("settings") or {}]}
+    for name in ROWS:
+        tables[name] = record.get(name) or []
     for kind, rows in tables.items():
-        for number, row in enumerate(rows or ()):
+        for number, row in enumerate(rows):
             for name, value in row.items():
                 yield kind, number, name, value
 
@@ -62,8 +62,12 @@ def write_runs(path: str | Path, page: str, runs: Runs) -> None:
                     SCHEMA.names, (page, label, int(seed), kind, row, name, *split)
                 ):
                     columns[column].append(found)
-    table, strong = pa.table(columns, SCHEMA), {"compression": "zstd", "compression_level": 19}
-    write_atomic(path, lambda temporary: pq.write_table(table, temporary, **strong))
+    table = pa.table(columns, SCHEMA)
+
+    def write(temporary: Path) -> None:
+        pq.write_table(table, temporary, compression="zstd", compression_level=19)
+
+    write_atomic(path, write)
 
 # %% ../../nbs/reproduction/01_records.ipynb #6b45c0cb
 def read_runs(path: str | Path) -> Runs:
@@ -104,7 +108,8 @@ def table_of(record: str | Path) -> Path:
 # %% ../../nbs/reproduction/01_records.ipynb #d9b1c35e
 def read_record(path: str | Path) -> dict[str, Any]:
     "Return a page's record; its runs are those of its table, if it has one."
-    record, table = json.loads(Path(path).read_text(encoding="utf-8")), table_of(path)
+    record = json.loads(Path(path).read_text(encoding="utf-8"))
+    table = table_of(path)
     return (
         record | {"runs": read_runs(table)} if "runs" not in record and table.exists() else record
     )
@@ -140,10 +145,10 @@ def recorded_runs(record: dict[str, Any]) -> dict[str, list[RecordedRun]]:
     "Return the runs of a record by label, seed by seed. Raise `ValueError` if it has none."
     if "runs" not in record:
         raise ValueError("record: it holds no runs")
-    return {
-        label: [run_from_record(run) for run in seeds.values()]
-        for label, seeds in record["runs"].items()
-    }
+    runs: dict[str, list[RecordedRun]] = {}
+    for label, seeds in record["runs"].items():
+        runs[label] = [run_from_record(run) for run in seeds.values()]
+    return runs
 
 # %% ../../nbs/reproduction/01_records.ipynb #8548e748
 def run_record(run: Measured) -> dict[str, Any]:

@@ -55,7 +55,10 @@ def shown_rows(record: dict, rows: list[dict]) -> list[dict]:
     runs = [run for found in record.get("runs", {}).values() for run in found.values()]
     if not runs or any(run["seconds_per_iteration"] for run in runs):
         return rows
-    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+    shown = [dict(row) for row in rows]
+    for row in shown:
+        row.pop("seconds", None)
+    return shown
 
 
 def tables_named_by(page: str) -> list[tuple[str, str]]:
@@ -92,19 +95,19 @@ def beside_printed(rows: list[dict], printed: dict[str, dict[str, str]]) -> list
         if names:
             columns[ours] = max(names, key=len)
     both = []
-    for row in rows if columns else []:
+    if not columns:
+        return []
+    for row in rows:
         theirs = printed.get(row.get("label", ""))
         if theirs is not None and any(
             row.get(ours) is not None for ours in columns
         ):  # two tables may share a label
-            cells = {
-                ours: (cell_text(row.get(ours)), theirs.get(name)) for ours, name in columns.items()
-            }
-            cells = {
-                name: f"{ours} *({paper})*" if paper else ours
-                for name, (ours, paper) in cells.items()
-            }
-            both.append({"": row["label"]} | cells)
+            cells = {"": row["label"]}
+            for ours, name in columns.items():
+                paper = theirs.get(name)
+                text = cell_text(row.get(ours))
+                cells[ours] = f"{text} *({paper})*" if paper else text
+            both.append(cells)
     return both
 
 
@@ -131,7 +134,8 @@ def page_tables(page: str, records: list[dict], folder: Path, shown: bool) -> tu
         for record in records
         for title, rows in numbers_of(record).items()
     ]
-    first, later = [], [folded(title, markdown_table(rows), shown) for title, rows in tables]
+    first = []
+    later = [folded(title, markdown_table(rows), shown) for title, rows in tables]
     places = [
         (page.partition("/")[0], place) for record in records for place in record.get("printed", [])
     ]
@@ -180,9 +184,11 @@ def claim_lines(lines: list[str]) -> str:
     """Return the verdicts of a page as a list; a click opens those on scores that fall by no more
     than seeds differ."""
     small = [f"- {line}" for line in lines if line.endswith(f"**{fall_verdict(0.0)}**")]
-    title = f"{len(small)} scores end below the base model's, by no more than seeds differ"
     shown = [f"- {line}" for line in lines if f"- {line}" not in small]
-    return "\n".join([*shown, *(["", folded(title, "\n".join(small), False)] if small else [])])
+    if small:
+        title = f"{len(small)} scores end below the base model's, by no more than seeds differ"
+        shown += ["", folded(title, "\n".join(small), False)]
+    return "\n".join(shown)
 
 # %% ../../nbs/reproduction/13_report.ipynb #c8ddf2f9
 def seeds_text(counts: Collection[int]) -> str:
@@ -190,7 +196,8 @@ def seeds_text(counts: Collection[int]) -> str:
     any."""
     if not counts:
         return ""
-    words = " to ".join(dict.fromkeys(str(count) for count in (min(counts), max(counts))))
+    ends = dict.fromkeys([str(min(counts)), str(max(counts))])
+    words = " to ".join(ends)
     return f"{words} seed{'' if words == '1' else 's'}"
 
 
@@ -241,7 +248,8 @@ def page_files(page: str, figures: str | Path, kind: str) -> list[Path]:
 def captions(cells: list) -> dict[str, str]:
     """Return the caption of each figure that a page draws: the text right before the cell of the
     first one."""
-    found, text = {}, ""
+    found = {}
+    text = ""
     for cell in cells[1:]:
         if cell.cell_type == "markdown":
             text = re.sub(r"^#+ .*\n?", "", cell.source, flags=re.MULTILINE).strip()
@@ -273,8 +281,9 @@ def part_of(
     if not drawn and not jsons:
         return None
     cells = nbformat.read(path, 4).cells
-    link = {file: os.path.relpath(file, Path(report).parent) for file in [*drawn, *jsons, path]}
-    said = {stem: seen_from(text, path, Path(report)) for stem, text in captions(cells).items()}
+    report = Path(report)
+    link = {file: os.path.relpath(file, report.parent) for file in [*drawn, *jsons, path]}
+    said = {stem: seen_from(text, path, report) for stem, text in captions(cells).items()}
     images = [f"![{name}]({link[file]})\n\n{said.get(file.stem, '')}".strip() for file in drawn]
     records = [read_record(file) for file in jsons]
     lines = [line for record in records for line in verdicts(record)]
@@ -472,8 +481,10 @@ def report_facts(root: Path = ROOT) -> dict[str, Any]:
     answers in words."""
     paths = {name: root / f"figures/testbed/{file}.json" for name, file in RECORDS.items()}
     facts = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items()}
-    registered, record = read_registration(root / "reproduce/registered.yaml"), facts["record"]
-    rows, tables = answer_rows(registered, record), {}
+    registered = read_registration(root / "reproduce/registered.yaml")
+    record = facts["record"]
+    rows = answer_rows(registered, record)
+    tables = {}
     for task, changes in record["changes"].items():
         kept = [change for change in changes if change["trained"] or change["verdict"] == LOWER]
         tables[task] = markdown_table(change_table(kept))
@@ -497,10 +508,12 @@ def harm_words(record: dict[str, Any]) -> str:
     fell, asked = Counter(), Counter()
     for task, changes in record["changes"].items():
         others = [change["verdict"] for change in changes if not change["trained"]]
-        asked[task], fell[task] = len(others), others.count(LOWER)
+        asked[task] = len(others)
+        fell[task] = others.count(LOWER)
     if not fell.total():
         return "none"
-    worst = max((task for task in fell if fell[task]), key=lambda task: fell[task] / asked[task])
+    tasks = [task for task in fell if fell[task]]
+    worst = max(tasks, key=lambda task: fell[task] / asked[task])
     return f"{fell.total()} of {asked.total()} fell; on `{worst}` {fell[worst]} of {asked[worst]}"
 
 
@@ -516,11 +529,10 @@ def right_images(quick: dict[str, Any]) -> dict[str, dict[str, str]]:
     its seeds, as text."""
     found: dict[str, dict[str, str]] = {}
     for method in quick["runs"]:
-        rows = [row for name, row in quick["numbers"].items() if name.rpartition("-")[0] == method]
-        before, after = (
-            sum(row[place]["eval_check_all"] for row in rows) / len(rows)
-            for place in ("before", "after")
-        )
+        numbers = quick["numbers"]
+        rows = [numbers[name] for name in numbers if name.rpartition("-")[0] == method]
+        before = sum(row["before"]["eval_check_all"] for row in rows) / len(rows)
+        after = sum(row["after"]["eval_check_all"] for row in rows) / len(rows)
         calls = sum(row["denoiser_calls"] for row in rows) / len(rows)
         found[method] = {
             "before": f"{100 * before:.0f} %",

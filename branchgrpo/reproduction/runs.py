@@ -209,7 +209,8 @@ def found_in_tables(wanted: Wanted, tables: list[Path]) -> dict[Path, tuple[Path
     table and record.
 
     Raises `ValueError` if a file is no table of runs."""
-    recorded, found = by_folder(tables), {}
+    recorded = by_folder(tables)
+    found = {}
     for folder, (config, _) in wanted.items():
         if folder.name not in recorded or folder.exists():
             continue

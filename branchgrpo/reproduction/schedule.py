@@ -49,7 +49,9 @@ class PageLines:
     under its name."""
 
     def __init__(self, name: str, log: Callable[[str], None]):
-        self.name, self.log, self.text = name, log, ""
+        self.name = name
+        self.log = log
+        self.text = ""
 
     def write(self, text: str) -> None:
         *lines, self.text = (self.text + text).split("\n")
@@ -123,12 +125,15 @@ def execute_now(job: Job, log: Callable[[str], None]) -> Result:
     "Execute a page, whose lock is held, and put the notebook in its place."
     started = time.monotonic()
     running = job.executed.with_suffix(f".{os.getpid()}.running.ipynb")
-    target, state, error = job.executed, "done", ""
+    target = job.executed
+    state = "done"
+    error = ""
     try:
         run_notebook(job, running, log)
         mark_done(running, job.digest())
     except Exception as exception:
-        target, state = job.executed.with_suffix(".failed.ipynb"), "failed"
+        target = job.executed.with_suffix(".failed.ipynb")
+        state = "failed"
         error = why(exception)
     put_page_in_place(running, target)
     return Result(job.name, state, time.monotonic() - started, error, str(target))
@@ -136,7 +141,8 @@ def execute_now(job: Job, log: Callable[[str], None]) -> Result:
 # %% ../../nbs/reproduction/05_schedule.ipynb #e4f9f65f
 def why(error: Exception) -> str:
     "Return an error as one line; what the operating system refuses as `Refused: …`."
-    lines, refused = str(error).strip().splitlines() or [type(error).__name__], refusal(error)
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    refused = refusal(error)
     line = lines[-1]
     if refused is None or line.startswith("Refused: "):  # the page's own words say more
         return line
@@ -209,7 +215,9 @@ def run_all(
 ) -> list[Result]:
     """Execute pages, with one line per page and the time left; a failed page does not stop the
     others."""
-    environments, started, results = worker_environments(workers, gpus), time.monotonic(), []
+    environments = worker_environments(workers, gpus)
+    started = time.monotonic()
+    results = []
     free: queue.SimpleQueue = queue.SimpleQueue()
     for environment in environments:
         free.put(environment)
@@ -218,7 +226,8 @@ def run_all(
         for future in as_completed(
             [pool.submit(_run_job, job, free, several, log) for job in todo]
         ):
-            result, n = future.result(), len(results) + 1
+            result = future.result()
+            n = len(results) + 1
             results.append(result)
             error = f"   {result.error}" if result.error else ""
             log(

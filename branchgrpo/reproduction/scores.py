@@ -22,8 +22,10 @@ from ..training.runs import Run
 # %% ../../nbs/reproduction/20_scores.ipynb #414447dc
 def rewards_of(reward: str, held_out: str | None) -> tuple[str, ...]:
     "Return the names of a run's rewards, trained and held out, each once; of a sum its parts."
-    names = [reward, *(held_out or "").split(",")]
-    parts = [part for name in names if name.strip() for _, part in terms(name.strip())[0]]
+    parts: list[str] = []
+    for name in [reward, *(held_out or "").split(",")]:
+        if name.strip():
+            parts += [part for _, part in terms(name.strip())[0]]
     return tuple(dict.fromkeys(parts))
 
 # %% ../../nbs/reproduction/20_scores.ipynb #67160918
@@ -81,12 +83,11 @@ def values_on(
             scores = [
                 scores_on(run, name, evaluation_of(run, prompts, limit=limit)) for run in runs
             ]
-            metrics = {
-                metric: mean_interval([score[metric] for score in scores]) for metric in scores[0]
-            }
-            values[f"{name}: {label}"] = metrics | {
-                "eval_reward": mean_interval(found.at_end(label, "eval_reward"))
-            }
+            metrics: dict[str, Any] = {}
+            for metric in scores[0]:
+                metrics[metric] = mean_interval([score[metric] for score in scores])
+            metrics["eval_reward"] = mean_interval(found.at_end(label, "eval_reward"))
+            values[f"{name}: {label}"] = metrics
     return values
 
 # %% ../../nbs/reproduction/20_scores.ipynb #a075973d

@@ -173,7 +173,8 @@ class StudyArms:
 
         Raises `ValueError` on a wrong setting, an unknown task or more seeds than are registered.
         """
-        places, registered = {}, self.registered
+        places = {}
+        registered = self.registered
         for name, count in self.seeds.items():
             if name not in registered.tasks:
                 raise unknown_name_error("seeds", name, registered.tasks)
@@ -200,23 +201,21 @@ def with_counts(run: RecordedRun, config: TrainConfig) -> list[dict]:
     """Return a run's evaluations with `cost`, where siblings share a call, and `nfe`, where every
     edge is one."""
     s = resolve(config)
-    shared, edges = (
-        plan_of(s).shared_calls * s.prompts_per_iteration,
-        [row["edges"] for row in run.metrics],
-    )
+    shared = plan_of(s).shared_calls * s.prompts_per_iteration
+    edges = [row["edges"] for row in run.metrics]
     rows = []
     for row in with_cost(run):
         done = row["iteration"]
         calls = row["denoiser_calls"] + shared * done
-        rows.append(row | {"nfe": float(papers_cost(calls, sum(edges[:done]), bool(s.kl)))})
+        nfe = float(papers_cost(calls, sum(edges[:done]), bool(s.kl)))
+        rows.append({**row, "nfe": nfe})
     return rows
 
 # %% ../../nbs/reproduction/12_study.ipynb #04384158
 def budget_of(claim: Claim, curves: Curves, seeds: list[int], count: str) -> float:
     "Return the largest cost that the runs of both methods have reached."
-    return min(
-        curves[label][seed][-1][count] for label in (claim.label, claim.other) for seed in seeds
-    )
+    both = [curves[claim.label], curves[claim.other]]
+    return min(of_seeds[seed][-1][count] for of_seeds in both for seed in seeds)
 
 
 def pair_of(claim: Claim, curves: Curves, seeds: list[int], count: str | None) -> Pair:
@@ -231,9 +230,8 @@ def pair_of(claim: Claim, curves: Curves, seeds: list[int], count: str | None) -
             np.interp(budget, [row[count] for row in rows], [row["eval_reward"] for row in rows])
         )
 
-    ours, theirs = (
-        [score(curves[label][seed]) for seed in seeds] for label in (claim.label, claim.other)
-    )
+    ours = [score(curves[claim.label][seed]) for seed in seeds]
+    theirs = [score(curves[claim.other][seed]) for seed in seeds]
     baseline = [curves[claim.recipes[0]][seed] for seed in seeds]
     gains = [rows[-1]["eval_reward"] - rows[0]["eval_reward"] for rows in baseline]
     return Pair(claim.label, claim.other, ours, theirs, gains)
@@ -255,7 +253,10 @@ def p_values(claim: Claim, curves: Curves, seeds: list[int]) -> dict[str, float]
         possible(pair_of(claim, curves, seeds, count), claim.kind, claim.margin)
         for count in counts_of(claim)
     ]
-    return {answer: max(found[answer] for found in each) for answer in each[0]}
+    largest: dict[str, float] = {}
+    for answer in each[0]:
+        largest[answer] = max(found[answer] for found in each)
+    return largest
 
 
 def seeds_made(claim: Claim, registered: Registration, curves: Curves) -> list[int]:
@@ -311,15 +312,22 @@ def differences(claim: Claim, curves: Curves, seeds: list[int]) -> dict[str, Dif
     found = {}
     for count in (None, *COUNTS):
         pair = pair_of(claim, curves, seeds, count)
-        values, unit = pair.differences(), float(np.mean(pair.unit))
-        spent_by_other = (
-            np.mean([curves[claim.other][seed][-1][count] for seed in seeds]) if count else 1.0
+        values = pair.differences()
+        unit = float(np.mean(pair.unit))
+        share_of_budget = 1.0
+        if count:
+            theirs = [curves[claim.other][seed][-1][count] for seed in seeds]
+            share_of_budget = budget_of(claim, curves, seeds, count) / np.mean(theirs)
+        low, high = t_interval(values)
+        found[count or "end"] = Difference(
+            share=float(values.mean() / unit),
+            low=float(low / unit),
+            high=float(high / unit),
+            reward=float(values.mean()),
+            p_zero=mean_p(values),
+            p_margin=pair.above(-claim.margin),
+            budget=float(share_of_budget),
         )
-        budget = budget_of(claim, curves, seeds, count) if count else 1.0
-        share, low, high = (float(x / unit) for x in (values.mean(), *t_interval(values)))
-        p = {"p_zero": mean_p(values), "p_margin": pair.above(-claim.margin)}
-        spent = {"reward": float(values.mean()), "budget": float(budget / spent_by_other)}
-        found[count or "end"] = Difference(share, low, high, **p, **spent)
     return found
 
 
@@ -333,7 +341,8 @@ def _answer(
     """Return the answer of the looks, or, where they leave a claim undecided, that of its second
     test."""
     last = registered.looks[-1]
-    new, (answer, at) = seeds[last:], decided.get(claim.name, (OPEN, 0))
+    new = seeds[last:]
+    answer, at = decided.get(claim.name, (OPEN, 0))
     if (
         answer == OPEN
         and claim.again
@@ -352,11 +361,14 @@ def _answer(
 
 def answers(registered: Registration, runs: dict[str, Curves]) -> list[Answer]:
     "Return the answer to every registered claim. `runs {task: curves of its methods and seeds}`."
-    made = {c.name: seeds_made(c, registered, runs.get(c.task, {})) for c in registered.claims}
+    made = {}
+    for c in registered.claims:
+        made[c.name] = seeds_made(c, registered, runs.get(c.task, {}))
     at_looks = []
     for count in registered.looks:
         ready = {c.name: c for c in registered.claims if len(made[c.name]) >= count}
-        seeds, found = registered.seeds(count), {}
+        seeds = registered.seeds(count)
+        found = {}
         for name, claim in ready.items():
             curves = runs[claim.task]
             found[name] = {} if why_not(claim, curves, seeds) else p_values(claim, curves, seeds)

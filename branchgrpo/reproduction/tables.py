@@ -72,7 +72,8 @@ def run_value(found: Comparison, label: str, metric: str) -> Any:
     number; else None."""
     runs = found.runs[label]
     if metric == "seconds":  # per iteration
-        return float(np.mean([run.metrics[-1]["seconds"] / len(run.metrics) for run in runs]))
+        seconds = [run.metrics[-1]["seconds"] / len(run.metrics) for run in runs]
+        return float(np.mean(seconds))
     if metric.startswith("eval_") and runs[0].evaluations and metric in runs[0].evaluations[-1]:
         return mean_interval(found.at_end(label, metric))
     return runs[0].metrics[-1].get(metric)
@@ -102,8 +103,8 @@ class Source:
 
     def labels(self) -> list[str]:
         "Return every label that has numbers."
-        runs = list(self.found.runs) if self.found else []
-        return list(dict.fromkeys([*([BASE] if runs else []), *runs, *self.values]))
+        runs = [BASE, *self.found.runs] if self.found and self.found.runs else []
+        return list(dict.fromkeys([*runs, *self.values]))
 
     def value(self, label: str, metric: str) -> Any:
         "Return the metric of a label in the paper's unit; None if there is none."
@@ -121,15 +122,10 @@ class Source:
     def first(self, metrics: str | tuple | None) -> str | None:
         "Return the first of the metrics that any label has."
         names = (metrics,) if isinstance(metrics, str) else metrics or ()
-        labels = self.labels()
-        return next(
-            (
-                name
-                for name in names
-                if any(self.value(label, name) is not None for label in labels)
-            ),
-            None,
-        )
+        for name in names:
+            if any(self.value(label, name) is not None for label in self.labels()):
+                return name
+        return None
 
 # %% ../../nbs/reproduction/10_tables.ipynb #0273b349
 def measured(source: Source, metric: str) -> str:
@@ -168,15 +164,19 @@ class WholeTable:
 
     def numbers(self) -> list[dict]:
         "Return the rows without the printed values: {label, column: value}, for a JSON file."
-        return [
-            {name: c["ours"] if isinstance(c, dict) else c for name, c in row.items()}
-            for row in self.rows
-        ]
+        found = []
+        for row in self.rows:
+            numbers = {name: c["ours"] if isinstance(c, dict) else c for name, c in row.items()}
+            found.append(numbers)
+        return found
 
     def markdown(self) -> str:
         """Return the table as Markdown, the printed value in italics, and below it what is not
         computed."""
-        lines = [{name: cell_shown(cell) for name, cell in row.items()} for row in self.rows]
+        lines = []
+        for row in self.rows:
+            shown = {name: cell_shown(cell) for name, cell in row.items()}
+            lines.append(shown)
         reasons = [f"- {NOTHING} {item['not computed']}: {item['because']}" for item in self.why]
         return "\n".join([markdown_table(lines), "", *reasons])
 

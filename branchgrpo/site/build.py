@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['README_END', 'FLAG', 'HIDDEN', 'LANGUAGE', 'EXPLORER', 'TRY_IT', 'WHOLE', 'text_of', 'prose', 'readme',
            'write_readme', 'shown_cell', 'markdown_cell', 'module_of', 'front_page', 'shown_notebook', 'escaped',
-           'source_of', 'argument_comments', 'describe']
+           'source_of', 'is_assignment_of', 'comment_of_variable', 'argument_comments', 'describe']
 
 # %% ../../nbs/site/00_build.ipynb #8b94e8f5
+import ast
 import json
 import re
 import sys
@@ -72,8 +73,10 @@ def shown_cell(cell: dict[str, Any]) -> dict[str, Any] | None:
     return {**cell, "source": source, "metadata": {"tags": tags}} if source else None
 
 # %% ../../nbs/site/00_build.ipynb #d8bffaee
-LANGUAGE = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
-LANGUAGE |= {"language_info": {"name": "python", "pygments_lexer": "ipython3"}}
+LANGUAGE = {
+    "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"},
+    "language_info": {"name": "python", "pygments_lexer": "ipython3"},
+}
 
 
 def markdown_cell(text: str) -> dict[str, Any]:
@@ -148,16 +151,37 @@ def source_of(module: ModuleType) -> str:
     return Path(str(module.__file__)).read_text(encoding="utf-8")
 
 
+def is_assignment_of(node: ast.stmt, variable: str) -> bool:
+    "Return whether a statement gives a module's variable its value."
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return variable in [getattr(target, "id", None) for target in targets]
+
+
+def comment_of_variable(source: str, variable: str) -> str:
+    "Return the comment beside a variable's assignment, or the lines right above it; else nothing."
+    lines = source.splitlines()
+    for node in ast.parse(source).body:
+        if not is_assignment_of(node, variable):
+            continue
+        for line in (lines[node.lineno - 1], lines[(node.end_lineno or node.lineno) - 1]):
+            _, mark, comment = line.partition("  # ")
+            if mark:
+                return comment
+        above = []
+        place = node.lineno - 2
+        while lines[place].startswith("# ") and not lines[place].startswith("# %%"):
+            above.insert(0, lines[place].removeprefix("# "))
+            place -= 1
+        return " ".join(above)
+    return ""
+
+
 def argument_comments(what: str, name: str, item: object) -> list[str]:
     "Return the lines on the comments in the source of an item."
     if what == "data":
         module, _, variable = name.rpartition(".")
-        source = source_of(sys.modules[module])
-        beside = re.search(rf"^{variable}\b.*  # (.+)$", source, re.MULTILINE)
-        if beside:
-            return [escaped(beside[1])]
-        above = re.search(rf"((?:^# (?!%%).*\n)+){variable}\b", source, re.MULTILINE)
-        return [escaped(" ".join(above[1].replace("# ", "").split()))] if above else []
+        comment = comment_of_variable(source_of(sys.modules[module]), variable)
+        return [escaped(comment)] if comment else []
     found = docments(item) if what in ("class", "function", "method") else {}
     fields = {
         "returns" if name == "return" else f"param {name}": text

@@ -49,15 +49,18 @@ if TYPE_CHECKING:
 CURVE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 CURVE_COLOURS += ("#6A5ACD", "#999933", "#882255", "#44AA99", "#AA4499", "#777777")
 INK = "#808080"  # of texts and axes, on a light page and on a dark one
-PICTURE_STYLE = dict.fromkeys(
-    ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK
-)
-PICTURE_STYLE |= {
+PICTURE_STYLE = {
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "figure.constrained_layout.use": True,
+    "font.size": 8,
+    "svg.fonttype": "none",
 }
-PICTURE_STYLE |= {"font.size": 8, "svg.fonttype": "none"}
 
 # %% ../../nbs/viewing/03_page.ipynb #0f3fa7af
 def picture(fig: "Figure", about: str) -> str:
@@ -85,10 +88,9 @@ def curves(title: str, lines: list[Line]) -> str:
     plt = pyplot()
     fig, ax = plt.subplots(figsize=(3.4, 1.8))
     for line in lines:
+        xs, ys = zip(*line.points)
         marker = "." if len(line.points) < 15 else None
-        ax.plot(
-            *zip(*line.points), color=line.colour, lw=line.width, alpha=line.alpha, marker=marker
-        )
+        ax.plot(xs, ys, color=line.colour, lw=line.width, alpha=line.alpha, marker=marker)
     ax.locator_params(nbins=4)
     ax.grid(axis="y", alpha=0.3)
     return picture(fig, title)
@@ -151,9 +153,13 @@ def html_table(rows: list[list[str]]) -> str:
 # %% ../../nbs/viewing/03_page.ipynb #39730177
 def differing_settings(records: list[Record]) -> list[list[str]]:
     "Return the settings that are not the same in all runs, one row each; nothing for one run."
-    names = sorted({name for r in records for name in r.settings} - {"output"})
-    rows = [[name, *(str(r.settings.get(name, "–")) for r in records)] for name in names]
-    return [row for row in rows if len(set(row[1:])) > 1]
+    names = set().union(*(r.settings for r in records)) - {"output"}
+    rows = []
+    for name in sorted(names):
+        values = [str(r.settings.get(name, "–")) for r in records]
+        if len(set(values)) > 1:
+            rows.append([name, *values])
+    return rows
 
 # %% ../../nbs/viewing/03_page.ipynb #05054487
 def titled_panel(title: str, about: str, lines: list[Line]) -> str:
@@ -166,13 +172,18 @@ def mean_points(found: list[list[tuple[float, float]]]) -> list[tuple[float, flo
     "Return the mean of several series where all have a value."
     tables = [dict(points) for points in found]
     common = sorted(set.intersection(*(set(table) for table in tables)))
-    return [(x, sum(table[x] for table in tables) / len(tables)) for x in common]
+    means = []
+    for x in common:
+        total = sum(table[x] for table in tables)
+        means.append((x, total / len(tables)))
+    return means
 
 
 def lines_of(records: list[Record], found: list[list[tuple[float, float]]]) -> list[Line]:
     """Return the lines of a panel: of every run that has points, and of the mean of each group of
     several."""
-    colours, groups = run_colours(records), groups_of(records)
+    colours = run_colours(records)
+    groups = groups_of(records)
     style = (0.8, 0.4) if groups else (1.2, 1.0)
     lines = [Line(colour, points, *style) for colour, points in zip(colours, found) if points]
     for places in groups.values():
@@ -194,7 +205,8 @@ def metric_panels(records: list[Record], names: list[str]) -> str:
 # %% ../../nbs/viewing/03_page.ipynb #ca7c088c
 def by_calls(records: list[Record]) -> str:
     "Return the held-out reward over denoiser calls: runs of several methods compare at equal cost."
-    needed, found = {"denoiser_calls", "eval_reward"}, []
+    needed = {"denoiser_calls", "eval_reward"}
+    found = []
     for r in records:
         rows = [row for row in r.evaluations if needed <= row.keys()]
         found.append([(row["denoiser_calls"], row["eval_reward"]) for row in rows])
@@ -209,7 +221,8 @@ def by_calls(records: list[Record]) -> str:
 # %% ../../nbs/viewing/03_page.ipynb #b081907b
 def samples_part(records: list[Record]) -> str:
     "Return the samples of all runs, side by side: a row per evaluation."
-    tables, colours = [], run_colours(records)
+    tables = []
+    colours = run_colours(records)
     for n, r in enumerate(records):
         text = "".join(
             f'<tr><td class="soft">{iteration}</td><td><img alt="iteration {iteration}"'

@@ -44,14 +44,13 @@ def reading(path: Path) -> Iterator[None]:
 def number_rows(run: Run, name: str) -> list[dict[str, float]]:
     "Return the numbers of the rows of `metrics` or `evaluations`, without what was not finite."
     with reading(run.path / f"{name}.jsonl"):
-        numbers = [
-            {key: v for key, v in row.items() if isinstance(v, (int, float))}
-            for row in run.rows(name)
-        ]
-        return [
-            {key: v for key, v in row.items() if math.isfinite(v)} | {"iteration": row["iteration"]}
-            for row in numbers
-        ]
+        found = []
+        for row in run.rows(name):
+            numbers = {key: v for key, v in row.items() if isinstance(v, (int, float))}
+            finite = {key: v for key, v in numbers.items() if math.isfinite(v)}
+            finite["iteration"] = numbers["iteration"]
+            found.append(finite)
+        return found
 
 # %% ../../nbs/viewing/01_run.ipynb #42ba47be
 # seconds without a new file after which a training on another machine counts as stopped
@@ -201,12 +200,12 @@ def metric_place(name: str) -> tuple[int, bool, str]:
 # %% ../../nbs/viewing/01_run.ipynb #cdbd3701
 def metric_names(records: list[Record]) -> tuple[list[str], list[str]]:
     "Return the names of the metrics that some run has: those to look at first, and the others."
-    found = {
-        name for r in records for row in r.rows for name in row if not name.startswith("eval_")
-    }
-    found |= {
-        name for r in records for row in r.evaluations for name in row if name.startswith("eval_")
-    }
+    found: set[str] = set()
+    for r in records:
+        names = set().union(*r.rows)
+        found |= {name for name in names if not name.startswith("eval_")}
+        scores = set().union(*r.evaluations)
+        found |= {name for name in scores if name.startswith("eval_")}
     first = [
         n
         for n in found
@@ -267,7 +266,8 @@ def groups_of(records: list[Record]) -> dict[str, list[int]]:
     for n, r in enumerate(records):
         if "recipe" not in r.settings:
             return {}
-        same = json.dumps({name: r.settings.get(name) for name in sorted(METHOD)}, default=str)
+        values = {name: r.settings.get(name) for name in sorted(METHOD)}
+        same = json.dumps(values, default=str)
         found.setdefault((str(r.settings["recipe"]), same), []).append(n)
     if max(map(len, found.values()), default=0) < 2:
         return {}
@@ -306,10 +306,9 @@ def table_rows(
     rows = [heads]
     for title, found in names.items():
         rows.append([title, *("" for _ in heads[1:])])
-        rows += [
-            [f"  {plain_line(name)}", *(text(c, name) for c in range(len(heads) - 1))]
-            for name in found
-        ]
+        for name in found:
+            cells = [text(c, name) for c in range(len(heads) - 1)]
+            rows.append([f"  {plain_line(name)}", *cells])
     return rows
 
 
@@ -332,7 +331,10 @@ def group_rows(records: list[Record]) -> list[list[str]]:
     }
     if not groups or not names:
         return []
-    members = [[records[n] for n in places] for places in groups.values()]
+    members = []
+    for places in groups.values():
+        same = [records[n] for n in places]
+        members.append(same)
     heads = [f"{plain_line(label)} × {len(places)}" for label, places in groups.items()]
     return table_rows(["mean [95 %]", *heads], names, lambda c, name: group_text(members[c], name))
 
@@ -362,7 +364,8 @@ def evenly_spread(items: list[Any], most: int) -> list[Any]:
     "Return at most `most` items, the first and the last among them, evenly spread."
     if len(items) <= most:
         return items
-    return [items[round(n * (len(items) - 1) / (most - 1))] for n in range(most)]
+    last = len(items) - 1
+    return [items[round(n * last / (most - 1))] for n in range(most)]
 
 # %% ../../nbs/viewing/01_run.ipynb #3a15b090
 # images in a row, images of an earlier version's sheet, pixels of an image
@@ -372,7 +375,8 @@ RIGHT, WRONG = "#009E73", "#D55E00"  # readable without red-green vision
 # %% ../../nbs/viewing/01_run.ipynb #58c0bee5
 def data_uri(image: "Image", small: bool | None = None) -> str:
     "Return a PIL image as text for a page: PNG where pixels are few (`small`), else JPEG."
-    file, small = BytesIO(), image.height <= 48 if small is None else small
+    file = BytesIO()
+    small = image.height <= 48 if small is None else small
     image.convert("RGB").save(
         file, format="png" if small else "jpeg", **({} if small else {"quality": 88})
     )
@@ -393,15 +397,18 @@ def marked(row: "Image", right: list[bool]) -> "Image":
     from PIL import ImageDraw
 
     row = row.convert("RGB")
-    width, size = row.width // max(1, len(right)), max(8, row.height // 8)
-    pen, stroke = ImageDraw.Draw(row), max(2, size // 6)
+    width = row.width // max(1, len(right))
+    size = max(8, row.height // 8)
+    pen = ImageDraw.Draw(row)
+    stroke = max(2, size // 6)
     for n, is_right in enumerate(right):
         x, y = (n + 1) * width - size, row.height - size
         pen.rectangle((x, y, x + size, y + size), fill="white")
         low, high, middle = size * 0.2, size * 0.8, size * 0.5
-        lines = [((low, middle), (size * 0.4, high)), ((size * 0.4, high), (high, low))]
-        lines = lines if is_right else [((low, low), (high, high)), ((low, high), (high, low))]
-        for start, end in lines:
+        foot = size * 0.4
+        check = [((low, middle), (foot, high)), ((foot, high), (high, low))]
+        cross = [((low, low), (high, high)), ((low, high), (high, low))]
+        for start, end in check if is_right else cross:
             ends = [(x + a, y + b) for a, b in (start, end)]
             pen.line(ends, fill=RIGHT if is_right else WRONG, width=stroke)
     return row

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PALETTE', 'COLOURS', 'NEUTRAL', 'SHADES', 'LINES', 'STYLE', 'MOST', 'colour_of', 'scale_colours', 'LineStyle',
-           'shade', 'line_styles', 'next_line_style', 'use_style', 'has_pictures', 'save_small_png', 'save_figure',
-           'small_figure']
+           'shade', 'line_styles', 'next_line_style', 'use_style', 'save_small_png', 'save_figure', 'small_figure',
+           'column', 'draw_band']
 
 # %% ../../nbs/viewing/00_style.ipynb #aabde703
 import os
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import matplotlib.pyplot as plt
+import numpy as np
 from cycler import cycler
 from matplotlib import colormaps
 from matplotlib.axes import Axes
@@ -43,10 +44,6 @@ COLOURS = {
     "mixgrpo": "#E69F00",
     "mixgrpo-shared": "#B8860B",
     "mixgrpo-flash": "#A65628",
-}
-
-# %% ../../nbs/viewing/00_style.ipynb #60a43e79
-COLOURS |= {
     "flow-grpo": "#009E73",
     "flow-cps": "#228822",
     "grpo-guard": "#6677BB",
@@ -83,7 +80,8 @@ def colour_of(recipe: str | None) -> str | None:
 # %% ../../nbs/viewing/00_style.ipynb #ab5ec261
 def scale_colours(count: int) -> list[str]:
     "Return colours of things that are no methods, from dark to light."
-    return [to_hex(colormaps["viridis"](0.85 * n / max(count - 1, 1))) for n in range(count)]
+    places = [0.85 * n / max(count - 1, 1) for n in range(count)]
+    return [to_hex(colormaps["viridis"](place)) for place in places]
 
 # %% ../../nbs/viewing/00_style.ipynb #b6334633
 class LineStyle(NamedTuple):
@@ -145,11 +143,6 @@ def use_style() -> None:
 MOST = 20_000  # colours of a picture that a palette can stand for
 
 
-def has_pictures(fig: Figure) -> bool:
-    "Return whether a figure shows images."
-    return any(fig.findobj(kind) for kind in (AxesImage, BboxImage))
-
-
 def save_small_png(fig: Figure, target: str | Path | BinaryIO, colours: int, **options) -> None:
     """Write a figure as a PNG with a palette, a third of the size; one of very many colours keeps
     them all."""
@@ -170,7 +163,7 @@ def save_figure(fig: Figure, path: str | Path) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".png.tmp")
-    if has_pictures(fig):  # in full colour
+    if fig.findobj(AxesImage) or fig.findobj(BboxImage):  # pictures, in full colour
         fig.savefig(temporary, format="png", bbox_inches="tight")
     else:
         save_small_png(fig, temporary, 256)
@@ -185,3 +178,17 @@ def small_figure(fig: Figure, dpi: int = 72, colours: int = 96):
     save_small_png(fig, small, colours, dpi=dpi)
     plt.close(fig)
     return Output(small.getvalue())
+
+# %% ../../nbs/viewing/00_style.ipynb #1c324f3a
+def column(runs: list[list[dict]], key: str, count: int) -> np.ndarray:
+    "Return `key` of the first `count` rows of each run, (runs, count)."
+    columns = []
+    for rows in runs:
+        values = [row[key] for row in rows[:count]]
+        columns.append(values)
+    return np.array(columns)
+
+# %% ../../nbs/viewing/00_style.ipynb #7a358804
+def draw_band(ax: Axes, xs: np.ndarray, ys: np.ndarray, colour: str) -> None:
+    "Draw the range over seeds of `ys (seeds, points)` as a pale band."
+    ax.fill_between(xs, ys.min(0), ys.max(0), color=colour, alpha=0.15, lw=0)

@@ -15,7 +15,7 @@ from branchgrpo.reproduction.pages import new_page, run_folder
 from branchgrpo.training.config import TrainConfig
 
 CACHED = RUN | {"iterations": 2, "evaluate_every": 0, "checkpoint_every": 1, "lora_rank": 2}
-CACHE = "branchgrpo.reproduction.runs"
+CACHE = "branchgrpo.reproduction.training"
 CONFIG = TrainConfig.from_dict(CACHED | {"output": ""})
 GET = """
 import json, sys
