@@ -758,7 +758,7 @@ def bench(given: dict[str, Any]) -> int:
     config = TrainConfig.from_dict(
         table | {"backbone": o.backbone, "prompts_per_iteration": o.prompts}
     )
-    record = measure_speed(config, o.recipes, list(o.factors), o.minutes)
+    record = measure_speed(config, o.recipes, list(o.factors), o.minutes, tell=tell_progress)
     for title, rows in record["tables"].items():
         print(table_text(title, rows), end="\n\n")
     print(f"{record['backbone']}, {count_of(record['prompts'], 'prompt')}, {record['device']}")

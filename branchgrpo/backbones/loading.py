@@ -192,6 +192,7 @@ def load_backbone(
     width: int | None = None,  # pixels
     guidance_scale: float | None = None,
     dtype: torch.dtype = torch.float32,
+    *,
     device: str | torch.device = "cpu",
     guidance_grad: bool = False,  # with a gradient through the unconditional branch
     frames: int | None = None,  # for the families that take them

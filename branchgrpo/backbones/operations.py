@@ -8,7 +8,6 @@ __all__ = ['storages', 'Operations', 'fused', 'fused_attention']
 # %% ../../nbs/backbones/15_operations.ipynb #3f775832
 import weakref
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 from ..temporary import instead
 
 # %% ../../nbs/backbones/15_operations.ipynb #4a035d77
-def storages(values: Any) -> list[torch.UntypedStorage]:
+def storages(values: object) -> list[torch.UntypedStorage]:
     "Return the storages of all tensors in nested lists, tuples and dicts."
     return [value.untyped_storage() for value in tree_leaves(values) if isinstance(value, Tensor)]
 
@@ -64,6 +63,7 @@ def fused(
     value: Tensor,
     attn_mask: Tensor | None = None,  # has no effect on shapes
     dropout_p: float = 0.0,
+    *,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,

@@ -49,9 +49,10 @@ def predict_qwen_image(
     "Return the guided velocity `(B, N, C)` of packed `latents` at noise level `time`."
 
     def run(x, text):
+        times = x.new_full((len(x),), float(time), dtype=torch.float32)
         return policy.call(
             hidden_states=x.to(policy.dtype),
-            timestep=x.new_full((len(x),), float(time), dtype=torch.float32).to(policy.dtype),
+            timestep=times.to(policy.dtype),
             guidance=None,
             encoder_hidden_states=text["prompt_embeds"],
             encoder_hidden_states_mask=text["mask"],

@@ -33,22 +33,17 @@ def flow_levels_of(scheduler) -> tuple[Tensor, Tensor, None]:
         raise scheduler_error(
             scheduler, f"has the prediction_type {predicts!r}, and a flow has flow_prediction"
         )
-    times, sigmas = scheduler.timesteps.float() / 1000, scheduler.sigmas.float()
-    if (
-        len(sigmas) != len(times) + 1
-        or sigmas[0] > 1
-        or sigmas[-1] != 0
-        or not (sigmas.diff() < 0).all()
-    ):
+    times = scheduler.timesteps.float() / 1000
+    sigmas = scheduler.sigmas.float()
+    falls = len(sigmas) == len(times) + 1 and bool((sigmas.diff() < 0).all())
+    if not falls or sigmas[0] > 1 or sigmas[-1] != 0:
         ends = f"{float(sigmas[0]):.4g} to {float(sigmas[-1]):.4g}"
         raise scheduler_error(
             scheduler, f"has levels from {ends}; those of training fall from 1 to 0"
         )
-    return (
-        sigmas[:-1] if torch.allclose(times, sigmas[:-1], atol=1e-6, rtol=0) else times,
-        sigmas,
-        None,
-    )
+    if torch.allclose(times, sigmas[:-1], atol=1e-6, rtol=0):
+        times = sigmas[:-1]
+    return times, sigmas, None
 
 # %% ../../nbs/backbones/09_schedulers.ipynb #5f64c3a3
 def signal_levels(scheduler) -> Tensor:

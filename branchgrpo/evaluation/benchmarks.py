@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from PIL import Image
 
@@ -83,7 +82,8 @@ def compbench_layout(rows: list[dict], metadata: list[dict], source: Path, targe
 def strip_frames(strip: Image.Image, count: int | None) -> list[Image.Image]:
     "Return the frames of a strip; without a `count`, frames are square."
     width = strip.width // (count or strip.width // strip.height)
-    return [strip.crop((x, 0, x + width, strip.height)) for x in range(0, strip.width, width)]
+    edges = range(0, strip.width, width)
+    return [strip.crop((left, 0, left + width, strip.height)) for left in edges]
 
 # %% ../../nbs/evaluation/03_benchmarks.ipynb #25a1f2b5
 def numbered_through(rows: list[dict]) -> list[dict]:
@@ -179,7 +179,7 @@ class Benchmark:
     command: str  # an example; {images} and {results} are filled in
 
 
-def benchmark_contract(entry: Any, label: str) -> Benchmark:
+def benchmark_contract(entry: object, label: str) -> Benchmark:
     "Return a benchmark. Raise `ValueError` if the object is none."
     if not isinstance(entry, Benchmark):
         raise ValueError(

@@ -12,7 +12,6 @@ __all__ = ['CLOCKS', 'TIMED_PARTS', 'PAPER_SECONDS', 'seconds_now', 'seconds_of'
 import dataclasses
 import math
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -57,8 +56,15 @@ class Countdown:
 
     measured = ""  # the clock and the rounds of the last table
 
-    def __init__(self, minutes: float, tables: int):
-        self.end, self.tables = time.monotonic() + 60 * minutes, tables
+    def __init__(
+        self,
+        minutes: float,
+        tables: int,
+        tell: Callable[[str], None] = lambda line: None,  # called with a line at each table
+    ):
+        self.end = time.monotonic() + 60 * minutes
+        self.tables = tables
+        self.tell = tell
 
     def begin(self, title: str) -> None:
         "Begin a table, which has an equal share of what is left, and say how much that is."
@@ -66,7 +72,7 @@ class Countdown:
         self.table_end = time.monotonic() + left / self.tables
         self.tables -= 1
         minutes, seconds = divmod(round(left), 60)
-        print(f"{minutes}:{seconds:02} left, {title}", file=sys.stderr, flush=True)
+        self.tell(f"{minutes}:{seconds:02} left, {title}")
 
 # %% ../../nbs/machine/03_bench.ipynb #e840a382
 def interleaved(
@@ -78,14 +84,16 @@ def interleaved(
 ) -> dict[str, float]:
     "Return the median seconds of each job; the jobs take turns."
     taken: dict[str, list[float]] = {name: [] for name in jobs}
-    done, last = 0, 0.0
-    while done < warm_up + rounds and not (
-        watch and done and time.monotonic() + last > watch.table_end
-    ):
+    done = 0
+    last = 0.0  # seconds of the last round
+    while done < warm_up + rounds:
+        if watch and done and time.monotonic() + last > watch.table_end:
+            break
         began = time.monotonic()
         for name, job in jobs.items():
             taken[name].append(seconds_of(job, device))
-        done, last = done + 1, time.monotonic() - began
+        done += 1
+        last = time.monotonic() - began
     left_out = min(warm_up, done - 1)
     if watch:
         watch.measured = f"{CLOCKS[device.type]}, medians of {done - left_out}"
@@ -164,7 +172,7 @@ def node_by_node(work: Work) -> None:
     policy, process, plan = work.trainer.policy, work.rolled.process, work.rolled.tree.plan
     for p in range(work.rolled.tree.prompts):
         row = {name: values[p : p + 1] for name, values in work.rolled.conditioning.items()}
-        nodes = [work.rolled.tree.latents[0][p, root : root + 1] for root in range(plan.roots)]
+        nodes = list(work.rolled.tree.latents[0][p, : plan.roots].split(1))
         for i, (parents, drawn) in enumerate(plan.shape):
             outputs = [policy.predict(x, process.times[i], row) for x in nodes]
             # once: a solver counts its steps
@@ -212,12 +220,11 @@ def floor_rows(work: Work, watch: Countdown) -> list[dict[str, Any]]:
     took = interleaved(jobs, math.inf, work.device, watch=watch)
     rows = []
     for part, ways in TIMED_PARTS.items():
-        row = {way: took[f"{part}, {way}"] for way in ways}
-        ratios = {
-            "× floor": row["seconds"] / row["floor"],
-            "× faster": row["one by one"] / row["seconds"],
-        }
-        rows.append({"part": part} | row | ratios)
+        row: dict[str, Any] = {"part": part}
+        row.update({way: took[f"{part}, {way}"] for way in ways})
+        row["× floor"] = row["seconds"] / row["floor"]
+        row["× faster"] = row["one by one"] / row["seconds"]
+        rows.append(row)
     return rows
 
 # %% ../../nbs/machine/03_bench.ipynb #0bb2655b
@@ -249,9 +256,8 @@ def recipe_rows(
     "Return seconds per iteration of recipes that take turns, beside the paper's."
     trainers = {name: Trainer(dataclasses.replace(config, recipe=name)) for name in recipes}
     device = next(iter(trainers.values())).accelerator.device
-    return beside_paper(
-        interleaved({name: t.step for name, t in trainers.items()}, math.inf, device, watch=watch)
-    )
+    jobs = {name: trainer.step for name, trainer in trainers.items()}
+    return beside_paper(interleaved(jobs, math.inf, device, watch=watch))
 
 # %% ../../nbs/machine/03_bench.ipynb #eeb2e3e3
 def growth_rows(
@@ -271,17 +277,20 @@ def growth_rows(
     took = interleaved(jobs, math.inf, next(iter(works.values())).device, watch=watch)
     rows = []
     for factor, work in works.items():
-        plan, seconds = (
-            work.rolled.tree.plan,
-            {part: took[f"{factor} children, {part}"] for part in TIMED_PARTS},
-        )
-        row = {"leaves": plan.leaves, "calls": plan.denoiser_calls} | seconds
-        rows.append(row | {"per leaf": sum(seconds.values()) / plan.leaves})
+        plan = work.rolled.tree.plan
+        seconds = {part: took[f"{factor} children, {part}"] for part in TIMED_PARTS}
+        per_leaf = sum(seconds.values()) / plan.leaves
+        row = {"leaves": plan.leaves, "calls": plan.denoiser_calls, **seconds}
+        rows.append({**row, "per leaf": per_leaf})
     return rows
 
 # %% ../../nbs/machine/03_bench.ipynb #986e7173
 def measure_speed(
-    config: TrainConfig, recipes: Iterable[str], factors: Iterable[int], minutes: float
+    config: TrainConfig,
+    recipes: Iterable[str],
+    factors: Iterable[int],
+    minutes: float,
+    tell: Callable[[str], None] = lambda line: None,  # as of a `Countdown`
 ) -> dict[str, Any]:
     """Return all tables of a config's backbone, by title, in at most `minutes` or two calls of each
     job."""
@@ -294,7 +303,8 @@ def measure_speed(
             "an iteration": lambda: recipe_rows(bare, recipes, watch),
             "one prompt's tree": lambda: growth_rows(bare, factors, watch),
         }
-        watch, tables = Countdown(minutes, len(measured)), {}
+        watch = Countdown(minutes, len(measured), tell)
+        tables = {}
         for title, measure in measured.items():
             watch.begin(title)
             rows = measure()
@@ -307,7 +317,7 @@ def measure_speed(
     return {"tables": tables, "date": time.strftime("%Y-%m-%d"), **about, **environment()}
 
 # %% ../../nbs/machine/03_bench.ipynb #82a8f894
-def rounded_text(value: Any) -> str:
+def rounded_text(value: object) -> str:
     "Return a number with three digits, a text as it is, and nothing for none."
     if isinstance(value, float):
         return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
@@ -316,7 +326,8 @@ def rounded_text(value: Any) -> str:
 # %% ../../nbs/machine/03_bench.ipynb #d2c74107
 def table_text(title: str, rows: list[dict[str, Any]]) -> str:
     "Return rows as a table for the terminal."
-    lines = [list(rows[0]), *([rounded_text(value) for value in row.values()] for row in rows)]
+    heads = list(rows[0])
+    lines = [heads] + [list(map(rounded_text, row.values())) for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines)]
-    shown = ["  ".join(text.rjust(width) for text, width in zip(line, widths)) for line in lines]
+    shown = ["  ".join(map(str.rjust, line, widths)) for line in lines]
     return "\n".join([title, *shown])

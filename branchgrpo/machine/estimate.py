@@ -27,6 +27,7 @@ from ..backbones.published import ENCODING_BYTES, PUBLISHED, T5_XXL
 from .gpus import GPU_GB, GPUS_PER_NODE, MEASURED_SPEED
 from branchgrpo.machine.counting import (
     CallCost,
+    CountedPolicy,
     compute_bytes,
     counted_policy,
     decoding_cost,
@@ -155,7 +156,9 @@ def update_bytes(c: CallCost, s: Settings) -> float:
     return again * c.activation_bytes + (1 - again) * everything
 
 # %% ../../nbs/machine/01_estimate.ipynb #fa77eb2b
-def working_parts(policy: Any, c: CallCost, s: Settings, share: GpuShare) -> list[MemoryPart]:
+def working_parts(
+    policy: CountedPolicy, c: CallCost, s: Settings, share: GpuShare
+) -> list[MemoryPart]:
     "Return what a rollout and an update hold besides weights."
     wide = compute_bytes(s) / 2  # activations are counted in bfloat16
     elements = torch.Size(policy.latent_shape).numel()
@@ -187,7 +190,7 @@ def images_of_rollout(share: GpuShare) -> int:
     return share.prompts * max(nodes) // share.settings.ranks_per_prompt
 
 # %% ../../nbs/machine/01_estimate.ipynb #b11e7fb7
-def image_parts(policy: Any, s: Settings, share: GpuShare) -> list[MemoryPart]:
+def image_parts(policy: CountedPolicy, s: Settings, share: GpuShare) -> list[MemoryPart]:
     "Return the VAE, the images, and what decoding holds at its peak."
     vae, frames = decoding_cost(policy, s), getattr(policy, "frames", 1)
     image = 4 * 3 * frames * policy.height * policy.width
@@ -248,7 +251,9 @@ def reward_bytes(name: str) -> float:
 
 def reward_part(s: Settings) -> MemoryPart:
     "Return the trained reward and the held-out ones."
-    names = {name for reward in (s.reward, *listed(s.held_out)) for _, name in terms(reward)[0]}
+    names = set()
+    for reward in (s.reward, *listed(s.held_out)):
+        names.update(name for _, name in terms(reward)[0])
     return MemoryPart("rewards", sum(reward_bytes(name) for name in names))
 
 # %% ../../nbs/machine/01_estimate.ipynb #b2280eaa
@@ -464,7 +469,7 @@ def advice(s: Settings, gpus: int = 8, gpu: float = GPU_GB) -> dict[str, Any] | 
     return None
 
 # %% ../../nbs/machine/01_estimate.ipynb #432d674b
-def flag(name: str, value: Any) -> str:
+def flag(name: str, value: object) -> str:
     "Return a setting as a flag of the command line."
     word = f"--{name.replace('_', '-')}"
     return word if value is True else f"{word} {value}"

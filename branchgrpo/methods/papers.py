@@ -29,7 +29,7 @@ class Quote:
     says: dict[str, Any] = field(default_factory=dict)
     note: str = ""  # what the words leave out
 
-    def states(self, setting: str, value: Any) -> bool:
+    def states(self, setting: str, value: object) -> bool:
         "Return whether the quote states this value of a setting."
         if setting not in self.says:
             return False
@@ -85,7 +85,8 @@ def read_quote(paper: str, entry: dict[str, Any]) -> Quote:
 def read_erratum(paper: str, entry: dict[str, Any]) -> Erratum:
     "Return an erratum from its entry in a paper's file."
     quotes = tuple(read_quote(paper, said) for said in entry["quotes"])
-    return Erratum(paper, entry["title"], entry["finding"], quotes, tuple(entry.get("audit", ())))
+    audit = tuple(entry.get("audit", ()))
+    return Erratum(paper, entry["title"], entry["finding"], quotes, audit)
 
 # %% ../../nbs/methods/05_papers.ipynb #59b9943b
 # those whose words are kept, and their files
@@ -107,7 +108,8 @@ ERRATA = tuple(erratum for _, errata in PAPER_WORDS.values() for erratum in erra
 # %% ../../nbs/methods/05_papers.ipynb #22eb4524
 def belongs(q: Quote, recipe: Recipe) -> bool:
     "Return whether a recipe has every value of a quote for which it names the quote's place."
-    named = [name for name in q.says if (q.paper, q.place) in places(recipe.sources.get(name, ""))]
+    place = (q.paper, q.place)
+    named = [name for name in q.says if place in places(recipe.sources.get(name, ""))]
     return bool(named) and all(q.states(name, getattr(recipe.values, name)) for name in named)
 
 

@@ -32,7 +32,7 @@ class Reward(Protocol):
         ...
 
 # %% ../../nbs/rewards/00_contract.ipynb #694de893
-def as_scores(scores: Any, name: str, count: int, device: torch.device | str = "cpu") -> Tensor:
+def as_scores(scores: object, name: str, count: int, device: torch.device | str = "cpu") -> Tensor:
     """Return the `count` scores of the reward `name` as a float32 tensor `(count,)` on `device`.
 
     Raises `ValueError` if `scores` are not numbers or if their shape is not `(count,)`.
@@ -128,7 +128,7 @@ def members_of(reward: Reward) -> dict[str, tuple[float, Any]]:
     return getattr(reward, "members", {"": (1.0, reward)})
 
 
-def tell_frame_rate(reward: Reward, policy: Any) -> None:
+def tell_frame_rate(reward: Reward, policy: object) -> None:
     """Set `fps` of a reward that has it, or of those of a sum, to the frames per second of a
     policy's clips."""
     fps = getattr(policy, "fps", None)

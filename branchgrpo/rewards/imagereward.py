@@ -156,7 +156,11 @@ class ImageReward:
     tokenizer_name = "bert-base-uncased"
 
     def __init__(
-        self, folder: str, device: Any = "cpu", max_batch: int = 64, config: dict = BLIP_LARGE
+        self,
+        folder: str,
+        device: torch.device | str = "cpu",
+        max_batch: int = 64,
+        config: dict = BLIP_LARGE,
     ):
         self.folder = folder
         self.device = device

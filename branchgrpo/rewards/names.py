@@ -103,7 +103,7 @@ REWARDS = Registry(
 )
 
 # %% ../../nbs/rewards/02_names.ipynb #b4d76493
-def about(entry: Any) -> str:
+def about(entry: object) -> str:
     """Return what a reward's number means: an entry's own text, or its docstring's summary."""
     if isinstance(entry, Entry):
         return entry.about
@@ -147,7 +147,7 @@ def build_reward(
         ) from error
 
 # %% ../../nbs/rewards/02_names.ipynb #fcdbb46d
-def check_call(entry: Any, name: Any) -> None:
+def check_call(entry: object, name: object) -> None:
     """Raise `ValueError` if an entry, or what a class makes, cannot be called with images and
     prompts."""
     if not callable(entry):
@@ -165,7 +165,7 @@ def check_call(entry: Any, name: Any) -> None:
         )
 
 # %% ../../nbs/rewards/02_names.ipynb #f895ce1b
-def make(entry: Any, where: str | None, name: str, device: torch.device | str) -> Reward:
+def make(entry: object, where: str | None, name: str, device: torch.device | str) -> Reward:
     """Return the reward of an entry, a class, a factory or a callable; one that is not ours has its
     scores checked.
 
@@ -192,7 +192,7 @@ class Named(NamedTuple):
     where: str | None  # where its weights or its server are
 
 # %% ../../nbs/rewards/02_names.ipynb #4fee1b41
-def place_of(entry: Any, where: str) -> str | None:
+def place_of(entry: object, where: str) -> str | None:
     "Return `where`, or the default of an entry; the testbed's weights are inside the package."
     place = where or (entry.where if isinstance(entry, Entry) else None)
     place = from_home(place, "reward") if place else place
@@ -291,7 +291,8 @@ def load_one(name: str, device: torch.device | str = "cpu") -> Reward:
             f"reward: the weights of {name!r} at {where!r} are damaged ({reason(error)})"
         ) from None
     except (OSError, HFValidationError) as error:
-        gone = str(where).startswith(("/", ".", "~")) and not Path(str(where)).expanduser().exists()
+        is_path = str(where).startswith(("/", ".", "~"))
+        gone = is_path and not Path(str(where)).expanduser().exists()
         why = "there is no such file or folder" if gone else reason(error)
         raise ValueError(f"reward: the weights of {name!r} are not at {where!r} ({why})") from None
 

@@ -136,6 +136,7 @@ def retry(
     images: Tensor,
     prompts: list[str],
     metadata: list[dict] | None,
+    *,
     per_prompt: bool,  # one call per prompt, so that one prompt cannot fail the others
 ) -> None:
     """Call the reward for the unscored rows and fill in the scores that are missing; a score that

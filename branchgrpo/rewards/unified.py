@@ -66,9 +66,8 @@ def image_url(image: Tensor, side: int) -> str:
     """
     from PIL import Image
 
-    small = Image.fromarray(as_bytes(image.detach().float()).permute(1, 2, 0).cpu().numpy()).resize(
-        (side, side)
-    )
+    pixels = as_bytes(image.detach().float()).permute(1, 2, 0).cpu().numpy()
+    small = Image.fromarray(pixels).resize((side, side))
     buffer = io.BytesIO()
     small.save(buffer, format="png")
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
@@ -185,7 +184,8 @@ class UnifiedReward:
     def __init__(
         self,
         where: str = "http://localhost:8080/v1",  # base address of an OpenAI-compatible server
-        device: Any = "cpu",  # not used; every reward has it
+        device: torch.device | str = "cpu",  # not used; every reward has it
+        *,
         model: str = "UnifiedReward",  # the served name
         timeout: float = 60.0,  # seconds of one try
         retries: int = 6,  # further tries of an image: 24 seconds of waits in all

@@ -14,13 +14,16 @@ import math
 import re
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..registry import check_one_of
 from .clip import CLIP_PIXELS, as_bytes, normalise
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # %% ../../nbs/rewards/08_videoalign.ipynb #9490da85
 class Sampling(NamedTuple):
@@ -102,7 +105,9 @@ def video_patches(
     t = frames.shape[1] // pair
     grid_h = high // patch
     grid_w = wide // patch
-    x = frames.reshape(b, t, pair, 3, grid_h // merge, merge, patch, grid_w // merge, merge, patch)
+    rows = (grid_h // merge, merge, patch)
+    columns = (grid_w // merge, merge, patch)
+    x = frames.reshape(b, t, pair, 3, *rows, *columns)
     # to (b, t, block row, block column, row in block, column in block, channel, frame of the pair,
     # y, x)
     x = x.permute(0, 1, 4, 7, 5, 8, 3, 2, 6, 9)
@@ -135,7 +140,9 @@ def read_heads(
     if not (found.sum(-1) == 1).all():
         raise ValueError("videoalign: every prompt needs each of the three reward tokens once")
     read = head(torch.einsum("bkl,bld->bkd", found.to(hidden.dtype), hidden))
-    return read[..., 0] if read.shape[-1] == 1 else torch.diagonal(read, dim1=1, dim2=2)
+    if read.shape[-1] == 1:
+        return read[..., 0]
+    return torch.diagonal(read, dim1=1, dim2=2)
 
 # %% ../../nbs/rewards/08_videoalign.ipynb #3cb00ed3
 class Parts(NamedTuple):
@@ -182,7 +189,11 @@ def last_checkpoint(folder: Path) -> Path | None:
         for p in folder.glob("checkpoint-*")
         if any((p / name).is_file() for name in CHECKPOINT_FILES)
     ]
-    return max(places, key=lambda place: int(place.name.split("-")[-1]), default=None)
+
+    def number(place: Path) -> int:
+        return int(place.name.split("-")[-1])
+
+    return max(places, key=number, default=None)
 
 
 def base_model(folder: Path) -> str:
@@ -293,7 +304,12 @@ def open_parts(where: str) -> Parts:
     return Parts(model, tokenizer, head, config.get("inference_config") or {}, Sampling(*looks))
 
 # %% ../../nbs/rewards/08_videoalign.ipynb #02d800b9
-def token_inputs(tokenizer: Any, prompts: list[str], pads: int, device: Any) -> dict[str, Tensor]:
+def token_inputs(
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: list[str],
+    pads: int,
+    device: torch.device | str,
+) -> dict[str, Tensor]:
     """Return the token inputs of prompts, each after a clip of `pads` video tokens.
 
     Positions count the tokens, those of the clip too: the published forward (trainer.py) passes
@@ -338,7 +354,8 @@ class VideoAlignReward:
     def __init__(
         self,
         folder: str,
-        device: Any = "cpu",
+        device: torch.device | str = "cpu",
+        *,
         aspect: str = "MQ",
         fps: float = 16.0,
         max_batch: int = 4,
@@ -359,19 +376,15 @@ class VideoAlignReward:
     def all(self, clips: Tensor, prompts: list[str]) -> Tensor:
         "Return the three z-scores `(B, 3)`, float32, of clips `(B, 3, F, H, W)` in [0, 1]."
         count = frame_count(clips.shape[2], self.fps, self.parts.sampling)
-        shown = clips[:, :, torch.linspace(0, clips.shape[2] - 1, count).round().long()].to(
-            self.device
-        )
+        places = torch.linspace(0, clips.shape[2] - 1, count).round().long()
+        shown = clips[:, :, places].to(self.device)
         hidden, ids = last_hidden(self.parts, shown, prompts)
         scores = read_heads(hidden, ids, self.special, self.parts.head).float()
-        mean, std = (
-            torch.tensor(
-                [self.parts.norm.get(f"{aspect}_{kind}", usual) for aspect in ASPECTS],
-                device=scores.device,
-            )
-            for kind, usual in (("mean", 0.0), ("std", 1.0))
-        )
-        return (scores - mean) / std
+        norm = self.parts.norm
+        means = [norm.get(f"{aspect}_mean", 0.0) for aspect in ASPECTS]
+        stds = [norm.get(f"{aspect}_std", 1.0) for aspect in ASPECTS]
+        centred = scores - torch.tensor(means, device=scores.device)
+        return centred / torch.tensor(stds, device=scores.device)
 
     def __call__(
         self, images: Tensor, prompts: list[str], metadata: list[dict] | None = None

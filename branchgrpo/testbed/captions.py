@@ -67,4 +67,7 @@ def truths(name: str, images: Tensor, prompts: Sequence[str]) -> list[bool]:
     if known is None or cannot_draw(name, prompts):
         return []
     check = load_prompts(known[2]).check
-    return [value > 0.5 for value in check(images, list(prompts))["all"].tolist()] if check else []
+    if check is None:
+        return []
+    right = check(images, list(prompts))["all"]
+    return [value > 0.5 for value in right.tolist()]

@@ -11,7 +11,6 @@ __all__ = ['CELL_MARGIN', 'EMPTY_CELL', 'CHECKED_ASPECTS', 'cut_cells', 'labels'
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +28,8 @@ def cut_cells(images: Tensor) -> Tensor:
     "Return the nine cells of images `(B, 3, 32, 32)`, with their margins: `(B, 9, 3, 20, 20)`."
     padded = F.pad(images, (CELL_MARGIN,) * 4, mode="replicate")
     side = CELL + 2 * CELL_MARGIN
-    return torch.stack([padded[:, :, y : y + side, x : x + side] for y, x in CELLS.values()], 1)
+    crops = [padded[:, :, y : y + side, x : x + side] for y, x in CELLS.values()]
+    return torch.stack(crops, 1)
 
 # %% ../../nbs/testbed/02_checker.ipynb #9d750df1
 def labels(drawn: list[Scene]) -> Tensor:
@@ -112,16 +112,19 @@ def read_cells(images: Tensor) -> Tensor:  # (B, 9, 3)
     """Return the checker's reading of images `(B, 3, 32, 32)`: each cell's digit (10: empty),
     colour, texture."""
     logits = load_checker()(cut_cells(images.float().cpu()).flatten(0, 1))
-    return torch.stack([logit.argmax(-1) for logit in logits], -1).unflatten(0, (len(images), 9))
+    best = [logit.argmax(-1) for logit in logits]
+    return torch.stack(best, -1).unflatten(0, (len(images), 9))
 
 # %% ../../nbs/testbed/02_checker.ipynb #a24e4fc7
 def swapped(wanted: Tensor, seen: Tensor, filled: Tensor) -> Tensor:
     """Tell which pairs have their glyphs exchanged, `(B,)`; false for other scenes and for two
     equal glyphs."""
-    places = filled.float().topk(2, dim=1).indices[..., None].expand(-1, -1, 3)
+    first_two = filled.float().topk(2, dim=1).indices
+    places = first_two[..., None].expand(-1, -1, 3)
     wanted_pair = wanted.gather(1, places)
     seen_pair = seen.gather(1, places)
-    is_pair = (filled.sum(1) == 2) & (wanted_pair[:, 0] != wanted_pair[:, 1]).any(-1)
+    differ = (wanted_pair[:, 0] != wanted_pair[:, 1]).any(-1)
+    is_pair = (filled.sum(1) == 2) & differ
     exchanged = (seen_pair == wanted_pair.flip(1)).sum((1, 2))
     in_place = (seen_pair == wanted_pair).sum((1, 2))
     return is_pair & (exchanged > in_place)
@@ -145,7 +148,8 @@ def aspect_scores(seen: Tensor, captions: list[str]) -> dict[str, Tensor]:
         out[name] = (right[..., i] & filled).sum(1) / filled.sum(1)
     out["count"] = (found.sum(1) == filled.sum(1)).float()
     out["position"] = (same_cells & ~swapped(wanted, seen, filled)).float()
-    out["all"] = (same_cells & (right.all(-1) | ~filled).all(1)).float()
+    all_right = (right.all(-1) | ~filled).all(1)  # an empty cell has nothing to be wrong
+    out["all"] = (same_cells & all_right).float()
     return out
 
 
@@ -183,7 +187,9 @@ class VerifiableReward:
         cells = cut_cells(images.float().to(self.device)).flatten(0, 1)
         return [logit.unflatten(0, (len(images), 9)) for logit in self.net(cells)]
 
-    def __call__(self, images: Tensor, prompts: list[str], metadata: Any = None) -> Tensor:
+    def __call__(
+        self, images: Tensor, prompts: list[str], metadata: list[dict] | None = None
+    ) -> Tensor:
         """Score images `(B, 3, 32, 32)`: `(B,)`.
 
         Raises `ValueError` on clips and on captions of other scenes.

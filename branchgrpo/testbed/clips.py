@@ -41,7 +41,12 @@ from branchgrpo.testbed.digits import (
 # %% ../../nbs/testbed/03_clips.ipynb #3b8eaa5d
 FRAMES = 9  # frames of a clip
 QUICK, SLOW = 2, 1  # pixels per frame
-MOTIONS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}  # (y, x)
+MOTIONS = {  # (y, x)
+    "left": (0, -1),
+    "right": (0, 1),
+    "up": (-1, 0),
+    "down": (1, 0),
+}
 CLIP_WORDS = (*CAPTION_WORDS, "moving", "slowly", "up", "down", "standing", "still")
 
 # %% ../../nbs/testbed/03_clips.ipynb #b67d5211
@@ -110,7 +115,8 @@ def random_start(velocity: tuple[int, int], rng: np.random.Generator) -> list[in
     for v in velocity:
         path = v * (FRAMES - 1)
         room = SIZE - GLYPH
-        corner.append(int(rng.integers(max(0, -path), room - max(0, path) + 1)))
+        first, last = max(0, -path), room - max(0, path)
+        corner.append(int(rng.integers(first, last + 1)))
     return corner
 
 # %% ../../nbs/testbed/03_clips.ipynb #8b0182b1
@@ -166,11 +172,16 @@ def measure_track(clips: Tensor) -> Track:
     "Measure clips `(B, 3, F, H, W)` in [0, 1]."
     frames = clips.float().transpose(1, 2)
     page = frames.flatten(3).median(-1).values
-    ink = ((frames - page[..., None, None]).abs().mean(2) - 0.08).clamp(min=0)
+    contrast = (frames - page[..., None, None]).abs().mean(2)
+    ink = (contrast - 0.08).clamp(min=0)
     mass = ink.flatten(2).sum(-1)
     weight = ink / mass.clamp(min=1e-6)[..., None, None]
-    y, x = (torch.arange(n, dtype=torch.float32, device=clips.device) for n in ink.shape[-2:])
-    path = torch.stack([(weight.sum(-1) * y).sum(-1), (weight.sum(-2) * x).sum(-1)], -1)
+    like = {"dtype": torch.float32, "device": clips.device}
+    y = torch.arange(ink.shape[-2], **like)
+    x = torch.arange(ink.shape[-1], **like)
+    mean_y = (weight.sum(-1) * y).sum(-1)
+    mean_x = (weight.sum(-2) * x).sum(-1)
+    path = torch.stack([mean_y, mean_x], -1)
     colour = (frames * weight[:, :, None]).flatten(3).sum(-1)
     return Track(path, mass, colour, page, ink)
 
@@ -183,8 +194,10 @@ def mean_change(tones: Tensor) -> Tensor:
 def background_change(clips: Tensor, ink: Tensor) -> Tensor:
     """Return the mean absolute change of the pixels that hold no ink in two successive frames:
     `(B,)`."""
-    bare = ((ink[:, 1:] == 0) & (ink[:, :-1] == 0))[:, None]
-    change = (clips.float().diff(dim=2).abs() * bare).flatten(1).sum(1)
+    empty = ink == 0
+    bare = (empty[:, 1:] & empty[:, :-1])[:, None]
+    moved = clips.float().diff(dim=2).abs()
+    change = (moved * bare).flatten(1).sum(1)
     return change / (3 * bare.flatten(1).sum(1)).clamp(min=1)
 
 # %% ../../nbs/testbed/03_clips.ipynb #74c63991
@@ -242,7 +255,9 @@ def ink_middle(line: Tensor) -> Tensor:
 def box_centre(ink: Tensor) -> Tensor:
     """Return the centre `(B, F, 2)` of the box around `ink (B, F, H, W)`: the centre of the digit's
     cell."""
-    return torch.stack([ink_middle(ink.amax(-1)), ink_middle(ink.amax(-2))], -1)
+    rows = ink_middle(ink.amax(-1))
+    columns = ink_middle(ink.amax(-2))
+    return torch.stack([rows, columns], -1)
 
 # %% ../../nbs/testbed/03_clips.ipynb #443ecbc7
 def cut_windows(clips: Tensor) -> Tensor:
@@ -251,7 +266,8 @@ def cut_windows(clips: Tensor) -> Tensor:
     side = CELL + 2 * CELL_MARGIN
     frames = clips.float().transpose(1, 2).flatten(0, 1).cpu()
     frames = F.pad(frames, (side // 2,) * 4, mode="replicate")
-    corner = box_centre(measure_track(clips).ink).round().long().flatten(0, 1).cpu().clamp(0, SIZE)
+    centre = box_centre(measure_track(clips).ink).round().long()
+    corner = centre.flatten(0, 1).cpu().clamp(0, SIZE)
     offset = torch.arange(side)
     rows = corner[:, 0, None] + offset
     columns = corner[:, 1, None] + offset
@@ -265,7 +281,8 @@ def read_frames(clips: Tensor) -> Tensor:
     """Return the checker's reading around the ink of each frame: digit (10: nothing), colour,
     texture `(B, F, 3)`."""
     logits = load_checker()(cut_windows(clips))
-    return torch.stack([logit.argmax(-1) for logit in logits], -1).unflatten(0, clips.shape[0:3:2])
+    best = [logit.argmax(-1) for logit in logits]
+    return torch.stack(best, -1).unflatten(0, clips.shape[0:3:2])
 
 # %% ../../nbs/testbed/03_clips.ipynb #f81e33e8
 CLIP_ASPECTS = (
@@ -341,7 +358,8 @@ def digit_pairs_tuning() -> PromptSet:
 # %% ../../nbs/testbed/03_clips.ipynb #6f664db2
 def clip_captions(n: int, split: str) -> list[str]:
     "Return `n` distinct captions of clips."
-    return list(dict.fromkeys(clip.caption for clip in clip_scenes(6 * n, split, seed=1)))[:n]
+    captions = dict.fromkeys(clip.caption for clip in clip_scenes(6 * n, split, seed=1))
+    return list(captions)[:n]
 
 # %% ../../nbs/testbed/03_clips.ipynb #04905e58
 def first_frames(prompts: list[str]) -> Tensor:

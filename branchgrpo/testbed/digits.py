@@ -144,7 +144,8 @@ def handwriting(split: str = "train") -> list[Tensor]:
     data = load_digits()
     order = np.random.default_rng(0).permutation(len(data.target))
     low, high = (round(fraction * len(order)) for fraction in SPLITS[split])
-    ink = torch.tensor(data.images[order[low:high]], dtype=torch.float32)[:, None] / 16
+    chosen = data.images[order[low:high]]
+    ink = torch.tensor(chosen, dtype=torch.float32)[:, None] / 16
     ink = (
         F.interpolate(ink, (GLYPH, GLYPH), mode="bicubic", align_corners=False)[:, 0]
         .mul(1.35)
@@ -169,7 +170,10 @@ def draw_glyph(
     """Draw one digit into `image (3, 32, 32)`, in place, at the cell `place` and in the handwriting
     of `split`."""
     hands = handwriting(split)[glyph.digit]
-    y, x = (corner + 1 + int(shift) for corner, shift in zip(CELLS[place], rng.integers(-1, 2, 2)))
+    corner = CELLS[place]
+    shift = rng.integers(-1, 2, 2)
+    y = corner[0] + 1 + int(shift[0])
+    x = corner[1] + 1 + int(shift[1])
     mask = texture_masks()[TEXTURES.index(glyph.texture), :GLYPH, :GLYPH]
     ink = hands[rng.integers(len(hands))] * (0.35 + 0.65 * mask)
     colour = torch.tensor(GLYPH_COLOURS[glyph.colour])[:, None, None]
