@@ -307,7 +307,7 @@ def draw_row(o: SampleOptions, drawing: Drawing, device: str) -> DrawnRow:
     "Draw one image per prompt with one model."
     from branchgrpo.evaluation.policies import is_run
     from branchgrpo.evaluation.sampling import drawing_line, drawing_seed, drawing_steps, sample
-    from branchgrpo.testbed.captions import truths
+    from branchgrpo.evaluation.captions import truths
     from branchgrpo.training.held_out import image_sheet
     from branchgrpo.viewing.run import enlarged
 
@@ -347,7 +347,7 @@ def draw(given: dict[str, Any]) -> int:
     import torch
     from branchgrpo.temporary import without_remarks
     from branchgrpo.evaluation.policies import is_run, state_text
-    from branchgrpo.testbed.captions import cannot_draw
+    from branchgrpo.evaluation.captions import cannot_draw
 
     given = with_model(given)
     o, drawing = options(SampleOptions, given), options(Drawing, given)
