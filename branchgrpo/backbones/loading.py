@@ -9,7 +9,8 @@ __all__ = ['ENCODER_PLACES', 'left_out', 'read_checked', 'read_pipeline', 'empty
 # %% ../../nbs/backbones/01_loading.ipynb #f35a8196
 import inspect
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,6 +29,9 @@ from branchgrpo.backbones.names import (
 from ..own import import_own, is_own_name
 from ..policy import Policy
 from ..registry import check_one_of, reason
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 # %% ../../nbs/backbones/01_loading.ipynb #f306c1c4
 ENCODER_PLACES = ("device", "cpu", "none")
@@ -146,7 +150,11 @@ def load_pipeline(
 
 # %% ../../nbs/backbones/01_loading.ipynb #341e7836
 def policy_around(
-    pipeline: Any, name: str, given: dict[str, Any], guidance_scale: float | None, *more: Any
+    pipeline: "DiffusionPipeline | SimpleNamespace",
+    name: str,
+    given: dict[str, Any],  # height, width, …; None: the default
+    guidance_scale: float | None,
+    *more: Any,  # what else the family's class takes in this order
 ) -> Any:
     """Return a backbone's policy with a pipeline; what is None in `given` takes the backbone's or
     the family's default."""

@@ -19,6 +19,7 @@ from torch import nn
 
 from .memory import encoders_of
 from .names import PIPELINE_ERRORS, is_hub_model
+from .pipeline import PipelinePolicy
 from ..files import from_home
 from ..registry import shown
 from ..temporary import without_remarks
@@ -90,7 +91,7 @@ def with_alpha(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return out
 
 # %% ../../nbs/backbones/14_lora.ipynb #026a61ee
-def add_lora(policy: Any, file: Path) -> dict[str, torch.Tensor]:
+def add_lora(policy: PipelinePolicy, file: Path) -> dict[str, torch.Tensor]:
     """Put an adapter on a policy by the loaders of diffusers and PEFT; return its weights as they
     name them."""
     from safetensors.torch import load_file
@@ -118,7 +119,7 @@ def add_lora(policy: Any, file: Path) -> dict[str, torch.Tensor]:
     return converted[0] if isinstance(converted, tuple) else converted
 
 # %% ../../nbs/backbones/14_lora.ipynb #80399435
-def load_lora(policy: Any, where: str, encoders: bool = True) -> None:
+def load_lora(policy: PipelinePolicy, where: str, encoders: bool = True) -> None:
     """Put an adapter on a policy, at its own scale; with `encoders` it may change text encoders
     too.
 

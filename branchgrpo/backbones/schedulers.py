@@ -35,8 +35,9 @@ def flow_levels_of(scheduler) -> tuple[Tensor, Tensor, None]:
         )
     times = scheduler.timesteps.float() / 1000
     sigmas = scheduler.sigmas.float()
-    falls = len(sigmas) == len(times) + 1 and bool((sigmas.diff() < 0).all())
-    if not falls or sigmas[0] > 1 or sigmas[-1] != 0:
+    fits = len(sigmas) == len(times) + 1
+    falls = bool((sigmas.diff() < 0).all())
+    if not (fits and falls) or sigmas[0] > 1 or sigmas[-1] != 0:
         ends = f"{float(sigmas[0]):.4g} to {float(sigmas[-1]):.4g}"
         raise scheduler_error(
             scheduler, f"has levels from {ends}; those of training fall from 1 to 0"

@@ -9,7 +9,7 @@ __all__ = ['scale_factors', 'part_class', 'meta_pipeline', 'CountedPolicy', 'met
            'decoding_cost']
 
 # %% ../../nbs/machine/00_counting.ipynb #6902d553
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -292,7 +292,12 @@ class DecodingCost:
     flops: int  # for one image or clip
 
 # %% ../../nbs/machine/00_counting.ipynb #4f738cde
-def latent_shape(config: Any, height: int, width: int, frames: int) -> tuple[int, ...]:
+def latent_shape(
+    config: Mapping[str, Any],  # of the VAE
+    height: int,
+    width: int,
+    frames: int,
+) -> tuple[int, ...]:
     "Return the shape of a VAE's latent of an image or a clip."
     if "block_out_channels" in config:
         fold = 2 ** (len(config["block_out_channels"]) - 1)

@@ -66,8 +66,8 @@ def image_url(image: Tensor, side: int) -> str:
     """
     from PIL import Image
 
-    pixels = as_bytes(image.detach().float()).permute(1, 2, 0).cpu().numpy()
-    small = Image.fromarray(pixels).resize((side, side))
+    pixels = as_bytes(image.detach().float()).permute(1, 2, 0)
+    small = Image.fromarray(pixels.cpu().numpy()).resize((side, side))
     buffer = io.BytesIO()
     small.save(buffer, format="png")
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"

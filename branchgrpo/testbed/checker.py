@@ -28,7 +28,7 @@ def cut_cells(images: Tensor) -> Tensor:
     "Return the nine cells of images `(B, 3, 32, 32)`, with their margins: `(B, 9, 3, 20, 20)`."
     padded = F.pad(images, (CELL_MARGIN,) * 4, mode="replicate")
     side = CELL + 2 * CELL_MARGIN
-    crops = [padded[:, :, y : y + side, x : x + side] for y, x in CELLS.values()]
+    crops = [padded[..., y : y + side, x : x + side] for y, x in CELLS.values()]
     return torch.stack(crops, 1)
 
 # %% ../../nbs/testbed/02_checker.ipynb #9d750df1
@@ -72,9 +72,11 @@ def checker_net(width: int = 32) -> CellNet:
         ]
 
     first = [*block(3, width), *block(width, width), nn.MaxPool2d(2)]
-    second = [*block(width, 2 * width), nn.MaxPool2d(2), *block(2 * width, 2 * width)]
-    last = [nn.Flatten(), nn.Dropout(0.3), nn.Linear(2 * width * 25, 128), nn.ReLU()]
-    return CellNet([*first, *second, *last], 128)
+    second = [*block(width, 2 * width), nn.MaxPool2d(2)]
+    third = block(2 * width, 2 * width)
+    hidden = nn.Linear(2 * width * 25, 128)
+    last = [nn.Flatten(), nn.Dropout(0.3), hidden, nn.ReLU()]
+    return CellNet([*first, *second, *third, *last], 128)
 
 
 def reward_net(width: int = 32) -> CellNet:
@@ -88,7 +90,8 @@ def reward_net(width: int = 32) -> CellNet:
         ]
 
     first = [*block(3, width), *block(width, 2 * width)]
-    last = [nn.Flatten(), nn.Dropout(0.2), nn.Linear(2 * width * 25, 96), nn.GELU()]
+    hidden = nn.Linear(2 * width * 25, 96)
+    last = [nn.Flatten(), nn.Dropout(0.2), hidden, nn.GELU()]
     return CellNet([*first, *last], 96)
 
 # %% ../../nbs/testbed/02_checker.ipynb #6bc3d2ba

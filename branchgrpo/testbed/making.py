@@ -134,7 +134,8 @@ def show_losses(record: dict, names: list[str]):
     "Return a display of the loss curves `names` of a training record, each on a logarithmic axis."
     use_style()
     steps = record["steps"] if isinstance(record["steps"], list) else [record["steps"]]
-    fig, axes = plt.subplots(1, len(names), figsize=(3 * len(names), 2), squeeze=False)
+    size = (3 * len(names), 2)
+    fig, axes = plt.subplots(1, len(names), figsize=size, squeeze=False)
     for ax, name, n in zip(axes.flat, names, steps):
         losses = record[name]  # means of equal blocks of steps; each is drawn at its block's middle
         middles = [i + 0.5 for i in range(len(losses))]
