@@ -29,14 +29,10 @@ def denoiser_config(name: str) -> dict[str, Any]:
 # %% ../../nbs/backbones/12_defaults.ipynb #75e845ac
 def default_sizes(name: str) -> dict[str, int]:
     "Return the default height and width of a backbone, and its frames if it makes clips."
-    policy_class, entry = (
-        family(name),
-        BACKBONES.get(name).sizes if name in BACKBONES.names() else {},
-    )
-    pixels, frames = (
-        declared(policy_class, "default_size"),
-        declared(policy_class, "default_frames"),
-    )
+    policy_class = family(name)
+    entry = BACKBONES.get(name).sizes if name in BACKBONES.names() else {}
+    pixels = declared(policy_class, "default_size")
+    frames = declared(policy_class, "default_frames")
     # diffusers: sample_size · vae_scale_factor, 768 of SD-2.1
     if declared(policy_class, "sized_by_files"):
         blocks = part_config(name, "vae").get("block_out_channels", range(4))

@@ -105,7 +105,8 @@ def empty_denoiser(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     import diffusers
     from accelerate import init_empty_weights
 
-    folder, part = folder_of(name), declared(family(name), "component")
+    folder = folder_of(name)
+    part = declared(family(name), "component")
     model = getattr(diffusers, read_index(folder)[part][1])
     with init_empty_weights(include_buffers=False):
         empty = model.from_config(model.load_config(folder, subfolder=part))
@@ -133,7 +134,8 @@ def load_pipeline(
     """
     check_one_of("encoders", encoders, ENCODER_PLACES)
     avoid_cudnn_attention()
-    folder, component = folder_of(name), declared(family(name), "component")
+    folder = folder_of(name)
+    component = declared(family(name), "component")
     waiting = [] if encoders == "device" else encoder_names(folder)
     parts: dict[str, Any] = left_out(folder)
     parts |= {"requires_safety_checker": False} if "safety_checker" in parts else {}

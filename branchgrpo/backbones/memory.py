@@ -35,11 +35,12 @@ def save_memory(
 # %% ../../nbs/backbones/13_memory.ipynb #b45f33d5
 def encoders_of(pipeline) -> list[nn.Module]:
     "Return the encoders of a pipeline that are there and that no offloading moves."
+
+    def is_moved(part: nn.Module) -> bool:
+        return any(hasattr(module, "_diffusers_hook") for module in part.modules())
+
     parts = [part for name, part in pipeline.components.items() if name.startswith(ENCODERS)]
-    parts = [part for part in parts if isinstance(part, nn.Module)]
-    return [
-        part for part in parts if not any(hasattr(m, "_diffusers_hook") for m in part.modules())
-    ]
+    return [part for part in parts if isinstance(part, nn.Module) and not is_moved(part)]
 
 # %% ../../nbs/backbones/13_memory.ipynb #fc0e968a
 @contextmanager

@@ -118,7 +118,8 @@ def solved_by(scheduler, kind: str) -> Transition:
         raise scheduler_error(
             scheduler, f"draws noise (algorithm_type {scheduler.config.algorithm_type!r})"
         )
-    noise, tail = torch.zeros(len(scheduler.timesteps)), SolverTail(scheduler)
+    noise = torch.zeros(len(scheduler.timesteps))
+    tail = SolverTail(scheduler)
     if kind == "flow":
         return Transition(
             flow_step,

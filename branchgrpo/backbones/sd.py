@@ -67,7 +67,8 @@ def ddim_levels_of(policy, steps: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """
     scheduler = ddim_scheduler(policy)
     scheduler.set_timesteps(steps)
-    times, alphas = scheduler.timesteps, scheduler.alphas_cumprod
+    times = scheduler.timesteps
+    alphas = scheduler.alphas_cumprod
     signals = signal_levels(scheduler)
     check_divisible(scheduler, signals)
     after = times - len(alphas) // steps
@@ -113,7 +114,8 @@ class SDPolicy(ImagePolicy):
 
     def __init__(self, pipeline, *args, **options):
         super().__init__(pipeline, *args, **options)
-        read, made = self.denoiser.config.in_channels, self.denoiser.config.out_channels
+        read = self.denoiser.config.in_channels
+        made = self.denoiser.config.out_channels
         if read != made:
             raise ValueError(
                 f"backbone: its unet reads {read} channels and makes {made}: it draws with a"

@@ -90,7 +90,8 @@ class SD3Policy(ImagePolicy):
 
         Source: diffusers, its pipeline l. 1016-1040.
         """
-        config, patch = self.pipeline.scheduler.config, self.denoiser.config.patch_size
+        config = self.pipeline.scheduler.config
+        patch = self.denoiser.config.patch_size
         tokens = (self.latent_shape[1] // patch) * (self.latent_shape[2] // patch)
         mu = {"mu": size_shift(config, tokens)} if config.get("use_dynamic_shifting") else {}
         return super().scheduler_arguments(steps) | mu

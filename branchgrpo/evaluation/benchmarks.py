@@ -259,7 +259,8 @@ def run_benchmark(
         raise ValueError(f"evaluation: {str(evaluation)!r} is not finished, or has no images")
     name = name.rpartition(":")[2]  # of one of your own, which its file holds
     target = evaluation / name
-    known, samples = rows_of(prompts), 1 + max(row["sample"] for row in rows)
+    known = rows_of(prompts)
+    samples = 1 + max(row["sample"] for row in rows)
     tool.layout(rows, [known[row["number"] // samples] for row in rows], evaluation, target)
     if not command:
         return None

@@ -70,7 +70,9 @@ class Drawing:
         from branchgrpo.evaluation.policies import load_policy
 
         given = asdict(self)
-        backbone, weights, shift = given.pop("backbone"), given.pop("weights"), given.pop("shift")
+        backbone = given.pop("backbone")
+        weights = given.pop("weights")
+        shift = given.pop("shift")
         options = {name: value for name, value in given.items() if name in OPTIONS}
         return load_policy(backbone, weights, device, shift, **options)
 
@@ -148,7 +150,9 @@ def fill_evaluation(e: Evaluation, policy: "Policy | None" = None) -> Evaluation
     from branchgrpo.evaluation.sampling import drawing_seed, drawing_steps
     from branchgrpo.training.runs import recorded_run
 
-    prompts, rewards, limit = e.prompts, e.rewards, e.limit
+    prompts = e.prompts
+    rewards = e.rewards
+    limit = e.limit
     if is_run(e.backbone):
         settings = recorded_run(e.backbone, "backbone")["settings"]
         if prompts is None:

@@ -82,17 +82,20 @@ def load_as_trained(name: str, device: str | torch.device, options: dict[str, An
 
     `options` are those of `load_backbone`, with base_dtype, mixed_precision and max_batch in place
     of dtype."""
-    device, given = torch.device(device), dict(options)
+    device = torch.device(device)
+    given = dict(options)
     dtype = given.pop("base_dtype", None) or ("bfloat16" if device.type == "cuda" else "float32")
     if vae := given.pop("vae_dtype", None):
         given["vae_dtype"] = getattr(torch, vae)
-    precision, most = given.pop("mixed_precision", None) or "no", given.pop("max_batch", None)
+    precision = given.pop("mixed_precision", None) or "no"
+    most = given.pop("max_batch", None)
     policy: Any = load_backbone(name, device=device, dtype=getattr(torch, dtype), **given)
     policy.max_batch = most
     if precision != "no":
         from accelerate.utils.operations import convert_outputs_to_fp32
 
-        denoiser, casts = policy.denoiser, {"bf16": torch.bfloat16, "fp16": torch.float16}
+        denoiser = policy.denoiser
+        casts = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
         def call(*inputs: Any, **more: Any) -> Any:
             with torch.autocast(device.type, casts[precision]):

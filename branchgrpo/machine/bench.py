@@ -130,7 +130,8 @@ def prepare_work(config: TrainConfig, **objects: Any) -> Work:
 # %% ../../nbs/machine/03_bench.ipynb #4459d0ab
 def roll_again(work: Work) -> None:
     "Roll out the first iteration once more, up to the leaves' latents."
-    c, x = work.trainer.collector, work.rolled
+    c = work.trainer.collector
+    x = work.rolled
     roll(c, 0, x.conditioning, make_judge(c, x.prompts, x.noise))
 
 # %% ../../nbs/machine/03_bench.ipynb #11800823
@@ -143,7 +144,9 @@ def update_again(work: Work) -> None:
 @torch.no_grad()
 def rollout_floor(work: Work) -> None:
     "Make the denoiser calls of the rollout, in its batches, and nothing else."
-    policy, size, tree = work.trainer.policy, work.trainer.settings.max_batch, work.rolled.tree
+    policy = work.trainer.policy
+    size = work.trainer.settings.max_batch
+    tree = work.rolled.tree
     for i, time_now in enumerate(work.rolled.process.times):
         again = sum(n - 1 for n in tree.plan.previews.get(i, ()))
         completed = tree.latents[i][:, tree.plan.preview_nodes(i)]
@@ -155,7 +158,8 @@ def rollout_floor(work: Work) -> None:
 # %% ../../nbs/machine/03_bench.ipynb #eb6c9346
 def update_floor(work: Work) -> None:
     "Make the forward and backward calls of the update, in its batches, with the plainest loss."
-    s, rolled = work.trainer.settings, work.rolled
+    s = work.trainer.settings
+    rolled = work.rolled
     for batch in micro_batches(rolled.tree, rolled.edge_mask, s.train_batch or s.max_batch):
         n = len(batch.parents)
         latents = rolled.tree.latents[batch.step].flatten(0, 1)[:n]
@@ -169,7 +173,9 @@ def update_floor(work: Work) -> None:
 @torch.no_grad()
 def node_by_node(work: Work) -> None:
     "Roll out one prompt and one node at a time."
-    policy, process, plan = work.trainer.policy, work.rolled.process, work.rolled.tree.plan
+    policy = work.trainer.policy
+    process = work.rolled.process
+    plan = work.rolled.tree.plan
     for p in range(work.rolled.tree.prompts):
         row = {name: values[p : p + 1] for name, values in work.rolled.conditioning.items()}
         nodes = list(work.rolled.tree.latents[0][p, : plan.roots].split(1))
@@ -185,7 +191,8 @@ def node_by_node(work: Work) -> None:
 # %% ../../nbs/machine/03_bench.ipynb #9de3b8ee
 def edge_gradient(work: Work, step: int, prompt: int, child: int) -> None:
     "Add the gradient of one edge."
-    x, s = work.rolled, work.trainer.settings
+    x = work.rolled
+    s = work.trainer.settings
     chosen = torch.zeros_like(x.tree.drawn[step + 1])
     chosen[prompt, child] = True
     edge = edges_in(x.tree, chosen, step)
@@ -242,7 +249,8 @@ def beside_paper(took: dict[str, float]) -> list[dict[str, Any]]:
     """Return one row per recipe: seconds, and their ratio to the first recipe's, here and in the
     paper."""
     first = next(iter(took))
-    paper_first, rows = PAPER_SECONDS.get(first), []
+    paper_first = PAPER_SECONDS.get(first)
+    rows = []
     for recipe, value in took.items():
         paper = PAPER_SECONDS.get(recipe)
         row = {"recipe": recipe, "seconds": value, "ratio": value / took[first], "paper": paper}

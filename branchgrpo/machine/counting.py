@@ -65,7 +65,8 @@ def meta_pipeline(name: str) -> SimpleNamespace:
 
     if name in PUBLISHED:
         return published_pipeline(family(name))
-    folder, component = folder_of(name), declared(family(name), "component")
+    folder = folder_of(name)
+    component = declared(family(name), "component")
     model = part_class(name, component)
     with torch.device("meta"):
         denoiser = model.from_config(model.load_config(folder, subfolder=component)).bfloat16()
@@ -217,7 +218,8 @@ def count(policy: CountedPolicy, checkpointing: bool = True, rank: int = 0) -> C
     """Count one call of a policy without weights; gradient `checkpointing` holds less, and an
     adapter of `rank` too."""
     denoiser = policy.denoiser
-    parameters, block = sum(p.numel() for p in denoiser.parameters()), largest_block(denoiser)
+    parameters = sum(p.numel() for p in denoiser.parameters())
+    block = largest_block(denoiser)
     forward, call_bytes = count_all_blocks(denoiser, partial(count_call, policy)).tolist()
     trained = set_trainable(policy, rank, checkpointing)
     for parameter in trained:

@@ -122,7 +122,8 @@ def small_lines(s: Settings) -> list[str]:
 # %% ../../nbs/machine/02_doctor.ipynb #17bf947a
 def work_lines(report: Report, e: Estimate) -> list[str]:
     "Return what is computed, and how long it takes, one fact per line."
-    s, c = report.settings, e.counted
+    s = report.settings
+    c = e.counted
     again = " (activations computed again)" if s.gradient_checkpointing else ""
     return [
         *plan_lines(s, e.leaves, e.calls, e.trained_calls),

@@ -192,9 +192,11 @@ def images_of_rollout(share: GpuShare) -> int:
 # %% ../../nbs/machine/01_estimate.ipynb #b11e7fb7
 def image_parts(policy: CountedPolicy, s: Settings, share: GpuShare) -> list[MemoryPart]:
     "Return the VAE, the images, and what decoding holds at its peak."
-    vae, frames = decoding_cost(policy, s), getattr(policy, "frames", 1)
+    vae = decoding_cost(policy, s)
+    frames = getattr(policy, "frames", 1)
     image = 4 * 3 * frames * policy.height * policy.width
-    rollout, evaluated = images_of_rollout(share), share.evaluated
+    rollout = images_of_rollout(share)
+    evaluated = share.evaluated
 
     # one call of the VAE, and the images before and after they are joined
     def decoded(images: int) -> float:
@@ -323,7 +325,8 @@ def calls_after_pruning(s: Settings, plan: RolloutPlan, prompts: int = 32) -> fl
     rewards."""
     # log-densities, which decide little here, are not known
     s = replace(s, beta=0.0, beta_scale="mean")
-    tree, noise = Tree.from_plan(plan, prompts), Noise(0, 0, tuple(range(prompts)))
+    tree = Tree.from_plan(plan, prompts)
+    noise = Noise(0, 0, tuple(range(prompts)))
     generator = torch.Generator().manual_seed(0)
     rewards = torch.rand(prompts, plan.leaves, generator=generator)
     seen = Seen(torch.rand(prompts, plan.leaves, 4, generator=generator), s.diversity)
@@ -394,8 +397,10 @@ def estimate(s: Settings, gpus: int = 8, tflops: float = MEASURED_SPEED) -> Esti
     Raises `ValueError` or `OSError` if the model's configuration is not on this machine."""
     policy, c = counted_policy(s)
     share = GpuShare(s, gpus)
-    cost, image = plan_cost(share.plan), decoding_cost(policy, s).flops
-    iteration, evaluations = iteration_flops(c, s, share, image), evaluation_flops(c, s, image)
+    cost = plan_cost(share.plan)
+    image = decoding_cost(policy, s).flops
+    iteration = iteration_flops(c, s, share, image)
+    evaluations = evaluation_flops(c, s, image)
     speed = gpus * speed_of(s, tflops) * 1e12 * 3600  # FLOPs per hour
     return Estimate(
         counted=c,

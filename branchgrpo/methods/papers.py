@@ -65,7 +65,8 @@ PAPER_OR_PLACE = re.compile(f"(?P<paper>{PAPER_NAME})|(?P<place>{PLACE})")
 
 def places(source: str) -> list[tuple[str, str]]:
     "Return `(paper, place)` of every place that a source names."
-    found, paper = [], ""
+    found = []
+    paper = ""
     for token in PAPER_OR_PLACE.finditer(source):
         paper = token["paper"] or paper
         if token["place"]:

@@ -50,8 +50,10 @@ class Entry(NamedTuple):
 
 # %% ../../nbs/rewards/02_names.ipynb #e17a5b02
 TESTBED = "testbed/weights"
-_CLIP, _PICKSCORE = "branchgrpo.rewards.clip:ClipReward", "branchgrpo.rewards.clip:PickScoreReward"
-_HPS, _AESTHETIC = "branchgrpo.rewards.hps:HPSReward", "branchgrpo.rewards.clip:AestheticReward"
+_CLIP = "branchgrpo.rewards.clip:ClipReward"
+_PICKSCORE = "branchgrpo.rewards.clip:PickScoreReward"
+_HPS = "branchgrpo.rewards.hps:HPSReward"
+_AESTHETIC = "branchgrpo.rewards.clip:AestheticReward"
 REWARDS = Registry(
     "reward",
     "rewards",
@@ -307,7 +309,9 @@ def load_reward(reward: str | Reward, device: torch.device | str = "cpu") -> Rew
     parts, normalised = terms(reward)
     if len(parts) == 1 and parts[0][0] == 1 and not normalised:
         return load_one(parts[0][1], device)
-    weights = {part: sum(weight for weight, name in parts if name == part) for _, part in parts}
+    weights: dict[str, float] = {}
+    for weight, part in parts:
+        weights[part] = weights.get(part, 0) + weight
     return RewardSum(
         {part: (weight, load_one(part, device)) for part, weight in weights.items()}, normalised
     )

@@ -193,7 +193,8 @@ class UnifiedReward:
         side: int = 512,  # pixels of each side of the image that is sent
     ):
         self.address = server_address(where)
-        self.model, self.side = model, side
+        self.model = model
+        self.side = side
         self.seconds = (timeout + LONGEST_WAIT) * (retries + 1)  # of an image
         self.last_error = ""
         self.places = asyncio.Semaphore(in_flight)

@@ -293,7 +293,8 @@ def open_parts(where: str) -> Parts:
             f"{folder} has no checkpoint-N with {' or '.join(CHECKPOINT_FILES)}"
         )
     model, tokenizer, head = open_checkpoint(newest, config)
-    data, usual = config.get("data_config") or {}, PUBLISHED_SAMPLING
+    data = config.get("data_config") or {}
+    usual = PUBLISHED_SAMPLING
     looks = (
         data.get("fps") or usual.fps,
         data.get("num_frames"),
@@ -301,7 +302,8 @@ def open_parts(where: str) -> Parts:
     )
     # the frequencies of the rotary embedding, too, are rounded to bfloat16, as by `model.to` in
     # train_reward.py
-    model, head = model.to(torch.bfloat16), head.to(torch.bfloat16)
+    model = model.to(torch.bfloat16)
+    head = head.to(torch.bfloat16)
     return Parts(model, tokenizer, head, config.get("inference_config") or {}, Sampling(*looks))
 
 # %% ../../nbs/rewards/08_videoalign.ipynb #02d800b9
@@ -333,7 +335,8 @@ def token_inputs(
 # %% ../../nbs/rewards/08_videoalign.ipynb #c8e283f7
 def last_hidden(parts: Parts, clips: Tensor, prompts: list[str]) -> tuple[Tensor, Tensor]:
     "Return the last hidden states `(B, L, D)` and the token ids `(B, L)` of clips and prompts."
-    model, vision = parts.model, parts.model.config.vision_config
+    model = parts.model
+    vision = parts.model.config.vision_config
     units = (vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size)
     patches, grid = video_patches(clips, *units, parts.sampling)
     pads = grid[0].prod().item() // vision.spatial_merge_size**2

@@ -37,7 +37,8 @@ def labels(drawn: list[Scene]) -> Tensor:
     colour or texture."""
     out = torch.full((len(drawn), 9, 3), -1)
     out[..., 0] = EMPTY_CELL
-    names, colours = list(CELLS), list(GLYPH_COLOURS)
+    names = list(CELLS)
+    colours = list(GLYPH_COLOURS)
     for row, scene in zip(out, drawn):
         for place, glyph in zip(scene.places, scene.glyphs):
             label = [glyph.digit, colours.index(glyph.colour), TEXTURES.index(glyph.texture)]

@@ -246,7 +246,8 @@ def misheard(scene: Scene, share: float, rng: np.random.Generator) -> Scene:
     probability `share`."""
     heard = {}
     for glyph in dict.fromkeys(scene.glyphs):
-        wrong, digit = rng.random() < share, int(rng.integers(10))
+        wrong = rng.random() < share
+        digit = int(rng.integers(10))
         heard[glyph] = glyph._replace(digit=digit) if wrong else glyph
     return Scene(scene.layout, tuple(heard[glyph] for glyph in scene.glyphs))
 
