@@ -309,7 +309,7 @@ def draw_row(o: SampleOptions, drawing: Drawing, device: str) -> DrawnRow:
     "Draw one image per prompt with one model."
     from branchgrpo.evaluation.policies import is_run
     from branchgrpo.evaluation.sampling import drawing_line, drawing_seed, drawing_steps, sample
-    from branchgrpo.testbed.captions import truths
+    from branchgrpo.evaluation.captions import truths
     from branchgrpo.viewing.images import image_sheet
     from branchgrpo.viewing.run import enlarged
 
@@ -351,7 +351,7 @@ def draw(given: dict[str, Any]) -> int:
     import torch
     from branchgrpo.temporary import without_remarks
     from branchgrpo.evaluation.policies import is_run, state_text
-    from branchgrpo.testbed.captions import cannot_draw
+    from branchgrpo.evaluation.captions import cannot_draw
 
     given = with_model(given)
     o, drawing = options(SampleOptions, given), options(Drawing, given)
@@ -769,7 +769,7 @@ def bench(given: dict[str, Any]) -> int:
     config = TrainConfig.from_dict(
         table | {"backbone": o.backbone, "prompts_per_iteration": o.prompts}
     )
-    record = measure_speed(config, o.recipes, list(o.factors), o.minutes)
+    record = measure_speed(config, o.recipes, list(o.factors), o.minutes, tell=tell_progress)
     for title, rows in record["tables"].items():
         print(table_text(title, rows), end="\n\n")
     print(f"{record['backbone']}, {count_of(record['prompts'], 'prompt')}, {record['device']}")

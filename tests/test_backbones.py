@@ -70,7 +70,8 @@ def test_ratio_is_exactly_one_with_guidance_on(tmp_path, backbone, way):
 PLAIN = """
 import sys, torch
 assert not [name for name in sys.modules if name.startswith("branchgrpo")]
-code, given = open(sys.argv[1]).read().split("```")[1].removeprefix("python"), torch.load(sys.argv[2])
+code = open(sys.argv[1]).read().split("```")[1].removeprefix("python")
+given = torch.load(sys.argv[2])
 *lines, last = code.strip().splitlines()
 assert last.split(" = ")[1].startswith("pipe('a cat',")
 exec("\\n".join(lines))

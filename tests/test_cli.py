@@ -104,7 +104,8 @@ for words in json.loads(sys.argv[1]):
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
         cli.main(words)
-    heavy = [name for name in ("torch", "numpy", "diffusers", "transformers", "matplotlib") if name in sys.modules]
+    slow = ("torch", "numpy", "diffusers", "transformers", "matplotlib")
+    heavy = [name for name in slow if name in sys.modules]
     said[" ".join(words)] = [out.getvalue(), heavy]
 print(json.dumps(said))
 """

@@ -112,7 +112,10 @@ from filelock import FileLock
 from branchgrpo.reproduction.launch import run_logged
 from branchgrpo.reproduction.training import lock_files
 lock = FileLock("run.lock")
-code = "import signal as s, time; s.signal(s.SIGTERM, s.SIG_IGN); print('trains'); time.sleep(5); print('saved')"
+code = (
+    "import signal as s, time; s.signal(s.SIGTERM, s.SIG_IGN);"
+    " print('trains'); time.sleep(5); print('saved')"
+)
 with lock, lock_files(lock) as files:
     run_logged([sys.executable, "-c", code], Path("log.txt"), files)
 """

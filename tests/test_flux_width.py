@@ -44,7 +44,8 @@ def wide_flux(folder):
 TRAIN = """
 --prompts digits --reward tiny-clip --held-out tiny-pickscore --height 64 --width 64
 --steps 3 --splits 0,1 --max-batch 4 --lora-rank 32 --lora-alpha 64 --learning-rate 1e-3
---base-dtype bfloat16 --mixed-precision bf16 --gradient-checkpointing --iterations 2 --prompts-per-iteration 1
+--base-dtype bfloat16 --mixed-precision bf16 --gradient-checkpointing --iterations 2
+--prompts-per-iteration 1
 --evaluate-every 2 --evaluation-prompts 2 --evaluation-steps 3 --tracker none
 """
 

@@ -12,7 +12,8 @@ from branchgrpo import TrainConfig, Trainer
 from branchgrpo.training.conditioning import text_parts
 t = Trainer(TrainConfig.from_dict(json.loads(sys.argv[1])))
 run = t.fit()
-table = {"encoders": len(text_parts(t.policy.pipeline)), "rewards": [row["reward"] for row in run.metrics]}
+rewards = [row["reward"] for row in run.metrics]
+table = {"encoders": len(text_parts(t.policy.pipeline)), "rewards": rewards}
 store = t.conditioner.store
 print(json.dumps(table | {"made": store.made if store else 0}), flush=True)
 os._exit(0)
@@ -51,7 +52,8 @@ def encode(prompts):
     return {"embeds": torch.zeros(len(prompts), 2), "negative_embeds": torch.ones(len(prompts), 2)}
 store = EmbeddingCache(sys.argv[1], "slow", encode, batch=1)
 pipeline = SimpleNamespace(components={})
-encode_ahead(SimpleNamespace(store=store, policy=SimpleNamespace(pipeline=pipeline), device="cpu"), list("abcde"))
+policy = SimpleNamespace(pipeline=pipeline)
+encode_ahead(SimpleNamespace(store=store, policy=policy, device="cpu"), list("abcde"))
 print(store.made, [len(rows) for rows in store.get(list("abcde")).values()], flush=True)
 os._exit(0)
 """

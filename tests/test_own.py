@@ -28,7 +28,8 @@ called = set()
 def advantage(tree, leaf_rewards, options):
     called.add("advantage")
     leaf_rewards -= 1000  # of a copy
-    values = fuse_rewards(tree, leaf_rewards + 1000, options.beta, options.weights, options.leaf_mask)
+    given = (leaf_rewards + 1000, options.beta, options.weights, options.leaf_mask)
+    values = fuse_rewards(tree, *given)
     return [value - value.nanmean(1, keepdim=True) for value in values]
 
 
@@ -335,7 +336,10 @@ def not_finite(log_ratio, second, third):
     return log_ratio / 0
 
 
-outside = LossRule(lambda log_ratio, advantages, o: -log_ratio * advantages, lambda log_ratio, advantages, o: log_ratio)
+outside = LossRule(
+    lambda log_ratio, advantages, o: -log_ratio * advantages,
+    lambda log_ratio, advantages, o: log_ratio,
+)
 kl = LossRule(lambda log_ratio, advantages, o: o.kl, lambda log_ratio, advantages, o: log_ratio > 0)
 
 

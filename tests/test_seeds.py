@@ -155,9 +155,13 @@ def test_several_processes_train_several_seeds(tmp_path):
 
 SCRIPT = """
 from branchgrpo import GaussianFlow, TrainConfig, Trainer
-config = TrainConfig(iterations=2, output="run", evaluate_every=1, evaluation_prompts=4, steps=4, splits=(0, 1))
-trainer = Trainer(config, policy=GaussianFlow(shape=(3, 8, 8)), reward=lambda images, prompts: images.mean((1, 2, 3)),
-                  prompts=["a", "b"])
+config = TrainConfig(
+    iterations=2, output="run", evaluate_every=1, evaluation_prompts=4, steps=4, splits=(0, 1)
+)
+bright = lambda images, prompts: images.mean((1, 2, 3))
+trainer = Trainer(
+    config, policy=GaussianFlow(shape=(3, 8, 8)), reward=bright, prompts=["a", "b"]
+)
 print("mine alone")
 trainer.fit({})
 """

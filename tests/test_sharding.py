@@ -22,7 +22,8 @@ from branchgrpo.training.speed import sharded_parts, whole_tensor
 from branchgrpo.training.update import accumulate, optimiser_step, update
 t = Trainer(TrainConfig.from_dict(json.loads(sys.argv[1])))
 rank, out = t.accelerator.process_index, sys.argv[2]
-everything = lambda table: {name: whole_tensor(value.detach()).clone() for name, value in table.items()}
+def everything(table):
+    return {name: whole_tensor(value.detach()).clone() for name, value in table.items()}
 """
 END = """
 sys.stdout.flush()
@@ -64,8 +65,10 @@ t.learner.ema.step(t.learner.parameters)
 update(t.learner, x)
 result = {"leaves": t.accelerator.gather(x.tree.latents[-1].contiguous()),
           "rewards": t.accelerator.gather(x.rewards.contiguous()), "grads": grads,
-          "weights": everything(t.learner.parameters), "averages": everything(t.learner.ema.weights),
-          "calls": t.accelerator.gather(torch.tensor([stats["calls"]])), "mismatch": stats["rollout_mismatch"],
+          "weights": everything(t.learner.parameters),
+          "averages": everything(t.learner.ema.weights),
+          "calls": t.accelerator.gather(torch.tensor([stats["calls"]])),
+          "mismatch": stats["rollout_mismatch"],
           "sharded": torch.tensor(len(sharded_parts(t.policy.denoiser)))}
 if rank == 0: torch.save(result, out)
 t.accelerator.wait_for_everyone()
@@ -141,7 +144,8 @@ from pathlib import Path
 source, target = Path(sys.argv[2] + ".from").read_text(), Path(sys.argv[2] + ".to").read_text()
 if source:
     progress = load_checkpoint(Path(source), t.learner)
-    assert progress.iteration == 3 and t.learner.ema.steps == 4, progress  # two updates of two steps
+    # two updates of two steps
+    assert progress.iteration == 3 and t.learner.ema.steps == 4, progress
 else:
     progress = Progress(3)
     for iteration in range(2):
@@ -151,8 +155,10 @@ else:
 saver = Saver(Path(target), t.settings, t.accelerator)
 saver.save(t.learner, progress)
 moments = {name: t.learner.optimizer.state[p] for name, p in t.learner.parameters.items()}
-result = {"weights": everything(t.learner.parameters), "averages": everything(t.learner.ema.weights)}
-result |= {kind: everything({n: m[kind] for n, m in moments.items()}) for kind in ("step", "exp_avg", "exp_avg_sq")}
+result = {"weights": everything(t.learner.parameters),
+          "averages": everything(t.learner.ema.weights)}
+for kind in ("step", "exp_avg", "exp_avg_sq"):
+    result[kind] = everything({n: m[kind] for n, m in moments.items()})
 if rank == 0: torch.save(result, out)
 t.accelerator.wait_for_everyone()
 """

@@ -330,7 +330,8 @@ LIGHT = """
 import sys
 from branchgrpo.cli import main
 code = main(["view", sys.argv[1]])
-print([name for name in ("torch", "diffusers", "transformers", "pandas") if name in sys.modules], file=sys.stderr)
+slow = ("torch", "diffusers", "transformers", "pandas")
+print([name for name in slow if name in sys.modules], file=sys.stderr)
 sys.exit(code)
 """
 

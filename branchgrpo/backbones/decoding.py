@@ -33,12 +33,15 @@ def measured_decode(
     return live.peak, live.flops
 
 # %% ../../nbs/backbones/10_decoding.ipynb #80e0909e
-def decode_costs(vae, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> tuple[int, int]:
+def decode_costs(
+    vae,
+    shape: tuple[int, ...],  # of one latent of the VAE
+    dtype: torch.dtype | None = None,  # none: the VAE's own
+) -> tuple[int, int]:
     """Return bytes and FLOPs of one image as `measured_decode` does, of a VAE's class and
     configuration."""
-    return measured_decode(
-        type(vae), json.dumps(dict(vae.config)), tuple(shape), dtype or vae.dtype
-    )
+    config = json.dumps(dict(vae.config))
+    return measured_decode(type(vae), config, tuple(shape), dtype or vae.dtype)
 
 # %% ../../nbs/backbones/10_decoding.ipynb #a01269b0
 DECODE_BYTES = 4e9  # what a call of a VAE may hold if no number of images is set
@@ -70,11 +73,8 @@ def decode_by_channel(policy, z: Tensor, most: int, max_batch: int | None = None
     """Return what a video VAE makes of latents with mean 0 and std 1 in every channel, as
     `decode_images` does."""
     vae = policy.pipeline.vae
-    known = (vae.config.latents_mean, vae.config.latents_std)
-    mean, std = (
-        torch.tensor(values, device=vae.device, dtype=vae.dtype).view(1, -1, 1, 1, 1)
-        for values in known
-    )
-    return decode_images(
-        vae, z.to(vae.device, vae.dtype) * std + mean, max_batch or policy.decode_batch, most
-    )
+    like = {"device": vae.device, "dtype": vae.dtype}
+    mean = torch.tensor(vae.config.latents_mean, **like).view(1, -1, 1, 1, 1)
+    std = torch.tensor(vae.config.latents_std, **like).view(1, -1, 1, 1, 1)
+    z = z.to(vae.device, vae.dtype) * std + mean
+    return decode_images(vae, z, max_batch or policy.decode_batch, most)

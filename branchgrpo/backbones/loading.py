@@ -9,7 +9,8 @@ __all__ = ['ENCODER_PLACES', 'left_out', 'read_checked', 'read_pipeline', 'empty
 # %% ../../nbs/backbones/01_loading.ipynb #f35a8196
 import inspect
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,6 +29,9 @@ from branchgrpo.backbones.names import (
 from ..own import import_own, is_own_name
 from ..policy import Policy
 from ..messages import check_one_of, reason
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 # %% ../../nbs/backbones/01_loading.ipynb #f306c1c4
 ENCODER_PLACES = ("device", "cpu", "none")
@@ -101,7 +105,8 @@ def empty_denoiser(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     import diffusers
     from accelerate import init_empty_weights
 
-    folder, part = folder_of(name), declared(family(name), "component")
+    folder = folder_of(name)
+    part = declared(family(name), "component")
     model = getattr(diffusers, read_index(folder)[part][1])
     with init_empty_weights(include_buffers=False):
         empty = model.from_config(model.load_config(folder, subfolder=part))
@@ -129,7 +134,8 @@ def load_pipeline(
     """
     check_one_of("encoders", encoders, ENCODER_PLACES)
     avoid_cudnn_attention()
-    folder, component = folder_of(name), declared(family(name), "component")
+    folder = folder_of(name)
+    component = declared(family(name), "component")
     waiting = [] if encoders == "device" else encoder_names(folder)
     parts: dict[str, Any] = left_out(folder)
     parts |= {"requires_safety_checker": False} if "safety_checker" in parts else {}
@@ -146,7 +152,11 @@ def load_pipeline(
 
 # %% ../../nbs/backbones/01_loading.ipynb #341e7836
 def policy_around(
-    pipeline: Any, name: str, given: dict[str, Any], guidance_scale: float | None, *more: Any
+    pipeline: "DiffusionPipeline | SimpleNamespace",
+    name: str,
+    given: dict[str, Any],  # height, width, …; None: the default
+    guidance_scale: float | None,
+    *more: Any,  # what else the family's class takes in this order
 ) -> Any:
     """Return a backbone's policy with a pipeline; what is None in `given` takes the backbone's or
     the family's default."""
@@ -192,6 +202,7 @@ def load_backbone(
     width: int | None = None,  # pixels
     guidance_scale: float | None = None,
     dtype: torch.dtype = torch.float32,
+    *,
     device: str | torch.device = "cpu",
     guidance_grad: bool = False,  # with a gradient through the unconditional branch
     frames: int | None = None,  # for the families that take them

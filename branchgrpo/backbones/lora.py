@@ -19,6 +19,7 @@ from torch import nn
 
 from .memory import encoders_of
 from .names import PIPELINE_ERRORS, is_hub_model
+from .pipeline import PipelinePolicy
 from ..files import from_home
 from ..messages import shown
 from ..temporary import without_remarks
@@ -67,11 +68,8 @@ def lora_file(where: str) -> Path:
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())[:90]
             raise ValueError(f"lora: {shown(where)} could not be fetched ({reason}…)") from None
-    found = [
-        path
-        for path in (Path(place), *(Path(place, name) for name in LORA_FILES))
-        if path.is_file()
-    ]
+    inside = [Path(place, name) for name in LORA_FILES]
+    found = [path for path in (Path(place), *inside) if path.is_file()]
     if not found or found[0].suffix != ".safetensors":
         allowed = f"a .safetensors file, nor a folder or hub model with {' or '.join(LORA_FILES)}"
         raise ValueError(f"lora: {shown(where)} is neither {allowed}")
@@ -85,18 +83,21 @@ def with_alpha(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     for key in [key for key in state if key.endswith(".alpha")]:
         stem = key.removesuffix(".alpha")
         if f"{stem}.lora_A.weight" in out:
-            up, rank = f"{stem}.lora_B.weight", len(out[f"{stem}.lora_A.weight"])
+            up = f"{stem}.lora_B.weight"
+            rank = len(out[f"{stem}.lora_A.weight"])
             out[up] = out[up] * (out.pop(key).item() / rank)
     return out
 
 # %% ../../nbs/backbones/14_lora.ipynb #026a61ee
-def add_lora(policy: Any, file: Path) -> dict[str, torch.Tensor]:
+def add_lora(policy: PipelinePolicy, file: Path) -> dict[str, torch.Tensor]:
     """Put an adapter on a policy by the loaders of diffusers and PEFT; return its weights as they
     name them."""
     from safetensors.torch import load_file
 
-    pipeline, weights = policy.pipeline, load_file(file)
-    state, stored = with_alpha(weights), len(weights)
+    pipeline = policy.pipeline
+    weights = load_file(file)
+    state = with_alpha(weights)
+    stored = len(weights)
     if file.name == LORA_FILES[1] and file.with_name("adapter_config.json").is_file():
         from peft import LoraConfig
 
@@ -112,18 +113,20 @@ def add_lora(policy: Any, file: Path) -> dict[str, torch.Tensor]:
     named: dict[str, Any] = {"weight_name": file.name, "use_safetensors": True}
     source: Any = str(file.parent)  # with the file's header
     if len(state) < stored:
-        source, named = state, {}
+        source = state
+        named = {}
     pipeline.load_lora_weights(source, adapter_name="default", **named)
     converted = pipeline.lora_state_dict(source, **named)
     return converted[0] if isinstance(converted, tuple) else converted
 
 # %% ../../nbs/backbones/14_lora.ipynb #80399435
-def load_lora(policy: Any, where: str, encoders: bool = True) -> None:
+def load_lora(policy: PipelinePolicy, where: str, encoders: bool = True) -> None:
     """Put an adapter on a policy, at its own scale; with `encoders` it may change text encoders
     too.
 
     Raises `ValueError` if there is no such file, or if it does not fit the model as a whole."""
-    file, name = lora_file(where), shown(where)
+    file = lora_file(where)
+    name = shown(where)
     if not hasattr(policy, "pipeline"):
         raise ValueError(
             f"lora: {type(policy).__name__} has no pipeline, and takes no adapter from {name}"
@@ -161,12 +164,8 @@ def load_lora(policy: Any, where: str, encoders: bool = True) -> None:
     placed = sum("lora_" in key for part in parts for key, _ in part.named_parameters())
     pair = {"lora_A": "lora_B", "lora_B": "lora_A"}
     lost = [key for key in state if "lora" not in key]
-    lost += [
-        key
-        for key in state
-        for one in pair
-        if one in key and key.replace(one, pair[one]) not in state
-    ]
+    for key in state:
+        lost += [key for one in pair if one in key and key.replace(one, pair[one]) not in state]
     # diffusers drops those of FLUX's T5, say
     texts = [key for key in keys if FACTOR.search(key) and TEXT.search(key)]
     lost += texts if len(texts) != sum(key.startswith("text_encoder") for key in state) else []

@@ -168,7 +168,8 @@ def local_file(where: str, file: str) -> Path | None:
 def used_parts(folder: str) -> dict[str, list]:
     """Return library and class of each part that a pipeline's folder or hub name has, and that its
     family uses."""
-    parts, unused = read_index(folder), declared(family(folder), "unused")
+    parts = read_index(folder)
+    unused = declared(family(folder), "unused")
     return {
         n: kind
         for n, kind in parts.items()

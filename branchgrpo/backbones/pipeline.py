@@ -251,7 +251,8 @@ class PackedPolicy(ImagePolicy):
 
     def unpack(self, latents: Tensor) -> Tensor:
         "Return the VAE's latents of tokens, in its dtype, but for shift and scale."
-        vae, factor = self.pipeline.vae, self.pipeline.vae_scale_factor
+        vae = self.pipeline.vae
+        factor = self.pipeline.vae_scale_factor
         return self.pipeline._unpack_latents(
             latents.to(vae.device, vae.dtype), self.height, self.width, factor
         )

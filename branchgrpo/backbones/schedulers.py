@@ -33,22 +33,18 @@ def flow_levels_of(scheduler) -> tuple[Tensor, Tensor, None]:
         raise scheduler_error(
             scheduler, f"has the prediction_type {predicts!r}, and a flow has flow_prediction"
         )
-    times, sigmas = scheduler.timesteps.float() / 1000, scheduler.sigmas.float()
-    if (
-        len(sigmas) != len(times) + 1
-        or sigmas[0] > 1
-        or sigmas[-1] != 0
-        or not (sigmas.diff() < 0).all()
-    ):
+    times = scheduler.timesteps.float() / 1000
+    sigmas = scheduler.sigmas.float()
+    fits = len(sigmas) == len(times) + 1
+    falls = bool((sigmas.diff() < 0).all())
+    if not (fits and falls) or sigmas[0] > 1 or sigmas[-1] != 0:
         ends = f"{float(sigmas[0]):.4g} to {float(sigmas[-1]):.4g}"
         raise scheduler_error(
             scheduler, f"has levels from {ends}; those of training fall from 1 to 0"
         )
-    return (
-        sigmas[:-1] if torch.allclose(times, sigmas[:-1], atol=1e-6, rtol=0) else times,
-        sigmas,
-        None,
-    )
+    if torch.allclose(times, sigmas[:-1], atol=1e-6, rtol=0):
+        times = sigmas[:-1]
+    return times, sigmas, None
 
 # %% ../../nbs/backbones/09_schedulers.ipynb #5f64c3a3
 def signal_levels(scheduler) -> Tensor:
@@ -122,7 +118,8 @@ def solved_by(scheduler, kind: str) -> Transition:
         raise scheduler_error(
             scheduler, f"draws noise (algorithm_type {scheduler.config.algorithm_type!r})"
         )
-    noise, tail = torch.zeros(len(scheduler.timesteps)), SolverTail(scheduler)
+    noise = torch.zeros(len(scheduler.timesteps))
+    tail = SolverTail(scheduler)
     if kind == "flow":
         return Transition(
             flow_step,

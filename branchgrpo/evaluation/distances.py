@@ -65,7 +65,8 @@ def weighted_mmd2(
 ) -> Tensor:
     "Return the squared MMD `(B,)` with row weights `(B, m)` and `(B, n)`."
     xx, yy, xy = matrices
-    across = (weights_x @ xy * weights_y).sum(1) / (weights_x.sum(1) * weights_y.sum(1))
+    total = weights_x.sum(1) * weights_y.sum(1)
+    across = (weights_x @ xy * weights_y).sum(1) / total
     return within(xx, weights_x) + within(yy, weights_y) - 2 * across
 
 # %% ../../nbs/evaluation/02_distances.ipynb #9c6e03cb
@@ -92,6 +93,7 @@ def mmd2(
     y: Tensor,  # features (n, D)
     kernel: str = "polynomial",  # a name of KERNELS
     bootstraps: int = 200,
+    *,
     level: float = 0.95,
     seed: int = 0,
 ) -> Distance:
@@ -107,7 +109,8 @@ def mmd2(
     value = weighted_mmd2(matrices, *every_row).item()
     generator = torch.Generator().manual_seed(seed)
     drawn = [drawn_weights(len(sample), bootstraps, generator).to(device) for sample in (x, y)]
-    ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64, device=device)
+    outside = (1 - level) / 2  # of the interval, on each side
+    ends = torch.tensor([outside, (1 + level) / 2], dtype=torch.float64, device=device)
     # a draw of one row alone has no pairs: it is left out
     low, high = torch.nanquantile(weighted_mmd2(matrices, *drawn), ends).tolist()
     return Distance(value, low, high)
@@ -121,4 +124,5 @@ def features(
 ) -> Tensor:
     "Return float32 features on the CPU: `(B, D)` of images, `(B·F, D)` of the frames of clips."
     frames = images.transpose(1, 2).flatten(0, 1) if images.ndim == 5 else images
-    return torch.cat([extractor(part).flatten(1).float().cpu() for part in frames.split(max_batch)])
+    features = [extractor(part).flatten(1) for part in frames.split(max_batch)]
+    return torch.cat([part.float().cpu() for part in features])

@@ -36,11 +36,12 @@ def score_images(
         kinds["rewards"][name] = scorer.total(of_parts)
     if prompt_set.check:
         kinds["check"] = prompt_set.checks(images, prompts)
-    scores = {}
+    scores: dict[str, dict[str, list[float]]] = {}
     for kind, table in kinds.items():
-        columns = {name: with_rows(v.float(), lost, math.nan) for name, v in table.items()}
-        if columns or kind == "rewards":
-            scores[kind] = {name: column.tolist() for name, column in columns.items()}
+        if table or kind == "rewards":
+            scores[kind] = {}
+        for name, column in table.items():
+            scores[kind][name] = with_rows(column.float(), lost, math.nan).tolist()
     return scores
 
 # %% ../../nbs/evaluation/07_scores.ipynb #ab9bba5a

@@ -26,7 +26,8 @@ def bootstrap_interval(values: Sequence[float]) -> dict[str, Any]:  # of one val
         return {"mean": None, "low": None, "high": None, "prompts": 0}
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(len(known), (BOOTSTRAPS, len(known)), generator=generator)
-    ends = torch.tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2], dtype=torch.float64)
+    outside = (1 - LEVEL) / 2  # of the interval, on each side
+    ends = torch.tensor([outside, (1 + LEVEL) / 2], dtype=torch.float64)
     low, high = torch.quantile(known[drawn].mean(1), ends).tolist()
     mean = known.mean().item()
     return {
@@ -78,7 +79,12 @@ def summarise(rows: list[dict]) -> dict[str, Any]:
     return summary
 
 # %% ../../nbs/evaluation/08_summary.ipynb #c3d5c2db
-def paired_change(before: list[dict], after: list[dict], kind: str, name: str) -> dict[str, Any]:
+def paired_change(
+    before: list[dict],  # rows of an evaluation
+    after: list[dict],
+    kind: str,  # rewards or check
+    name: str,
+) -> dict[str, Any]:
     """Return the mean change of a score, its interval, and how many prompts have one before and
     after."""
     pairs = zip(prompt_means(before, kind, name), prompt_means(after, kind, name), strict=True)

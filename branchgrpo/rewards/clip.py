@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import ftfy
 import numpy as np
@@ -27,8 +27,11 @@ from torch import Tensor, nn
 
 from .contract import check_prompt_count, frames_as_images, mean_over_frames
 
+if TYPE_CHECKING:
+    from transformers import CLIPImageProcessor, CLIPModel, PreTrainedTokenizerBase
+
 # %% ../../nbs/rewards/04_clip.ipynb #45e88924
-def normalise(images: Tensor, processor: Any) -> Tensor:
+def normalise(images: Tensor, processor: "CLIPImageProcessor") -> Tensor:
     """Return `(images − mean) / std` with a CLIP image processor's mean and standard deviation per
     channel."""
     mean = torch.tensor(processor.image_mean, device=images.device)[:, None, None]
@@ -50,10 +53,15 @@ def pillow_resize(images: Tensor, size: tuple[int, int]) -> Tensor:
         np.asarray(Image.fromarray(x).resize(size[::-1], Image.Resampling.BICUBIC))
         for x in pictures
     ]
-    return torch.from_numpy(np.stack(small)).permute(0, 3, 1, 2).to(images.device) / 255
+    resized = torch.from_numpy(np.stack(small)).permute(0, 3, 1, 2)
+    return resized.to(images.device) / 255
 
 
-def preprocess(images: Tensor, processor: Any, centre: Callable[[float], int] = round) -> Tensor:
+def preprocess(
+    images: Tensor,
+    processor: "CLIPImageProcessor",
+    centre: Callable[[float], int] = round,
+) -> Tensor:
     """Return images `(B, 3, H, W)` in [0, 1] as a CLIP image `processor` gives them.
 
     The shortest edge is resized, the centre is cropped, and the channels are normalised. `centre`
@@ -74,7 +82,7 @@ def preprocess(images: Tensor, processor: Any, centre: Callable[[float], int] = 
     return normalise(images, processor)
 
 # %% ../../nbs/rewards/04_clip.ipynb #39270b78
-def check_processor(processor: Any, folder: str) -> None:
+def check_processor(processor: "CLIPImageProcessor", folder: str) -> None:
     """Raise `ValueError` if an image processor does something else than resize, crop and normalise
     as CLIP's do."""
     known = {
@@ -122,7 +130,7 @@ def open_clip_model(folder: str, processor_name: str | None = None) -> tuple:
 
 # %% ../../nbs/rewards/04_clip.ipynb #b8749fe9
 @torch.no_grad()
-def embed_images(model: Any, pixels: Tensor, max_batch: int) -> Tensor:
+def embed_images(model: "CLIPModel", pixels: Tensor, max_batch: int) -> Tensor:
     "Return the projected image embeddings `(B, E)`, not normalised, of preprocessed `pixels`."
     parts = pixels.split(max_batch)
     return torch.cat(
@@ -142,7 +150,10 @@ def mended(prompt: str) -> str:
 
 
 def tokenise(
-    tokenizer: Any, prompts: list[str], length: int, device: Any = "cpu"
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: list[str],
+    length: int,
+    device: torch.device | str = "cpu",
 ) -> tuple[Tensor, Tensor]:
     "Return token ids and attention mask `(B, length)` of prompts, padded or cut to that length."
     options = dict(padding="max_length", truncation=True, max_length=length, return_tensors="pt")
@@ -152,7 +163,10 @@ def tokenise(
 
 @torch.no_grad()
 def embed_texts(
-    model: Any, tokenizer: Any, prompts: list[str], device: torch.device | str
+    model: "CLIPModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: list[str],
+    device: torch.device | str,
 ) -> Tensor:
     """Return the projected text embeddings `(B, E)`, not normalised, of `prompts`, cut to the
     model's length."""
@@ -261,7 +275,11 @@ class AestheticHead(nn.Module):
     """Score embeddings `(B, E)` of length 1 with LAION's head: `(B,)`; `sizes` are the widths of
     its layers."""
 
-    def __init__(self, width: int = 768, sizes: tuple[int, ...] = (1024, 128, 64, 16)):
+    def __init__(
+        self,
+        width: int = 768,  # of the embedding
+        sizes: tuple[int, ...] = (1024, 128, 64, 16),  # of the hidden layers
+    ):
         super().__init__()
         layers: list[nn.Module] = []
         for i, (before, after) in enumerate(zip((width, *sizes), sizes)):

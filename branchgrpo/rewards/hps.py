@@ -179,7 +179,10 @@ def hpsv2_scores(rows: list[dict], python: str) -> list[float]:
         question, answer, script = (
             Path(folder) / name for name in ("rows.json", "scores.json", "referee.py")
         )
-        full = [{"image": str(Path(r["image"]).resolve()), "prompt": r["prompt"]} for r in rows]
+        full = []
+        for row in rows:
+            place = Path(row["image"]).resolve()
+            full.append({"image": str(place), "prompt": row["prompt"]})
         question.write_text(json.dumps(full))
         script.write_text(_REFEREE)
         done = subprocess.run(
@@ -199,5 +202,8 @@ def compare_with_hpsv2(
     "Score images here and with hpsv2 itself. Raises `ValueError` as `hpsv2_scores` does."
     reward = reward or HPSReward("xswu/HPSv2")
     theirs = hpsv2_scores(rows, python)
-    ours = [reward(read_frame(r["image"], "images")[None], [r["prompt"]]).item() for r in rows]
+    ours = []
+    for row in rows:
+        image = read_frame(row["image"], "images")[None]
+        ours.append(reward(image, [row["prompt"]]).item())
     return list(zip(ours, theirs))

@@ -142,7 +142,8 @@ def what_it_does(name: str) -> str:
 def settings_table(name: str) -> str:
     """Return the values that a method uses, where each comes from, and the paper's words where they
     are kept."""
-    recipe, rows = recipes.get(name), []
+    recipe = recipes.get(name)
+    rows = []
     for setting, value, source in recipe.rows():
         words = "<br>".join(f"{q.place}: {quoted(q)}" for q in quotes_of(recipe, setting, QUOTES))
         rows += [] if source == "off" else [(f"`{setting}`", value, source, words)]
@@ -178,7 +179,8 @@ def differ_table(paper: str, code: str | dict[str, tuple[Any, str]]) -> str:
 
     `code` is the recipe of that code, or `{setting: (value, file and line)}` if no recipe follows
     it."""
-    stated, rows = recipes.get(paper), []
+    stated = recipes.get(paper)
+    rows = []
     found = (
         code if isinstance(code, dict) else {name: rest for name, *rest in recipes.get(code).rows()}
     )

@@ -44,6 +44,7 @@ def train_model(
     loss: Callable[[nn.Module, int], Tensor],  # (models, step) -> scalar
     steps: int,
     lr: float,  # highest learning rate
+    *,
     ema: float = 0.999,  # decay of the average of the weights, per step
     weight_decay: float = 0.01,
 ) -> tuple[nn.Module, list[float]]:  # averaged module, losses
@@ -133,10 +134,12 @@ def show_losses(record: dict, names: list[str]):
     "Return a display of the loss curves `names` of a training record, each on a logarithmic axis."
     use_style()
     steps = record["steps"] if isinstance(record["steps"], list) else [record["steps"]]
-    fig, axes = plt.subplots(1, len(names), figsize=(3 * len(names), 2), squeeze=False)
+    size = (3 * len(names), 2)
+    fig, axes = plt.subplots(1, len(names), figsize=size, squeeze=False)
     for ax, name, n in zip(axes.flat, names, steps):
         losses = record[name]  # means of equal blocks of steps; each is drawn at its block's middle
-        ax.plot([n * (i + 0.5) / len(losses) for i in range(len(losses))], losses)
+        middles = [i + 0.5 for i in range(len(losses))]
+        ax.plot([n * middle / len(losses) for middle in middles], losses)
         ax.set_yscale("log")
         ax.set_title(name, fontsize=8)
         ax.set_xlabel("training step", fontsize=7)

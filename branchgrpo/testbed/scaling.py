@@ -30,7 +30,9 @@ def scale_splits(splits: Iterable[int], steps_from: int, steps_to: int) -> tuple
     for step in sorted(splits):
         nearest = scaled_step(step, steps_from, steps_to)
         places.append(max(nearest, places[-1] + 1) if places else nearest)
-    count, last = len(places), steps_to - 2  # the last step draws no noise
+    # the last step draws no noise
+    count = len(places)
+    last = steps_to - 2
     places = [min(place, last - later) for place, later in zip(places, reversed(range(count)))]
     if places and places[0] < 0:
         raise ValueError(
@@ -88,7 +90,8 @@ def scaled_source(recipe: Recipe, key: str, steps: int) -> str:
 def scaled_window(recipe: Recipe, old: int, new: int) -> dict[str, Sourced]:
     """Return the window's settings for `new` instead of `old` steps; nothing if the recipe has no
     window."""
-    s, changes = recipe.values, {}
+    s = recipe.values
+    changes: dict[str, int | None] = {}
     if recipe.sources["window_every"] != "off":
         size = (
             s.window_size if s.splits == "window" else max(1, scaled_step(s.window_size, old, new))
@@ -133,10 +136,8 @@ def scaled_pruning(recipe: Recipe, backbone: str, new: int) -> dict[str, Sourced
         return {"prune_at": (moved, scaled_source(recipe, "prune_at", new))}
     steps, source = PILOTED.get(backbone, PILOTED["tiny-flux"])
     if len(survivors) != len(steps):
-        steps, source = (
-            scale_splits(s.prune_at, s.steps, new),
-            scaled_source(recipe, "prune_at", new),
-        )
+        steps = scale_splits(s.prune_at, s.steps, new)
+        source = scaled_source(recipe, "prune_at", new)
     return {"prune_at": (dict(zip(steps, survivors)), source)}
 
 # %% ../../nbs/testbed/05_scaling.ipynb #0fa05024
@@ -155,7 +156,8 @@ def paper_elements(recipe: Recipe) -> int:
 # %% ../../nbs/testbed/05_scaling.ipynb #5dd01687
 def scaled_objective(recipe: Recipe, backbone: str) -> dict[str, Sourced]:
     "Return the clip range and the KL weight for the latents of a tiny model."
-    here, paper = TINY_ELEMENTS.get(backbone, 512), paper_elements(recipe)
+    here = TINY_ELEMENTS.get(backbone, 512)
+    paper = paper_elements(recipe)
     given = {
         name: getattr(recipe.values, name)
         for name in ("clip_range", "kl")
@@ -204,10 +206,12 @@ def scaled_steps(recipe: Recipe, old: int, new: int) -> dict[str, Sourced]:
 def scaled_merging(recipe: Recipe, old: int, new: int) -> dict[str, Sourced]:
     """Return the merged steps among `new` steps: as many of as many, one after the other; nothing
     if there are none."""
-    merged, end = {}, 0
+    merged = {}
+    end = 0
     for first, count in sorted(recipe.values.merged.items()):
         first = max(scaled_step(first, old, new), end)
-        merged[first], end = count, first + count
+        merged[first] = count
+        end = first + count
     return {"merged": (merged, scaled_source(recipe, "merged", new))} if merged else {}
 
 # %% ../../nbs/testbed/05_scaling.ipynb #57bf38f8

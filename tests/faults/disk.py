@@ -48,14 +48,16 @@ class Disk:
         "Leave `left` bytes."
         if self.kind != "tmpfs":
             return resource.setrlimit(resource.RLIMIT_FSIZE, (left, resource.RLIM_INFINITY))
-        with open(self.path / "filler", "ab", buffering=0) as file, contextlib.suppress(OSError):  # two fill
+        # two fill
+        with open(self.path / "filler", "ab", buffering=0) as file, contextlib.suppress(OSError):
             free = os.statvfs(self.path).f_bavail * os.statvfs(self.path).f_frsize
             os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, max(1, free - left))
 
     def free(self):
         "Give the room back."
         if self.kind != "tmpfs":
-            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            free = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+            resource.setrlimit(resource.RLIMIT_FSIZE, free)
         (self.path / "filler").unlink(missing_ok=True)
 
     def read_only(self, now=True):
@@ -71,7 +73,7 @@ class Disk:
 
 
 def before(place, act, call=1):
-    "Let `act()` happen before the `call`-th call of a function `module:name` or `module:Class.name`."
+    "Let `act()` happen before the `call`-th call of `module:name` or `module:Class.name`."
     module, _, name = place.partition(":")
     owner = importlib.import_module(module)
     *outer, name = name.split(".")
@@ -89,7 +91,7 @@ def before(place, act, call=1):
 
 
 def command(*words):
-    "Run a command in this process; return its exit code, its standard output and its standard error."
+    "Run a command in this process; return its exit code, standard output and standard error."
     from branchgrpo import cli
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -109,8 +111,9 @@ def lines(err):
     return [line for line in err.splitlines() if any(sign in line for sign in signs)]
 
 
-SMALL = ["--steps", 4, "--splits", "0,1", "--prompts-per-iteration", 2, "--tracker", "none", "--evaluation-prompts", 4,
-         "--evaluation-steps", 2, "--checkpoint-every", 1, "--lora-rank", 4]
+SMALL = ["--steps", 4, "--splits", "0,1", "--prompts-per-iteration", 2, "--tracker", "none",
+         "--evaluation-prompts", 4, "--evaluation-steps", 2, "--checkpoint-every", 1,
+         "--lora-rank", 4]
 
 
 def train(folder, *words, iterations=3):
@@ -137,16 +140,18 @@ def same(one, two):
     import torch
     a, b = weights(one), weights(two)
     files = [name for name in ("metrics.jsonl", "evaluations.jsonl") if (Path(one) / name).exists()]
-    return all(rows(one, name) == rows(two, name) for name in files) and all(torch.equal(a[k], b[k]) for k in a)
+    same_rows = all(rows(one, name) == rows(two, name) for name in files)
+    return same_rows and all(torch.equal(a[k], b[k]) for k in a)
 
 
 def leftovers(folder):
     "Return the files and folders of unfinished writes."
-    return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if ".tmp" in path.name)
+    found = (path for path in Path(folder).rglob("*") if ".tmp" in path.name)
+    return sorted(str(path.relative_to(folder)) for path in found)
 
 
 def ranks(n, *words):
-    "Run `branchgrpo train` in `n` processes that train together; return their exit codes and what they said."
+    "Run `branchgrpo train` in `n` processes together; return exit codes and what they said."
     import socket
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -155,8 +160,9 @@ def ranks(n, *words):
     for rank in range(n):
         pids.append(os.fork())
         if not pids[-1]:
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n),
-                           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n),
+                           "LOCAL_WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1",
+                           "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
             sys.stdout = sys.stderr = open(ROOT / f"said{rank}.txt", "w")
             from branchgrpo import cli
             try:

@@ -25,10 +25,15 @@ class Sampler(Callback):
         if self.calls % self.every:
             return
         gc.collect()
-        ctypes.CDLL("libc.so.6").malloc_trim(0)  # memory that is free, and that the allocator keeps, is no leak
+        # memory that is free, and that the allocator keeps, is no leak
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
         sizes = {path: path.stat().st_size for path in self.folder.rglob("*") if path.is_file()}
         kept = (".safetensors", ".metadata", ".json")
-        steady = sum(size for path, size in sizes.items() if "checkpoints" in path.parts and path.suffix in kept)
+        steady = sum(
+            size
+            for path, size in sizes.items()
+            if "checkpoints" in path.parts and path.suffix in kept
+        )
         row = at | {
             "memory_mb": self.process.memory_info().rss / 1e6,
             "files": self.process.num_fds(),

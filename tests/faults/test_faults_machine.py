@@ -32,8 +32,9 @@ for name, (place, call, every) in json.loads(sys.argv[1] and TABLE).items():
     again, whole = train(run, *words), ROOT / f"whole{every}"
     if not whole.exists():
         train(whole, *words)
-    found[name] = {"refused": refused, "left": left, "still": still, "again": again, "same": same(run, whole),
-                   "tidy": leftovers(run), "lock": (run / ".lock").exists(), "kind": disk.kind}
+    found[name] = {"refused": refused, "left": left, "still": still, "again": again,
+                   "same": same(run, whole), "tidy": leftovers(run),
+                   "lock": (run / ".lock").exists(), "kind": disk.kind}
 """
 
 
@@ -128,7 +129,8 @@ found["refused"] = train(ROOT / "run", *words)
 disk.free()
 found["again"] = train(ROOT / "run", *words)
 train(ROOT / "whole")
-found |= {"same": same(ROOT / "run", ROOT / "whole"), "tidy": leftovers(disk.path), "kind": disk.kind}
+found |= {"same": same(ROOT / "run", ROOT / "whole"), "tidy": leftovers(disk.path)}
+found["kind"] = disk.kind
 """
 
 
@@ -150,7 +152,8 @@ TOOLS = """
 disk = Disk()
 evaluate = ["evaluate", "--limit", 6, "--block", 2, "--steps", 2, "--output"]
 before("branchgrpo.evaluation.evaluate:write_jsonl", disk.fill, 2)
-found["evaluate"] = [(code, lines(err)) for code, _, err in [command(*evaluate, disk.path / "e")]][0]
+code, _, err = command(*evaluate, disk.path / "e")
+found["evaluate"] = (code, lines(err))
 disk.free()
 found["again"] = command(*evaluate, disk.path / "e")[0]
 command(*evaluate, ROOT / "e")
@@ -193,7 +196,8 @@ found["resumed"] = train(disk.path / "run")
 disk.read_only(False)
 found["again"] = train(disk.path / "run")
 train(ROOT / "whole")
-found |= {"same": same(disk.path / "run", ROOT / "whole"), "tidy": leftovers(disk.path), "kind": disk.kind}
+found |= {"same": same(disk.path / "run", ROOT / "whole"), "tidy": leftovers(disk.path)}
+found["kind"] = disk.kind
 disk.read_only()
 found["found"] = train(disk.path / "run")
 disk.read_only(False)
@@ -232,7 +236,7 @@ count = lambda: len(os.listdir("/proc/self/fd")) - 1
 
 
 def lowest_free():
-    "The number that the next handle gets: a limit is one of numbers, and those that a shell leaves open may be high."
+    "The number that the next handle gets: a limit is one of numbers, and a shell leaves some open."
     os.close(number := os.dup(0))
     return number
 
@@ -319,10 +323,12 @@ from branchgrpo.reproduction.workers import IterationCount, progress_line
 count = IterationCount({ROOT / "run": 3})
 jumps = {1: -86400.0, 2: 365 * 86400.0}
 for call, seconds in jumps.items():
-    before("branchgrpo.training.checkpoints:write_checkpoint", lambda s=seconds: shift.__setitem__(0, s), call)
+    jump = lambda s=seconds: shift.__setitem__(0, s)
+    before("branchgrpo.training.checkpoints:write_checkpoint", jump, call)
 found["run"] = train(ROOT / "run", iterations=2)
 found["resumed"] = train(ROOT / "run")
-found["seconds"] = [json.loads(l)["seconds"] for l in (ROOT / "run/metrics.jsonl").read_text().splitlines()]
+metrics = (ROOT / "run/metrics.jsonl").read_text().splitlines()
+found["seconds"] = [json.loads(l)["seconds"] for l in metrics]
 found["line"] = progress_line(count, [ROOT / "run"])
 shift[0] = 0.0
 train(ROOT / "whole")

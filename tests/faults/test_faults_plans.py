@@ -863,12 +863,15 @@ def tried(table: dict, kind: str, iteration: int, ranks: int, seed: int) -> None
 
 
 PLANS = given(
-    tables(), st.sampled_from(["flow"] * 5 + ["diffusion"]), st.sampled_from([0, 0, 1, 3, 200]), st.integers(1, 3),
+    tables(),
+    st.sampled_from(["flow"] * 5 + ["diffusion"]),
+    st.sampled_from([0, 0, 1, 3, 200]),
+    st.integers(1, 3),
     st.integers(0, 99),
-)  # fmt: skip
+)
 
 
-# -------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # properties
 
 SMALL_TREE = {

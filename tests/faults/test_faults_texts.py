@@ -44,7 +44,7 @@ def refused(function, *args) -> str | None:
     return None
 
 
-# -------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # rewards
 
 PARTS = st.sampled_from(
@@ -102,7 +102,7 @@ def test_a_few_lines_of_aliases_take_no_time_and_no_memory(tmp_path, nest):
     assert time.process_time() - start < 5
 
 
-# -------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # prompt files
 
 
@@ -169,7 +169,7 @@ def prompt_files(examples: int) -> None:
     each()
 
 
-# -------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # command lines
 
 
@@ -281,7 +281,7 @@ def command_lines(examples: int) -> None:
     each()
 
 
-# -------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # YAML
 
 PLAIN_YAML = st.recursive(
@@ -295,8 +295,8 @@ PLAIN_YAML = st.recursive(
 SETTINGS = st.dictionaries(st.sampled_from(sorted(FIELDS)), PLAIN_YAML, max_size=3)
 DOCUMENTS = st.one_of(
     st.one_of(SETTINGS, SETTINGS, PLAIN_YAML).map(lambda table: yaml_of(table).encode()),
-    st.lists(st.sampled_from(["steps: 4", "steps: 4", "- a", "{", "a: &x [*x]", "\t", "!!python/object:os.x",
-                              "splits: [0]", "---", "? [1]", "eta: .nan",
+    st.lists(st.sampled_from(["steps: 4", "steps: 4", "- a", "{", "a: &x [*x]", "\t",
+                              "!!python/object:os.x", "splits: [0]", "---", "? [1]", "eta: .nan",
                               "<<: 3", "seed: 0x1F", "steps: 1_0", "%YAML 9.9"]), max_size=4)
     .map(lambda lines: "\n".join(lines).encode()),
     st.binary(max_size=30),
@@ -329,7 +329,7 @@ def configs(examples: int) -> None:
     each()
 
 
-# -------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # all of them
 
 AGAIN = "nothing written; a printed config gives the same settings again"
