@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['STEP_WEIGHTS', 'STEP_UNITS', 'LOSS_MEANS', 'counted_leaves', 'fusion_beta', 'fused_values', 'advantages_of',
            'checked_weight', 'step_weight_contract', 'equal', 'std', 'inverse_gradient', 'inverse_step', 'raw_weight',
-           'mean_weight', 'weights_of_steps', 'weighted_advantages', 'check_step_weights', 'trained_edges', 'kl_edges',
-           'deal', 'checked_steps', 'step_unit_contract', 'of_prompts', 'of_edges', 'of_trajectories', 'step_of_edges',
+           'mean_weight', 'weights_of_steps', 'weighted_advantages', 'check_step_weights', 'trained_edges', 'deal',
+           'checked_steps', 'step_unit_contract', 'of_prompts', 'of_edges', 'of_trajectories', 'step_of_edges',
            'mask_of_step', 'assign_credit']
 
 # %% ../../nbs/training/07_credit.ipynb #54e7f9cc
@@ -22,10 +22,10 @@ from ..contracts import checked_depths, rule_of
 from ..credit import CreditOptions, decoupled_advantages, estimate_advantages
 from ..fusion import density_scale, fuse_rewards
 from ..noise import EDGE_PARTS, GROUP, Noise, STEP_SUBSET
-from ..objective import suspects
+from ..methods.gardo import kl_edges
 from ..planning import at_places, plan_of, process_of, sibling_s
 from ..policy import GaussianFlow, Policy
-from ..pruning import PruningOptions, keep_edges, paths, random_steps
+from ..pruning import PruningOptions, keep_edges, random_steps
 from ..registry import Registry
 from ..messages import shown
 from ..selection import Seen, choose
@@ -230,36 +230,6 @@ def trained_edges(
     if values is None:
         values = fused_values(s, tree, rewards, leaf_mask)
     return keep_edges(tree, leaf_mask, s.prune, values, rewards, options=options, more=more)
-
-# %% ../../nbs/training/07_credit.ipynb #cb73656e
-def kl_edges(
-    s: Settings,
-    tree: Tree,
-    rewards: Tensor,  # (P, leaves)
-    unscored: Tensor,  # (P,) bool
-    *,
-    parts: dict[str, tuple[float, Tensor]],  # {reward: (its weight, its scores (P, leaves))}
-    accelerator: Accelerator,
-) -> list[Tensor] | None:  # over depths of (P, W_d) bool; None: all
-    "Return which edges the KL term sees."
-    scores = [rewards, *(part for weight, part in parts.values() if not weight)]
-    if not s.kl or s.kl_share == 1 or len(scores) == 1:
-        return None
-
-    def gathered(x: Tensor) -> Tensor:  # each prompt once, though several processes may have it
-        of_processes = accelerator.gather(x)
-        of_groups = of_processes.unflatten(0, (-1, s.ranks_per_prompt, len(x)))
-        return of_groups[:, 0].flatten(0, 1)
-
-    everyone = gathered(torch.stack(scores, -1))  # (all prompts, leaves, 1 + judges)
-    known = ~gathered(unscored.to(rewards.device).byte()).bool()
-    reward, *judges = everyone[known].flatten(0, 1).T
-    high = torch.zeros(everyone.shape[:2], dtype=torch.bool, device=rewards.device)
-    high[known] = suspects(reward, torch.stack(judges), s.kl_share).unflatten(
-        0, (-1, rewards.shape[1])
-    )
-    first = accelerator.process_index // s.ranks_per_prompt * len(rewards)
-    return paths(tree, high[first : first + len(rewards)])
 
 # %% ../../nbs/training/07_credit.ipynb #b086362b
 def deal(
