@@ -77,7 +77,7 @@ hps: env .venv-hps/.stamp $(IMAGES)  ## HPS-v2.1 here beside its original packag
 	$(BIN)/branchgrpo check-hps --images $(IMAGES) --python .venv-hps/bin/python
 
 report: env  ## REPORT.md and the answers of the first page, from the study's record; README.md from the first page
-	$(BIN)/python -c "from branchgrpo.reproduction.report import write_report; write_report()"
+	$(BIN)/python -c "from branchgrpo.reproduction.answers import write_report; write_report()"
 	$(BIN)/python -c "from branchgrpo.site.build import write_readme; write_readme()"
 
 export: env  ## notebooks → branchgrpo/, and their metadata tidied

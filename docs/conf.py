@@ -7,7 +7,8 @@ from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 
-from branchgrpo.reproduction.report import FRONT_PAGE, file_of
+from branchgrpo.reproduction.answers import FRONT_PAGE
+from branchgrpo.reproduction.report import file_of
 from branchgrpo.site.build import EXPLORER, WHOLE, describe, front_page, shown_notebook
 from branchgrpo.site.explorer import explorer_page
 

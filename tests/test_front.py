@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from branchgrpo.files import parse_table
-from branchgrpo.reproduction.report import FRONT_PAGE
+from branchgrpo.reproduction.answers import FRONT_PAGE
 from branchgrpo.site.build import readme
 from branchgrpo.training.resolve import resolve
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from branchgrpo.reproduction.answers import CLOSING, OPENING, first_answers, written_report
 from branchgrpo.reproduction.pages import jobs, planned_runs, templates
 from branchgrpo.reproduction.records import read_record
-from branchgrpo.reproduction.report import CLOSING, OPENING, first_answers, written_report
 from branchgrpo.reproduction.runs import cache_key
 from branchgrpo.training.resolve import resolve
 

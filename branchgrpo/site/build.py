@@ -19,7 +19,8 @@ from typing import Any
 
 from fastcore.docments import docments
 
-from ..reproduction.report import FRONT_PAGE, seen_from
+from ..reproduction.answers import FRONT_PAGE
+from ..reproduction.report import seen_from
 
 # %% ../../nbs/site/00_build.ipynb #a49d6d4c
 README_END = "<!-- README.md ends here"
