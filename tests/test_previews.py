@@ -5,7 +5,7 @@ from small import rows
 from test_training import config
 
 from branchgrpo import Trainer
-from branchgrpo.training.checkpoints import newest, read_saved_table
+from branchgrpo.training.checkpoint_files import newest, read_saved_table
 
 COUNTS = ("denoiser_calls", "previews")
 

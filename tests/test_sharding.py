@@ -9,7 +9,7 @@ import torch
 from slow import often
 from test_training import SMALL, started
 
-from branchgrpo.training.checkpoints import newest, read_saved_table
+from branchgrpo.training.checkpoint_files import newest, read_saved_table
 
 BEGIN = """
 import json, os, sys, warnings

@@ -22,7 +22,7 @@ from ..own import is_own_name
 from ..policy import Policy
 from ..messages import check_one_of, shown
 from ..temporary import without_remarks
-from ..training.checkpoints import newest, read_saved_table
+from ..training.checkpoint_files import newest, read_saved_table
 from ..training.origins import settings_from
 from ..training.runs import Run, recorded_run
 

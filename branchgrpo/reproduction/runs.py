@@ -22,7 +22,8 @@ from typing import Any
 from ..files import name_part, write_text
 from .records import ROWS, read_runs
 from ..settings import RETIRED, field_types
-from ..training.checkpoints import NUMBERS, checkpoints_of, newest
+from ..training.checkpoint_files import NUMBERS
+from ..training.checkpoint_files import checkpoints_of, newest
 from ..training.config import TrainConfig
 from ..training.runs import Run, is_empty
 

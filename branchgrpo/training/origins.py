@@ -85,7 +85,7 @@ def place_now(setting: str, name: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     # not above: it imports torch
-    from branchgrpo.backbones.lora import LORA_FILES
+    from branchgrpo.backbones.names import LORA_FILES
     from branchgrpo.backbones.names import BACKBONES, is_hub_model
 
     if setting == "backbone" and name in BACKBONES.names():

@@ -32,13 +32,8 @@ from ..own_calls import NUMBERS, as_before, copied
 from ..prompts import load_prompts
 from ..rewards.contract import Reward, tell_frame_rate
 from ..rewards.scorer import Scorer
-from branchgrpo.training.checkpoints import (
-    Progress,
-    Saver,
-    delete_old,
-    load_checkpoint,
-    remove_leftovers,
-)
+from .checkpoints import Progress, Saver, delete_old, load_checkpoint
+from .checkpoint_files import remove_leftovers
 from .collection import Collector, TooManyUnscored, collect
 from .conditioning import encode_ahead, make_conditioner
 from .config import Settings, TrainConfig

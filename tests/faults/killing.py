@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from small import rows
 from test_training import SMALL, free_port
 
-from branchgrpo.training.checkpoints import newest, read_manifest, read_saved_table
+from branchgrpo.training.checkpoint_files import newest, read_manifest, read_saved_table
 
 INJECTOR = Path(__file__).with_name("injector.py")
 KILLED = {"KILL": -9, "limit": -25}

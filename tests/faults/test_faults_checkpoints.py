@@ -27,16 +27,14 @@ from branchgrpo.files import append_jsonl, read_jsonl, write_jsonl, write_text
 from branchgrpo.policy import GaussianFlow
 from branchgrpo.reproduction.runs import is_readable
 from branchgrpo.training import checkpoints
-from branchgrpo.training.checkpoints import (
-    Progress,
-    Saver,
+from branchgrpo.training.checkpoint_files import (
     described,
-    load_checkpoint,
     newest,
     read_saved_table,
     remove_leftovers,
     seal_of,
 )
+from branchgrpo.training.checkpoints import Progress, Saver, load_checkpoint
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.export import export
 from branchgrpo.training.learner import make_learner

@@ -10,7 +10,7 @@ import pytest
 from filelock import FileLock
 from killing import KILLED, MODES, Attempt, outcome
 
-from branchgrpo.training.checkpoints import checkpoints_of, newest
+from branchgrpo.training.checkpoint_files import checkpoints_of, newest
 
 TRAINING = "branchgrpo.training"
 ONE, PASSES, TWO, SHARDED = MODES

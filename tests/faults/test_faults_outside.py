@@ -30,7 +30,7 @@ from branchgrpo.reproduction.runs import cache_key
 from branchgrpo.reproduction.schedule import run_notebook
 from branchgrpo.reproduction.slurm import sbatch_options
 from branchgrpo.rewards.names import load_reward
-from branchgrpo.training.checkpoints import put_in_place, remove_leftovers
+from branchgrpo.training.checkpoint_files import put_in_place, remove_leftovers
 from branchgrpo.training.resolve import resolve
 from branchgrpo.viewing.trees import draw_tree
 

@@ -25,7 +25,7 @@ from branchgrpo.rewards import scorer, unified
 from branchgrpo.rewards.addresses import TOKEN
 from branchgrpo.rewards.scorer import Scorer, in_background
 from branchgrpo.rewards.unified import UnifiedReward
-from branchgrpo.training.checkpoints import newest
+from branchgrpo.training.checkpoint_files import newest
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.stop import REQUEUE
 from branchgrpo.training.trainer import Trainer
