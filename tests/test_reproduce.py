@@ -43,8 +43,8 @@ def declares_its_runs(path) -> bool:
     declared = "".join(cell.source for cell in cells if "arms" in cell.metadata.get("tags", []))
     others = "".join(cell.source for cell in cells if "arms" not in cell.metadata.get("tags", []))
     trains = [word for word in ("get_or_train", "base_config", ".fit()") if word in others]
-    loads = [word for word in ("compare(", "import torch", "Trainer") if word in declared]
-    same = bool(re.search(r"arms = Arms\(", declared)) == ("compare(arms" in others)
+    loads = [word for word in ("compare_arms(", "import torch", "Trainer") if word in declared]
+    same = bool(re.search(r"arms = Arms\(", declared)) == ("compare_arms(arms" in others)
     return same and not trains and not loads
 
 
