@@ -23,8 +23,8 @@ from branchgrpo.backbones.loading import declared, family
 from branchgrpo.backbones.published import PUBLISHED
 from branchgrpo.files import parse_table
 from branchgrpo.machine.counting import meta_pipeline
+from branchgrpo.messages import docstring_text
 from branchgrpo.options import parse, parser_of
-from branchgrpo.registry import docstring_text
 from branchgrpo.settings import RETIRED
 
 

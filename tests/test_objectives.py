@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from branchgrpo import TrainConfig, Trainer
-from branchgrpo.objective import win_rate
+from branchgrpo.methods.gardo import win_rate
 from branchgrpo.selection import FEATURES, SELECTIONS, sees_images
 
 SMALL = dict(
