@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from branchgrpo.credit import CreditOptions, depthwise_advantages, estimate_advantages
+from branchgrpo.credit import (
+    CreditOptions,
+    centre,
+    depthwise_advantages,
+    estimate_advantages,
+    flat_groups,
+)
 from branchgrpo.fusion import density_scale, effective_sample_size, fuse_rewards
 from branchgrpo.plan import RolloutPlan
 from branchgrpo.policy import GaussianFlow
@@ -23,6 +29,23 @@ def flow_grpo(rewards: Tensor) -> Tensor:
     "Return Flow-GRPO's advantages (flow_grpo/stat_tracking.py, global_std) without its 1e-4."
     values = rewards.double().numpy()
     return torch.tensor((values - values.mean(1, keepdims=True)) / np.std(values)).float()
+
+
+def test_groups_that_differ_by_rounding_are_flat():
+    bit = torch.finfo(torch.float32).eps
+    values = torch.tensor([[1.0, 1.0 + bit, 1.0], [1.0, 1.001, 1.0], [1.0, 9.0, 1.0]])
+    known = torch.tensor([[True, True, True], [True, True, True], [True, False, True]])
+    assert flat_groups(values, known).tolist() == [[True], [False], [True]]
+    assert centre(torch.tensor([[0.9, 0.9001, 0.9]]))[0].abs().min() > 0
+    assert not centre(torch.full((2, 3), torch.nan))[0].any()
+
+
+@pytest.mark.parametrize("score", [0.9, 1 / 3, -0.7, 0.0, 1e30])
+def test_equal_scores_have_no_difference_whatever_their_mean_is_rounded_to(score):
+    same = torch.full((1, 12), score)
+    assert not centre(same)[0].any()
+    almost = same.nextafter(torch.tensor(9e30)) * torch.tensor([1.0] * 11 + [1 - 1e-7])
+    assert not centre(almost)[0].any()
 
 
 @pytest.mark.parametrize("advantage", ["depthwise", "joint", "leaf-backup", "broadcast"])

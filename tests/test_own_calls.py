@@ -258,7 +258,8 @@ def test_a_training_with_careless_code_equals_one_with_careful_code(tmp_path, mo
 
 def test_what_is_ours_is_called_without_a_copy(monkeypatch):
     "Its numbers stay those of before, to the bit, and cost nothing."
-    monkeypatch.setattr("branchgrpo.own_calls.copied", lambda value: 1 / 0)
+    for module in ("own_calls", "contracts"):
+        monkeypatch.setattr(f"branchgrpo.{module}.copied", lambda value: 1 / 0)
     images, prompts = torch.rand(2, 3, 32, 32), list(load_prompts("digits").test[:2])
     assert len(load_reward("tiny-clip+tiny-geneval")(images, prompts)) == 2
 
