@@ -50,9 +50,10 @@ def predict_qwen_image(
 
     def run(x, text):
         times = x.new_full((len(x),), float(time), dtype=torch.float32)
+        times = times.to(policy.dtype)
         return policy.call(
             hidden_states=x.to(policy.dtype),
-            timestep=times.to(policy.dtype),
+            timestep=times,
             guidance=None,
             encoder_hidden_states=text["prompt_embeds"],
             encoder_hidden_states_mask=text["mask"],
