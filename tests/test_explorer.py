@@ -195,7 +195,7 @@ def test_a_rule_that_keeps_a_node_several_times_gives_it_several_children(js, ru
     tree, rewards = library_tree(RolloutPlan(**fields), grown)
     counted = torch.ones_like(rewards, dtype=torch.bool)
     values = fuse_rewards(tree, rewards, 0.0, "path", counted)
-    expected = keep_edges(tree, counted, "none", values, rewards, PruningOptions())
+    expected = keep_edges(tree, counted, "none", values, rewards)
     assert mask == [of_depth[0].tolist() for of_depth in expected]
 
 
