@@ -74,8 +74,12 @@ def __dir__():
     return sorted(__all__)
 
 
-# Messages of other libraries that help no user: the images stay the same, and an empty list names no module.
-_NO_NEWS = ("requires torchvision (not installed); falling back to", "should be kept in float32: []")
+# Messages of other libraries that help no user: the images stay the same, and an empty list names
+# no module.
+_NO_NEWS = (
+    "requires torchvision (not installed); falling back to",
+    "should be kept in float32: []",
+)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
