@@ -39,7 +39,7 @@ OPTIONS = (
 class Drawing:
     "What draws the images"
 
-    backbone: str = "tiny-flux"  # a name, a pipeline's folder, a hub name, or a run's folder
+    backbone: str = "tiny-sd3"  # a name, a pipeline's folder, a hub name, or a run's folder
     # of a run: trained (as it was exported: with ema_used the average), ema or base
     weights: str = "trained"
     _: KW_ONLY
