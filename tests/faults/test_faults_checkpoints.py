@@ -26,7 +26,7 @@ from branchgrpo.backbones.names import folder_of
 from branchgrpo.files import append_jsonl, read_jsonl, write_jsonl, write_text
 from branchgrpo.policy import GaussianFlow
 from branchgrpo.reproduction.runs import is_readable
-from branchgrpo.training import checkpoints
+from branchgrpo.training import checkpoint_files
 from branchgrpo.training.checkpoint_files import (
     described,
     newest,
@@ -245,7 +245,7 @@ def test_a_checkpoint_of_another_run_says_what_differs(tmp_path, noted, monkeypa
     changes, message = FOREIGN[kind]
     run = saved(tmp_path / "run")
     if kind == "version":
-        monkeypatch.setattr(checkpoints, "NUMBERS", checkpoints.NUMBERS + 1)
+        monkeypatch.setattr(checkpoint_files, "NUMBERS", checkpoint_files.NUMBERS + 1)
     assert message in refused(run, noted, f"Checkpoint of another {kind}", tmp_path, **changes)
 
 

@@ -76,7 +76,7 @@ def test_a_run_stays_in_the_cache(tmp_path, noted):
     "A recipe's name, from its file, and a backbone's folder become part of a run's folder."
     settings = resolve(TrainConfig()).to_dict()
     known = cache_key(settings)
-    assert known.startswith("branchgrpo-tiny-flux-0-")
+    assert known.startswith("branchgrpo-tiny-sd3-0-")
     for text in HOSTILE:
         for name in ("recipe", "backbone"):
             key = cache_key(settings | {name: text})
