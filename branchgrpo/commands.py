@@ -766,9 +766,9 @@ def bench(given: dict[str, Any]) -> int:
     o = options(BenchOptions, given)
     check_bench(o)
     table = read_table(o.settings, "settings") if o.settings else {}
-    config = TrainConfig.from_dict(
-        table | {"backbone": o.backbone, "prompts_per_iteration": o.prompts}
-    )
+    measured = {"backbone": o.backbone, "prompts_per_iteration": o.prompts}
+    # a reward that takes images of any size and caption, if the file names none
+    config = TrainConfig.from_dict({"reward": "tiny-clip"} | table | measured)
     record = measure_speed(config, o.recipes, list(o.factors), o.minutes, tell=tell_progress)
     for title, rows in record["tables"].items():
         print(table_text(title, rows), end="\n\n")
