@@ -46,6 +46,8 @@ def single():
 def trainer(folder, **changes):
     table = {
         "recipe": "branchgrpo",
+        "backbone": "tiny-flux",
+        "reward": "tiny-clip",
         "steps": 6,
         "evaluate_every": 0,
         "tracker": "none",

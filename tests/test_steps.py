@@ -60,8 +60,8 @@ def test_the_average_reaches_its_decay_and_is_what_is_used(tmp_path):
     from safetensors.torch import load_file
 
     found = load_file(next((tmp_path / "used/model/transformer").glob("*.safetensors")))
-    for name, value in found.items():
-        assert torch.equal(value, used.learner.ema.weights[name])
+    for name, weight in used.learner.ema.weights.items():
+        assert torch.equal(found[name], weight)
 
 
 def test_an_evaluation_has_its_own_number_of_steps(tmp_path):
