@@ -187,7 +187,12 @@ def smaller(line):
     "Return a command with small numbers, which does in seconds what the command does."
     name, *words = shlex.split(line)
     if name == "train":
-        return [name, *words, *SMALL.split(), "--output", "runs/other"]
+        replaced = [*SMALL.split(), "--output", "runs/other"]
+        for flag in replaced:  # a flag that is given twice is a warning
+            if flag.startswith("--") and flag in words:
+                place = words.index(flag)
+                del words[place : place + 2]
+        return [name, *words, *replaced]
     if name == "reproduce":
         words = [word for word in words if word != "--redraw"]  # tests/test_figures.py draws
         return [
