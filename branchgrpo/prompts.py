@@ -16,6 +16,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -409,10 +410,8 @@ def read_dataset(where: str) -> dict:
 
     Of one that needs a script, which `datasets` runs no more, what the hub has made of it. Raises
     `ValueError` if `datasets` cannot read it."""
-    try:
-        import datasets  # noqa: F401
-    except ImportError:
-        raise ValueError(f"prompts: {where!r} needs `pip install datasets`") from None
+    if find_spec("datasets") is None:
+        raise ValueError(f"prompts: {where!r} needs `pip install datasets`")
     try:
         return prepared(where)
     except Exception as error:
