@@ -200,6 +200,12 @@ class VerifiableReward:
         """
         if images.ndim != 4:
             raise ValueError(
-                f"reward: tiny-geneval scores images (B, 3, 32, 32), not {tuple(images.shape)}"
+                f"reward: tiny-geneval scores images (B, 3, 32, 32), not {tuple(images.shape)};"
+                " tiny-clip takes clips, too"
             )
-        return expected_right(self.read(images), prompts)
+        try:
+            return expected_right(self.read(images), prompts)
+        except ValueError as error:
+            raise ValueError(
+                f"reward: tiny-geneval reads captions of digits ({error}); tiny-clip takes any text"
+            ) from None
