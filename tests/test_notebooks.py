@@ -26,7 +26,9 @@ NOTEBOOKS = sorted(path for path in FOUND if ".ipynb_checkpoints" not in path.pa
 LESSONS = [path for path in NOTEBOOKS if path.is_relative_to(ROOT / "nbs")]
 INSTALLED = (sys.prefix, sys.base_prefix, str(ROOT))
 FLAGS = get_config(ROOT).tst_flags.split()
+NIGHTLY = "nightly"  # the flag of cells that take long; `make slow` runs them
 TEMPLATES = [path for path in NOTEBOOKS if path not in LESSONS]
+LONG = [path for path in LESSONS if f"#| {NIGHTLY}" in path.read_text(encoding="utf-8")]
 
 
 def name(path):
@@ -76,13 +78,28 @@ def as_before():
     os.environ.update(variables)
 
 
-@pytest.mark.parametrize("path", LESSONS, ids=name)
-def test_lesson(path, as_before, monkeypatch):
-    "As nbdev-test does, in this process."
+@pytest.fixture
+def run_lesson(as_before, monkeypatch):
+    "Run the cells of a lesson, as nbdev-test does, in this process: run_lesson(path, flags)."
     monkeypatch.chdir(ROOT / "nbs")
     monkeypatch.setenv("PATH", f"{BIN}:{os.environ['PATH']}")
-    passed, _ = nbdev_test.test_nb(path, skip_flags=FLAGS, basepath=ROOT, cell_timeout=900)
-    assert passed
+
+    def run(path, skipped):
+        passed, _ = nbdev_test.test_nb(path, skip_flags=skipped, basepath=ROOT, cell_timeout=900)
+        assert passed
+
+    return run
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=name)
+def test_lesson(path, run_lesson):
+    run_lesson(path, FLAGS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", LONG, ids=name)
+def test_lesson_with_the_cells_that_take_long(path, run_lesson):
+    run_lesson(path, [flag for flag in FLAGS if flag != NIGHTLY])
 
 
 @pytest.mark.parametrize("path", LESSONS, ids=name)
@@ -182,15 +199,3 @@ def test_every_notebook_names_its_kernel():
         for path in NOTEBOOKS
     }
     assert {path for path, kernel in kernels.items() if kernel != "python3"} == set()
-
-
-@pytest.mark.parametrize("path", LESSONS, ids=name)
-def test_nbdev_reads_nothing_but_title_and_sentence_from_the_first_text(path):
-    """It takes a bullet with a colon, `- like: this`, for a setting of the page, and warns; `*
-    like: this` is a bullet."""
-    first = next(
-        cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "markdown"
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert md_frontmatter("".join(first["source"])).keys() <= {"title", "description"}
