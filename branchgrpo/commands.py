@@ -667,6 +667,7 @@ def check_hps(given: dict[str, Any]) -> int:
     """Compare HPS scores with those of the hpsv2 package in another environment (code 1: they
     differ)."""
     from branchgrpo.rewards import hps
+    from branchgrpo.rewards.names import load_reward
 
     o = options(HpsOptions, given, required=("images", "python"))
     rows = image_rows(o.images)[: o.limit]
@@ -674,7 +675,7 @@ def check_hps(given: dict[str, Any]) -> int:
         raise ValueError(
             f"python: {o.python!r} is not a program; name the python of an environment with hpsv2"
         )
-    found = hps.compare_with_hpsv2(rows, o.python)
+    found = hps.compare_with_hpsv2(rows, o.python, load_reward("hps-v2.1"))
     for row, (ours, theirs) in zip(rows, found):
         print(f"{ours:9.5f} {theirs:9.5f} {ours - theirs:+.1e}  {row['prompt'][:60]}")
     worst = max(abs(ours - theirs) for ours, theirs in found)

@@ -10,7 +10,6 @@ __all__ = ['VIT_H14', 'pad_square', 'convert_layer', 'from_open_clip', 'read_ope
 import json
 import subprocess
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from ..prompts import read_frame
 from .clip import CLIP_H14, ClipReward, as_bytes, checkpoint_path, normalise
+from .contract import Reward
 
 # %% ../../nbs/rewards/05_hps.ipynb #fd9ef5b2
 def pad_square(images: Tensor, size: int) -> Tensor:
@@ -197,10 +197,9 @@ def hpsv2_scores(rows: list[dict], python: str) -> list[float]:
 def compare_with_hpsv2(
     rows: list[dict],  # [{"image": path, "prompt": text}]
     python: str,  # the Python of an environment with hpsv2
-    reward: Callable | None = None,  # instead of HPS-v2.1 of the hub
+    reward: Reward,  # HPS-v2.1 here
 ) -> list[tuple[float, float]]:  # [(our score, hpsv2's score), …]
     "Score images here and with hpsv2 itself. Raises `ValueError` as `hpsv2_scores` does."
-    reward = reward or HPSReward("xswu/HPSv2")
     theirs = hpsv2_scores(rows, python)
     ours = []
     for row in rows:
