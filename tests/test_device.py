@@ -135,18 +135,21 @@ def test_the_chosen_recipes_and_settings_take_every_name_that_a_recipe_takes():
         assert taken <= {getattr(s, setting) for s in tried}, setting
 
 
-@pytest.mark.parametrize("recipe", often(recipes.names(), CHOSEN))
+DAILY = ("branchgrpo-deppru", "flow-cps", "treegrpo")  # of the chosen ones, by `make test`
+
+
+@pytest.mark.parametrize("recipe", often(recipes.names(), DAILY))
 def test_recipe_on_a_gpu(gpu, tmp_path, recipe):
     row = whole_run(trainer(tmp_path, recipe=recipe, **NARROW.get(recipe, {})))
     assert row["grad_norm"] > 0 and row["rollout_mismatch"] < 1e-5
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", often(FAMILIES, ("sd, guidance with gradient", "wan-i2v")))
 def test_family_on_a_gpu(gpu, tmp_path, name):
     assert whole_run(trainer(tmp_path, **FAMILIES[name]))["grad_norm"] > 0
 
 
-@pytest.mark.parametrize("name", MIXES)
+@pytest.mark.parametrize("name", often(MIXES, ("adapter", "bf16", "joint")))
 def test_settings_on_a_gpu(gpu, tmp_path, name):
     assert (
         whole_run(trainer(tmp_path, recipe="branchgrpo", **(SHORT | MIXES[name])))["grad_norm"] > 0
