@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['NOT_HASHED', 'NUMBER_FIELDS', 'LATER', 'LEFT_OUT', 'Recorded', 'Wanted', 'key_value', 'hashed_settings', 'cache_key',
-           'is_readable', 'has_checkpoint', 'is_finished', 'holds_run', 'set_run_aside', 'by_folder', 'write_run',
-           'found_in_tables', 'runs_from_tables', 'without_weights', 'remove_runs_without_weights']
+           'is_readable', 'has_checkpoint', 'is_finished', 'set_run_aside', 'by_folder', 'write_run', 'found_in_tables',
+           'runs_from_tables', 'without_weights', 'remove_runs_without_weights']
 
 # %% ../../nbs/reproduction/03_runs.ipynb #c7094cd7
 import dataclasses
@@ -149,18 +149,15 @@ def has_checkpoint(run: Run) -> bool:
 
 # %% ../../nbs/reproduction/03_runs.ipynb #7c014d5f
 def is_finished(run: Run, iterations: int) -> bool:
-    "Return whether a readable run is finished and has had at least `iterations`."
-    return run.path.exists() and run.finished and len(run.metrics) >= iterations
+    "Return whether a run is readable and finished, and has had at least `iterations`."
+    readable = is_readable(run, checkpoint=False)
+    return readable and run.finished and len(run.metrics) >= iterations
 
 # %% ../../nbs/reproduction/03_runs.ipynb #7683b99f
-def holds_run(path: Path) -> bool:
-    "Return whether a folder holds more than the logs of attempts that did not begin."
-    return path.exists() and not is_empty(path)
-
-
 def set_run_aside(run: Run) -> None:
-    "Rename the folder of a run that cannot be read."
-    if holds_run(run.path) and not is_readable(run):
+    """Rename the folder of a run that cannot be read; one with only the logs of attempts that did
+    not begin stays."""
+    if run.path.exists() and not is_empty(run.path) and not is_readable(run):
         # clocks may go back
         aside = run.path.with_name(f"{run.path.name}.damaged-{time.time_ns()}-{os.getpid()}")
         run.path.rename(aside)
