@@ -101,7 +101,6 @@ def depthwise_advantages(
     eps: float = 1e-8,  # ϵ
     *,
     std: str = "own",  # a name in STDS: own, pooled, global, none
-    min_nodes: int = 0,  # trees with fewer nodes at a depth take the pooled one
     reduce: Callable[[Tensor], Tensor] = own_process,  # sums a tensor over processes
 ) -> list[Tensor]:  # A_d per depth, (P, W_d)
     """Return each depth's values normalised within each tree; 0 where a value is NaN or alone at
@@ -114,8 +113,6 @@ def depthwise_advantages(
     for value in values:
         deviation, n = centre(value)
         std_d = STDS[std](value, reduce)
-        if min_nodes:
-            std_d = torch.where(n < min_nodes, pooled_std(value, reduce), std_d)
         # Eq. 4: A_d(n) = (r̄(n) − mean_d) / (std_d + ϵ)
         advantage = torch.where(n > 1, deviation / (std_d + eps), 0.0)
         advantages.append(advantage if clip is None else advantage.clamp(-clip, clip))
@@ -152,7 +149,6 @@ class CreditOptions:
     leaf_mask: Tensor | None = None  # (P, leaves) bool: leaves that count; None: all
     s: float = math.inf  # s of Eq. 2: siblings' noise has the correlation 1 / (1 + s²)
     std: str = "own"  # a name in STDS: own, pooled, global, none
-    min_nodes: int = 0  # depths with fewer nodes take the pooled standard deviation
     reduce: Callable[[Tensor], Tensor] = own_process  # sums a tensor over processes
     # A_max, for estimators that clip themselves; `estimate_advantages` sets it
     clip: float | None = None
@@ -202,9 +198,7 @@ def estimate_advantages(
 def depthwise(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> list[Tensor]:
     "Return the fused rewards normalised within each depth. Source: BranchGRPO Eq. 3 and 4."
     values = fuse_rewards(tree, leaf_rewards, options.beta, options.weights, options.leaf_mask)
-    return depthwise_advantages(
-        values, clip=None, std=options.std, min_nodes=options.min_nodes, reduce=options.reduce
-    )
+    return depthwise_advantages(values, clip=None, std=options.std, reduce=options.reduce)
 
 # %% ../nbs/09_credit.ipynb #8da7fa23
 def over_depths(
@@ -231,9 +225,7 @@ def among_siblings(value: Tensor, siblings: Siblings, options: CreditOptions) ->
     """Return the values `(P, W)` of a depth normalised among the children of each parent; 0 where
     no noise is drawn."""
     table = siblings.table(value, empty=torch.nan)
-    normalised = depthwise_advantages(
-        [table], clip=None, std=options.std, min_nodes=options.min_nodes, reduce=options.reduce
-    )
+    normalised = depthwise_advantages([table], clip=None, std=options.std, reduce=options.reduce)
     return siblings.nodes(normalised[0])
 
 # %% ../nbs/09_credit.ipynb #c2d839a1
@@ -242,9 +234,7 @@ def siblings(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> list[T
     """Return fused rewards normalised among siblings, whose noise alone differs; an only child
     takes its parent's."""
     values = fuse_rewards(tree, leaf_rewards, options.beta, options.weights, options.leaf_mask)
-    advantages = depthwise_advantages(
-        values[:1], clip=None, std=options.std, min_nodes=options.min_nodes, reduce=options.reduce
-    )
+    advantages = depthwise_advantages(values[:1], clip=None, std=options.std, reduce=options.reduce)
     for d, value in enumerate(values[1:], 1):
         family = Siblings.of(tree, d, value.device)
         inherited = advantages[-1].gather(1, tree.parents[d].to(value.device))

@@ -19,7 +19,7 @@ from ..backbones.names import BACKBONES, folder_of, read_index
 from .policies import is_run, load_policy
 from ..files import bare, write_atomic
 from ..noise import Noise
-from ..training.held_out import EVALUATION_SEED
+from .scores import EVALUATION_SEED
 from ..own import is_own_name
 from ..planning import sampling_process
 from ..policy import Policy

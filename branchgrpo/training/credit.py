@@ -83,7 +83,7 @@ def advantages_of(
     normalised as it is."""
     beta = fusion_beta(s, tree)
     options = CreditOptions(
-        beta, s.weights, leaf_mask, sibling_s(s), s.std, s.min_nodes, reduce, previews=previews
+        beta, s.weights, leaf_mask, sibling_s(s), s.std, reduce, previews=previews
     )
     if s.reward_sum == "together" or parts is None or len(parts) < 2:
         return estimate_advantages(tree, rewards, s.advantage, options, s.advantage_clip)
