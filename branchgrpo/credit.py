@@ -4,16 +4,16 @@
 
 # %% auto #0
 __all__ = ['ROUNDING', 'STDS', 'ADVANTAGES', 'REWARD_SUMS', 'flat_groups', 'centre', 'own_process', 'own_std', 'pooled_std',
-           'global_std', 'no_std', 'depthwise_advantages', 'checked_advantages', 'advantage_contract', 'CreditOptions',
-           'clips_itself', 'needs_previews', 'estimate_advantages', 'depthwise', 'over_depths', 'joint',
-           'among_siblings', 'siblings', 'others_mean', 'leave_one_out', 'normalised_leaves', 'leaf_backup',
-           'broadcast', 'over_all', 'decoupled_advantages']
+           'global_std', 'no_std', 'depthwise_advantages', 'checked_advantages', 'CreditOptions', 'clips_itself',
+           'needs_previews', 'estimate_advantages', 'depthwise', 'over_depths', 'joint', 'among_siblings', 'siblings',
+           'others_mean', 'leave_one_out', 'normalised_leaves', 'leaf_backup', 'broadcast', 'over_all',
+           'decoupled_advantages']
 
 # %% ../nbs/09_credit.ipynb #f77eb19b
+from functools import partial
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -131,14 +131,6 @@ def checked_advantages(
         check_finite(values, label, f" at depth {depth}", unknown=True)
     return advantages
 
-
-def advantage_contract(entry: object, label: str) -> Any:
-    """Return an estimator as it is used.
-
-    Raise `ValueError` if it is no function of a tree, leaf rewards and options.
-    """
-    return rule_of(entry, label, ("tree", "leaf_rewards", "options"), checked_advantages)
-
 # %% ../nbs/09_credit.ipynb #b61f49a5
 @dataclass(frozen=True, eq=False)
 class CreditOptions:
@@ -156,7 +148,11 @@ class CreditOptions:
     previews: dict[int, Tensor] | None = None
 
 
-ADVANTAGES = Registry("advantage", "advantages", contract=advantage_contract)
+ADVANTAGES = Registry(
+    "advantage",
+    "advantages",
+    contract=partial(rule_of, names=("tree", "leaf_rewards", "options"), check=checked_advantages),
+)
 
 # %% ../nbs/09_credit.ipynb #f0f8f39a
 def clips_itself(estimator: Callable) -> Callable:
