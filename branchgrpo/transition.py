@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .contracts import check_finite, checked_tensor, rule_of
-from .registry import Registry
+from .registry import Registry, of_type
 from branchgrpo.samplers import (
     Gaussian,
     cps_step,
@@ -109,14 +109,11 @@ def transition_contract(entry: object, label: str) -> Sampler:
 
     Raise `ValueError` if it is no `Sampler`, or if its functions take other values.
     """
-    if not isinstance(entry, Sampler):
-        raise ValueError(
-            f"{label} is of type {type(entry).__name__}, not a branchgrpo.transition.Sampler"
-        )
+    sampler = of_type(entry, label, Sampler)
     names = ("x", "velocity", "sigma", "next_sigma", "noise")
-    step = rule_of(entry.step, f"{label}, step,", names, checked_gaussian)
-    noise = rule_of(entry.noise, f"{label}, noise,", ("sigmas", "noise_level"), checked_levels)
-    return replace(entry, step=step, noise=noise)
+    step = rule_of(sampler.step, f"{label}, step,", names, checked_gaussian)
+    noise = rule_of(sampler.noise, f"{label}, noise,", ("sigmas", "noise_level"), checked_levels)
+    return replace(sampler, step=step, noise=noise)
 
 
 TRANSITIONS = Registry(
