@@ -57,7 +57,7 @@ from branchgrpo.training.seeds import (
     seed_line,
     seeds_words,
 )
-from .training.summary import change_line, end_lines
+from .training.summary import change_line
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -116,7 +116,7 @@ def train(given: dict[str, Any]) -> int:
             print(line)
     code, run = train_run(trainer)
     if run is not None and trainer.accelerator.is_main_process:
-        print(*end_lines(trainer, run), sep="\n")
+        print(*trainer.end_lines(run), sep="\n")
     return code
 
 

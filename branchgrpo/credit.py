@@ -4,16 +4,16 @@
 
 # %% auto #0
 __all__ = ['ROUNDING', 'STDS', 'ADVANTAGES', 'REWARD_SUMS', 'flat_groups', 'centre', 'own_process', 'own_std', 'pooled_std',
-           'global_std', 'no_std', 'depthwise_advantages', 'checked_advantages', 'advantage_contract', 'CreditOptions',
-           'clips_itself', 'needs_previews', 'estimate_advantages', 'depthwise', 'over_depths', 'joint',
-           'among_siblings', 'siblings', 'others_mean', 'leave_one_out', 'normalised_leaves', 'leaf_backup',
-           'broadcast', 'over_all', 'decoupled_advantages']
+           'global_std', 'no_std', 'depthwise_advantages', 'checked_advantages', 'CreditOptions', 'clips_itself',
+           'needs_previews', 'estimate_advantages', 'depthwise', 'over_depths', 'joint', 'among_siblings', 'siblings',
+           'others_mean', 'leave_one_out', 'normalised_leaves', 'leaf_backup', 'broadcast', 'over_all',
+           'decoupled_advantages']
 
 # %% ../nbs/09_credit.ipynb #f77eb19b
+from functools import partial
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,7 +101,6 @@ def depthwise_advantages(
     eps: float = 1e-8,  # ϵ
     *,
     std: str = "own",  # a name in STDS: own, pooled, global, none
-    min_nodes: int = 0,  # trees with fewer nodes at a depth take the pooled one
     reduce: Callable[[Tensor], Tensor] = own_process,  # sums a tensor over processes
 ) -> list[Tensor]:  # A_d per depth, (P, W_d)
     """Return each depth's values normalised within each tree; 0 where a value is NaN or alone at
@@ -114,8 +113,6 @@ def depthwise_advantages(
     for value in values:
         deviation, n = centre(value)
         std_d = STDS[std](value, reduce)
-        if min_nodes:
-            std_d = torch.where(n < min_nodes, pooled_std(value, reduce), std_d)
         # Eq. 4: A_d(n) = (r̄(n) − mean_d) / (std_d + ϵ)
         advantage = torch.where(n > 1, deviation / (std_d + eps), 0.0)
         advantages.append(advantage if clip is None else advantage.clamp(-clip, clip))
@@ -134,14 +131,6 @@ def checked_advantages(
         check_finite(values, label, f" at depth {depth}", unknown=True)
     return advantages
 
-
-def advantage_contract(entry: object, label: str) -> Any:
-    """Return an estimator as it is used.
-
-    Raise `ValueError` if it is no function of a tree, leaf rewards and options.
-    """
-    return rule_of(entry, label, ("tree", "leaf_rewards", "options"), checked_advantages)
-
 # %% ../nbs/09_credit.ipynb #b61f49a5
 @dataclass(frozen=True, eq=False)
 class CreditOptions:
@@ -152,7 +141,6 @@ class CreditOptions:
     leaf_mask: Tensor | None = None  # (P, leaves) bool: leaves that count; None: all
     s: float = math.inf  # s of Eq. 2: siblings' noise has the correlation 1 / (1 + s²)
     std: str = "own"  # a name in STDS: own, pooled, global, none
-    min_nodes: int = 0  # depths with fewer nodes take the pooled standard deviation
     reduce: Callable[[Tensor], Tensor] = own_process  # sums a tensor over processes
     # A_max, for estimators that clip themselves; `estimate_advantages` sets it
     clip: float | None = None
@@ -160,7 +148,11 @@ class CreditOptions:
     previews: dict[int, Tensor] | None = None
 
 
-ADVANTAGES = Registry("advantage", "advantages", contract=advantage_contract)
+ADVANTAGES = Registry(
+    "advantage",
+    "advantages",
+    contract=partial(rule_of, names=("tree", "leaf_rewards", "options"), check=checked_advantages),
+)
 
 # %% ../nbs/09_credit.ipynb #f0f8f39a
 def clips_itself(estimator: Callable) -> Callable:
@@ -202,9 +194,7 @@ def estimate_advantages(
 def depthwise(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> list[Tensor]:
     "Return the fused rewards normalised within each depth. Source: BranchGRPO Eq. 3 and 4."
     values = fuse_rewards(tree, leaf_rewards, options.beta, options.weights, options.leaf_mask)
-    return depthwise_advantages(
-        values, clip=None, std=options.std, min_nodes=options.min_nodes, reduce=options.reduce
-    )
+    return depthwise_advantages(values, clip=None, std=options.std, reduce=options.reduce)
 
 # %% ../nbs/09_credit.ipynb #8da7fa23
 def over_depths(
@@ -231,9 +221,7 @@ def among_siblings(value: Tensor, siblings: Siblings, options: CreditOptions) ->
     """Return the values `(P, W)` of a depth normalised among the children of each parent; 0 where
     no noise is drawn."""
     table = siblings.table(value, empty=torch.nan)
-    normalised = depthwise_advantages(
-        [table], clip=None, std=options.std, min_nodes=options.min_nodes, reduce=options.reduce
-    )
+    normalised = depthwise_advantages([table], clip=None, std=options.std, reduce=options.reduce)
     return siblings.nodes(normalised[0])
 
 # %% ../nbs/09_credit.ipynb #c2d839a1
@@ -242,9 +230,7 @@ def siblings(tree: Tree, leaf_rewards: Tensor, options: CreditOptions) -> list[T
     """Return fused rewards normalised among siblings, whose noise alone differs; an only child
     takes its parent's."""
     values = fuse_rewards(tree, leaf_rewards, options.beta, options.weights, options.leaf_mask)
-    advantages = depthwise_advantages(
-        values[:1], clip=None, std=options.std, min_nodes=options.min_nodes, reduce=options.reduce
-    )
+    advantages = depthwise_advantages(values[:1], clip=None, std=options.std, reduce=options.reduce)
     for d, value in enumerate(values[1:], 1):
         family = Siblings.of(tree, d, value.device)
         inherited = advantages[-1].gather(1, tree.parents[d].to(value.device))

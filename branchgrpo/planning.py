@@ -5,12 +5,11 @@
 # %% auto #0
 __all__ = ['MOST_COMPLETIONS', 'PROCESSES', 'taken_steps', 'make_window', 'window_steps', 'at_places', 'split_steps',
            'tail_start', 'with_tail', 'rollout_steps', 'flow_levels', 'noise_grid', 'side_steps', 'completions_of',
-           'steps_of', 'preview_depths', 'with_previews', 'plan_of', 'split_scales', 'sibling_s', 'noise_factors',
+           'steps_of', 'preview_depths', 'with_previews', 'plan_of', 'split_scales', 'sibling_s', 'scaled_noise_steps',
            'flow_process', 'ddim_levels', 'ddim_process', 'process_of', 'sampling_process', 'check_process']
 
 # %% ../nbs/basics/03_planning.ipynb #7912d02e
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -18,10 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .methods.growing_noise import noise_factors, with_factors
+from .methods.merged_steps import merged_levels
 from .plan import RolloutPlan
 from .policy import Policy
 from .messages import check_one_of, shown
-from .samplers import alpha_bars, ddim_timesteps, flow_sigmas, merged_levels
+from .samplers import alpha_bars, ddim_timesteps, flow_sigmas
 from .settings import NEUTRAL, MethodSettings
 from branchgrpo.transition import (
     SolverTail,
@@ -30,7 +31,6 @@ from branchgrpo.transition import (
     ddim_transition,
     dpm_solver,
     flow_transition,
-    with_factors,
 )
 from .windows import Window, window_places
 
@@ -259,21 +259,12 @@ def sibling_s(s: MethodSettings) -> float:
     return s.s if s.split_noise == "correlated" else float("inf")
 
 # %% ../nbs/basics/03_planning.ipynb #73a5c1f7
-def noise_factors(s: MethodSettings, iteration: int = 0) -> dict[int, float]:
+def scaled_noise_steps(s: MethodSettings, iteration: int = 0) -> dict[int, float]:
     """Return the factor of each step's noise, {step: factor}; a window's steps are counted from its
     first."""
     inside = window_steps(s, iteration)
-    steps = list(inside or range(taken_steps(s)))
-    for step, factor in s.noise_factors.items():
-        if not 0 <= step < len(steps):
-            within = "the window's steps, " if inside else ""
-            raise ValueError(f"noise_factors: step {step} is outside {within}0…{len(steps) - 1}")
-        if not 0 <= factor <= sys.float_info.max:
-            raise ValueError(
-                f"noise_factors: {shown(factor)} at step {step} is not a finite number of at"
-                " least 0"
-            )
-    return {steps[step]: factor for step, factor in s.noise_factors.items()}
+    within = "the window's steps, " if inside else ""
+    return noise_factors(s.noise_factors, inside or range(taken_steps(s)), within)
 
 # %% ../nbs/basics/03_planning.ipynb #78080e6d
 def flow_process(s: MethodSettings, policy=None, iteration: int = 0) -> Transition:
@@ -284,7 +275,7 @@ def flow_process(s: MethodSettings, policy=None, iteration: int = 0) -> Transiti
     process = flow_transition(
         s.transition, sigmas, s.eta, times, tail=tail, **split_scales(s, iteration)
     )
-    return with_factors(process, noise_factors(s, iteration))
+    return with_factors(process, scaled_noise_steps(s, iteration))
 
 # %% ../nbs/basics/03_planning.ipynb #7b0b4c8c
 def ddim_levels(policy: Any, steps: int) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -304,7 +295,7 @@ def ddim_process(s: MethodSettings, policy, iteration: int = 0) -> Transition:
     grid = (times[starts], levels[[*starts, end]])
     scales = split_scales(s, iteration)
     process = ddim_transition(*grid, s.eta, policy.prediction_type, ends=ends, **scales)
-    return with_factors(process, noise_factors(s, iteration))
+    return with_factors(process, scaled_noise_steps(s, iteration))
 
 # %% ../nbs/basics/03_planning.ipynb #0bc4e641
 PROCESSES = {"flow": flow_process, "diffusion": ddim_process}

@@ -4,15 +4,15 @@
 
 # %% auto #0
 __all__ = ['TEXTS', 'FILES', 'BASES', 'RECIPES', 'ON_DIFFUSION', 'stated_in', 'texts_in', 'read_recipe_table', 'sourced',
-           'file_name', 'from_yaml', 'packaged', 'recipe_contract', 'names', 'get', 'written', 'for_diffusion',
-           'at_kind', 'method_settings', 'different_settings', 'nearest']
+           'file_name', 'from_yaml', 'packaged', 'names', 'get', 'written', 'for_diffusion', 'at_kind',
+           'method_settings', 'different_settings', 'nearest']
 
 # %% ../nbs/basics/04_recipes.ipynb #f26b17a4
 import dataclasses
 import re
 import typing
 import warnings
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from . import files
 from .methods.fits import FITS
 from .methods.recipe import Recipe, Sourced, neutral
 from .own import whole_name
-from .registry import Registry
+from .registry import Registry, of_type
 from .messages import check_one_of, shown
 from .settings import MethodSettings, OptimiserSettings, SizeSettings, field_types
 
@@ -131,16 +131,11 @@ def packaged() -> dict[str, Recipe]:
     return found
 
 
-def recipe_contract(entry: object, label: str) -> Recipe:
-    "Return a recipe. Raise `ValueError` if the object is none."
-    if not isinstance(entry, Recipe):
-        raise ValueError(
-            f"{label} is of type {type(entry).__name__}, not a Recipe; a YAML file makes one, too"
-        )
-    return entry
-
-
-RECIPES = Registry("recipe", "recipes", contract=recipe_contract)
+RECIPES = Registry(
+    "recipe",
+    "recipes",
+    contract=partial(of_type, kind=Recipe, hint="; a YAML file makes one, too"),
+)
 RECIPES.entries |= {name: recipe for name, recipe in packaged().items() if name not in BASES}
 
 

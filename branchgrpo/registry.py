@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ENTRY_POINTS', 'OWN_FORMS', 'import_target', 'installed_in', 'packaged_in', 'loaded', 'load_installed',
-           'no_entry_error', 'Registry']
+           'no_entry_error', 'Registry', 'of_type']
 
 # %% ../nbs/basics/00_registry.ipynb #5cda895f
 from collections.abc import Callable, Iterable
@@ -158,3 +158,11 @@ class Registry:
         if name not in self.ready or self.ready[name][0] is not entry:
             self.ready[name] = (entry, self.contract(entry, f"{setting or self.setting}: {name!r}"))
         return self.ready[name][1]
+
+# %% ../nbs/basics/00_registry.ipynb #b67c090f
+def of_type(entry: object, label: str, kind: type, hint: str = "") -> Any:
+    "Return an entry, for a registry of objects of a type. Raise `ValueError` if it is another one."
+    if not isinstance(entry, kind):
+        wanted = f"{kind.__module__}.{kind.__name__}{hint}"
+        raise ValueError(f"{label} is of type {type(entry).__name__}, not a {wanted}")
+    return entry

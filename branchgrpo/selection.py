@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['SELECTIONS', 'FEATURES', 'count_from_below', 'ends_of_rows', 'check_selection', 'select_max_variance',
            'checked_selection', 'checked_survivors', 'selection_contract', 'may_repeat', 'repeats_nodes', 're_root',
-           'resample', 'Seen', 'sees_images', 'looks_at_images', 'choose', 'checked_features', 'features_contract',
-           'pixels']
+           'resample', 'Seen', 'sees_images', 'looks_at_images', 'choose', 'checked_features', 'pixels']
 
 # %% ../nbs/11_selection.ipynb #3e157209
+from functools import partial
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -213,13 +213,12 @@ def checked_features(found: object, label: str, images: Tensor) -> Tensor:
     check_finite(features, label)
     return features
 
-
-def features_contract(entry: object, label: str) -> Any:
-    "Return a function of images as it is used. Raise `ValueError` if it takes other values."
-    return rule_of(entry, label, ("images",), checked_features)
-
 # %% ../nbs/11_selection.ipynb #b5496220
-FEATURES = Registry("features", "features", contract=features_contract)
+FEATURES = Registry(
+    "features",
+    "features",
+    contract=partial(rule_of, names=("images",), check=checked_features),
+)
 
 
 @FEATURES.register("pixels")

@@ -7,7 +7,7 @@ __all__ = ['NUMBER', 'STEPS', 'READERS', 'PLACES', 'NEUTRAL', 'RETIRED', 'Bounds
            'whole', 'number', 'distinct', 'steps', 'pairs', 'truth', 'shift', 'plain_text', 'several', 'without_none',
            'read_value', 'SeedSettings', 'PlanSettings', 'WindowSettings', 'ProcessSettings', 'CreditSettings',
            'SelectionSettings', 'ObjectiveSettings', 'OptimiserSettings', 'SizeSettings', 'MethodSettings',
-           'field_types', 'read_settings', 'options', 'as_in_training', 'variable', 'without_retired']
+           'field_types', 'read_settings', 'options', 'as_in_training', 'variable', 'Retired', 'without_retired']
 
 # %% ../nbs/basics/02_settings.ipynb #1a8bcac4
 import dataclasses
@@ -319,8 +319,6 @@ class CreditSettings:
     weights: Literal["path", "edge"] = from_recipe(off="path")
     # standard deviation that divides advantages: own (tree's), pooled, global, none
     std: str = from_recipe(off="own")
-    # depths with fewer nodes take the pooled standard deviation
-    min_nodes: int = from_recipe(0, off=0)
     advantage_clip: float = from_recipe(above=0, most=inf)  # bound of an advantage's absolute value
 
 # %% ../nbs/basics/02_settings.ipynb #320f5c5d
@@ -482,22 +480,41 @@ def variable(name: str, default: int, least: int = 0, most: int = 10**9) -> int:
         raise ValueError(f"{error} (a variable of the environment)") from None
 
 # %% ../nbs/basics/02_settings.ipynb #5e771ed0
-# settings of earlier versions, which tables may still name: default, and why
-RETIRED: dict[str, tuple[Any, str]] = {
-    "checkpoint_async": (False, "a checkpoint is written at once"),
-    "checkpoint_minutes": (None, "set checkpoint_every by the seconds of an iteration"),
-    "retain": (0, "it never changed results"),
+class Retired(NamedTuple):
+    "A setting of earlier versions: its default, and what to do without it."
+
+    default: Any
+    instead: str
+    refused: bool = False  # whether another value is an error, since it made another method
+
+
+# tables of earlier versions may still name them
+RETIRED: dict[str, Retired] = {
+    "checkpoint_async": Retired(False, "a checkpoint is written at once"),
+    "checkpoint_minutes": Retired(None, "set checkpoint_every by the seconds of an iteration"),
+    "checkpoint_blocks": Retired(1, "gradient_checkpointing computes every block again"),
+    "max_skipped": Retired(10, "a run stops after 10 updates in a row without a step"),
+    "min_nodes": Retired(0, "take std pooled, or an advantage of your own", refused=True),
+    "pad_batches": Retired(True, "batches are filled up wherever max_batch is set"),
+    "retain": Retired(0, "it never changed results"),
+    "reward_retries": Retired(2, "a reward that fails is called twice more"),
+    "vae_slicing": Retired(False, "set decode_batch 1"),
 }
 
 
 def without_retired(table: dict[str, Any]) -> dict[str, Any]:
     """Return a table of settings without those that are retired; warn in one line of the first that
-    was set."""
+    was set.
+
+    Raises `ValueError` if it made another method."""
     for name in sorted(table.keys() & RETIRED.keys()):
-        default, why = RETIRED[name]
-        if str(table[name]).lower() != str(default).lower():
-            text = f"{name}: this setting is gone and is ignored; {why}"
-            # one line: no source line follows
-            warnings.warn_explicit(text, UserWarning, "settings", 1)
-            break
+        retired = RETIRED[name]
+        if str(table[name]).lower() == str(retired.default).lower():
+            continue
+        if retired.refused:
+            raise ValueError(f"{name}: this setting is gone; {retired.instead}")
+        text = f"{name}: this setting is gone and is ignored; {retired.instead}"
+        # one line: no source line follows
+        warnings.warn_explicit(text, UserWarning, "settings", 1)
+        break
     return {name: value for name, value in table.items() if name not in RETIRED}

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['TRANSITIONS', 'Transition', 'Sampler', 'checked_gaussian', 'checked_levels', 'transition_contract', 'flow_transition',
-           'ddim_transition', 'with_factors', 'scaled_noise', 'compress_tail', 'SolverTail', 'dpm_solver']
+           'ddim_transition', 'scaled_noise', 'compress_tail', 'SolverTail', 'dpm_solver']
 
 # %% ../nbs/02_transition.ipynb #302d1ac7
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .contracts import check_finite, checked_tensor, rule_of
-from .registry import Registry
+from .registry import Registry, of_type
 from branchgrpo.samplers import (
     Gaussian,
     cps_step,
@@ -109,14 +109,11 @@ def transition_contract(entry: object, label: str) -> Sampler:
 
     Raise `ValueError` if it is no `Sampler`, or if its functions take other values.
     """
-    if not isinstance(entry, Sampler):
-        raise ValueError(
-            f"{label} is of type {type(entry).__name__}, not a branchgrpo.transition.Sampler"
-        )
+    sampler = of_type(entry, label, Sampler)
     names = ("x", "velocity", "sigma", "next_sigma", "noise")
-    step = rule_of(entry.step, f"{label}, step,", names, checked_gaussian)
-    noise = rule_of(entry.noise, f"{label}, noise,", ("sigmas", "noise_level"), checked_levels)
-    return replace(entry, step=step, noise=noise)
+    step = rule_of(sampler.step, f"{label}, step,", names, checked_gaussian)
+    noise = rule_of(sampler.noise, f"{label}, noise,", ("sigmas", "noise_level"), checked_levels)
+    return replace(sampler, step=step, noise=noise)
 
 
 TRANSITIONS = Registry(
@@ -169,15 +166,6 @@ def ddim_transition(
     return Transition(
         step_dist, timesteps, levels, torch.full((len(timesteps),), float(eta)), **more
     )
-
-# %% ../nbs/02_transition.ipynb #1669863f
-def with_factors(process: Transition, factors: Mapping[int, float]) -> Transition:
-    """Return a process whose noise is multiplied by a factor at some steps, {step: factor}; the
-    mean goes with the std."""
-    noise = process.noise.clone()
-    for step, factor in factors.items():
-        noise[step] = noise[step] * factor
-    return replace(process, noise=noise) if factors else process
 
 # %% ../nbs/02_transition.ipynb #bfe4fea2
 def scaled_noise(process: Transition, i: int, noise: Tensor) -> Tensor:

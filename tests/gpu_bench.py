@@ -58,7 +58,7 @@ from branchgrpo.testbed.making import quiet
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.learner import autocast
 from branchgrpo.training.runs import Run, environment
-from branchgrpo.training.speed import checkpoint_blocks, compile_blocks, set_attention, use_tf32
+from branchgrpo.training.speed import compile_blocks, set_attention, use_tf32
 from branchgrpo.training.trainer import Trainer
 from branchgrpo.training.update import (
     MISMATCH_LIMIT,
@@ -465,20 +465,15 @@ def decoding(lines: Lines, policy) -> None:
 
 
 def activations(lines: Lines, policy, reward) -> None:
-    """Add seconds and peak memory of one forward and backward, by how many blocks are computed
-    again."""
-    for every in (1, 2, 3, 4, None):
+    "Add seconds and peak memory of one forward and backward, with blocks computed again or not."
+    for name, again in {"every 1": True, "every none": False}.items():
 
-        def job(every=every):
-            trainer = large(lines, policy, reward, gradient_checkpointing=False)
-            if every:
-                checkpoint_blocks(trainer.policy.denoiser, every)
+        def job(name=name, again=again):
+            large(lines, policy, reward, gradient_checkpointing=again)
             took, peak = peak_memory(lambda: per_latent(policy, 1, True, 2))
-            lines.add(
-                "checkpoint", name=f"every {every or 'none'}", seconds_per_latent=took, peak_gb=peak
-            )
+            lines.add("checkpoint", name=name, seconds_per_latent=took, peak_gb=peak)
 
-        lines.attempt("checkpoint", f"every {every}", job, 15)
+        lines.attempt("checkpoint", name, job, 15)
 
 
 def compiled(lines: Lines, policy, reward, batch: int) -> None:

@@ -12,21 +12,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+import submitit
 from filelock import FileLock, Timeout
 from slow import often
 from small import wait_for
 
 from branchgrpo.reproduction.command import task_lists
 from branchgrpo.reproduction.pages import jobs
-from branchgrpo.reproduction.slurm import (
-    Resumed,
-    executor_class,
-    job_arrays,
-    own_options,
-    prepare,
-    slurm_scripts,
-    torchrun,
-)
+from branchgrpo.reproduction.slurm import Resumed, job_arrays, slurm_scripts, torchrun
 from branchgrpo.reproduction.training import train_task
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.runs import Run
@@ -42,13 +35,8 @@ def on_the_cpu(monkeypatch):
 
 def submit(folder: Path, nodes: int, launch: str, config: TrainConfig):
     "Submit a run to submitit's executor of this machine, with one task per node."
-    executor = executor_class("local")(folder / "slurm", max_num_timeout=10)
-    prepare(
-        executor,
-        "local",
-        own_options("runs", "smoke", (nodes, 0)) | {"time": 10, "signal_delay_s": 1},
-        [],
-    )
+    executor = submitit.LocalExecutor(folder / "slurm", max_num_timeout=10)
+    executor.update_parameters(timeout_min=10, tasks_per_node=nodes, signal_delay_s=1)
     return executor.submit(Resumed(train_task), config, str(folder / "runs"), launch)
 
 
@@ -87,8 +75,6 @@ def test_near_its_time_limit_a_task_saves_and_is_requeued(tmp_path, launch):
 @pytest.mark.parametrize("seeds", [[0], [0, 1]])
 def test_the_scripts_shown_are_those_that_submitit_writes(tmp_path, monkeypatch, seeds):
     "Line by line, in a folder with a space; one task is no array."
-    import submitit
-
     job = jobs(
         ["quickstart"], "smoke", Path(__file__).parents[1] / "reproduce", given={"seeds": seeds}
     )[0]

@@ -59,7 +59,7 @@ MIXES = {
     "joint": dict(
         advantage="joint", std="global", split_noise="scaled", prune="extreme", prune_keep=1
     ),
-    "few nodes": dict(min_nodes=4, weights="edge", beta=1.0, group_selection="ovf", group_keep=2),
+    "few nodes": dict(std="pooled", weights="edge", beta=1.0, group_selection="ovf", group_keep=2),
     "diverse": dict(
         group_selection="diverse", group_keep=2, diversity=0.5, reward_sum="decoupled", **TWO
     ),
@@ -78,7 +78,7 @@ MIXES = {
     )
     | dict(previews="ode/2+x0", preview_at="after", advantage="granularities", step_weights="std"),
     "bf16": dict(
-        mixed_precision="bf16", gradient_checkpointing=True, vae_slicing=True, adaptive=True
+        mixed_precision="bf16", gradient_checkpointing=True, decode_batch=1, adaptive=True
     ),
     "sum": dict(reward="norm(0.7*tiny-clip+0.3*tiny-hps)", held_out="tiny-pickscore"),
 }

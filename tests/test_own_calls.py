@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import torch
 from test_training import SMALL
 
 from branchgrpo import ADVANTAGES, SELECTIONS, Callback, TrainConfig, Trainer
-from branchgrpo.evaluation.scores import score_images
+from branchgrpo.evaluation.scores import draw_and_score, score_table
 from branchgrpo.own import import_own
 from branchgrpo.own_calls import LEFT, PARTS, SAID, as_before, random_states
 from branchgrpo.prompts import Prompt, PromptSet, load_prompts
@@ -181,10 +182,10 @@ def test_what_a_reward_does_to_its_inputs_reaches_nobody(remote):
     check = lambda images, prompts: {"all": images.zero_().mean((1, 2, 3))}  # noqa: E731
     mine = PromptSet(prompts, prompts, check)
     scorers = {"mine": Scorer(load_reward(in_place)), "tiny-clip": Scorer(clip)}
-    scores = score_images(images, prompts, scorers, mine)
-    assert torch.equal(images, kept) and scores["rewards"]["tiny-clip"] == pytest.approx(
-        alone.tolist()
-    )
+    decoder = SimpleNamespace(decode=lambda latents: latents)
+    drawn, waiting = draw_and_score(decoder, images, prompts, scorers, mine)
+    scores = score_table(scorers, waiting)["tiny-clip"][""]
+    assert torch.equal(drawn, kept) and scores.tolist() == pytest.approx(alone.tolist())
 
 
 class Meddling(Callback):

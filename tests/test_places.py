@@ -4,6 +4,7 @@ already."""
 import dataclasses
 import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,12 +17,13 @@ from branchgrpo.backbones.lora import load_lora
 from branchgrpo.backbones.names import folder_of
 from branchgrpo.evaluation.policies import load_policy
 from branchgrpo.evaluation.sampling import check_images
-from branchgrpo.evaluation.scores import score_images
+from branchgrpo.evaluation.scores import draw_and_score, score_table
 from branchgrpo.files import check_file, check_output, refusals_in_words
 from branchgrpo.options import parse, parser_of
 from branchgrpo.prompts import load_prompts
 from branchgrpo.recipes import get
 from branchgrpo.rewards.names import load_reward
+from branchgrpo.rewards.scorer import Scorer
 from branchgrpo.settings import PLACES, read_settings
 from branchgrpo.training.origins import settings_from
 from branchgrpo.training.resolve import resolve
@@ -208,18 +210,15 @@ def test_what_is_not_finite_is_no_image_and_no_adapter(tmp_path):
     seen = []
     prompts = load_prompts("digits")
 
-    class Watches:
-        members = {"": (1.0, None)}
+    def watches(shown, texts, known):
+        seen.append(shown)
+        return shown.sum((1, 2, 3))
 
-        def __call__(self, shown, texts, known):
-            seen.append(shown)
-            return shown.sum((1, 2, 3)), {"": shown.sum((1, 2, 3))}
-
-        def total(self, parts, names=None):
-            return parts[""]
-
-    scores = score_images(images, list(prompts.test[:2]), {"mine": Watches()}, prompts)
-    assert seen[0].isfinite().all() and scores["rewards"]["mine"][0] > 0
+    scorers = {"mine": Scorer(watches)}
+    decoder = SimpleNamespace(decode=lambda latents: latents)
+    _, waiting = draw_and_score(decoder, images, list(prompts.test[:2]), scorers, prompts)
+    scores = score_table(scorers, waiting)
+    assert seen[0].isfinite().all() and scores["mine"][""][0] > 0 and "check" in scores
     for table in scores.values():
         for column in table.values():
             assert column[0] == column[0] and column[1] != column[1]

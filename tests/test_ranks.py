@@ -85,7 +85,6 @@ PRUNED = {
     "prune": "extreme",
     "prune_keep": 2,
     "advantage": "leave-one-out",
-    "min_nodes": 3,
     "splits": [0, 1, 3],
 }
 FUNNEL = {
@@ -107,7 +106,6 @@ SEEN = {
     "previews": "ode/2+x0",
     "advantage": "consistent-turns",
     "std": "pooled",
-    "min_nodes": 3,
 }
 TREES = {  # settings, and (processes, of them for each prompt)
     "81 leaves": (LEAVES81, [(2, 2), (4, 4)]),

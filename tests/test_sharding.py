@@ -81,7 +81,6 @@ PRUNED = {
     "prune_keep": 1,
     "train_fraction": 0.6,
     "advantage": "leave-one-out",
-    "min_nodes": 3,
 }
 FUNNEL = {
     "roots": 6,

@@ -51,7 +51,6 @@ def trainer(folder, **changes):
         "steps": 6,
         "evaluate_every": 0,
         "tracker": "none",
-        "pad_batches": False,
     }
     return Trainer(TrainConfig.from_dict(table | {"output": str(folder)} | changes))
 

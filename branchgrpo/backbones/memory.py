@@ -15,12 +15,8 @@ from torch import nn
 from .declarations import ENCODERS
 
 # %% ../../nbs/backbones/13_memory.ipynb #09b7f263
-def save_memory(
-    pipeline, slicing: bool = False, tiling: bool = False, offload: bool = False, device="cpu"
-) -> None:
-    "Turn on the VAE's slicing and tiling, and group offload (leaf by leaf) of VAE and encoders."
-    if slicing:
-        pipeline.vae.enable_slicing()
+def save_memory(pipeline, tiling: bool = False, offload: bool = False, device="cpu") -> None:
+    "Turn on the VAE's tiling, and group offload (leaf by leaf) of VAE and encoders."
     if tiling:
         pipeline.vae.enable_tiling()
     if not offload:

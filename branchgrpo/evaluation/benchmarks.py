@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['BENCHMARKS', 'geneval_layout', 'file_names', 'compbench_layout', 'strip_frames', 'numbered_through', 'vbench_layout',
-           'read_geneval', 'read_compbench', 'read_vbench', 'Benchmark', 'benchmark_contract', 'run_command',
-           'run_benchmark']
+           'read_geneval', 'read_compbench', 'read_vbench', 'Benchmark', 'run_command', 'run_benchmark']
 
 # %% ../../nbs/evaluation/03_benchmarks.ipynb #2c2d4801
 import json
@@ -15,13 +14,14 @@ import subprocess
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from PIL import Image
 
 from ..files import read_jsonl, write_text
 from ..prompts import rows_of
-from ..registry import Registry
+from ..registry import Registry, of_type
 
 # %% ../../nbs/evaluation/03_benchmarks.ipynb #85aa8514
 def geneval_layout(rows: list[dict], metadata: list[dict], source: Path, target: Path) -> None:
@@ -179,17 +179,7 @@ class Benchmark:
     command: str  # an example; {images} and {results} are filled in
 
 
-def benchmark_contract(entry: object, label: str) -> Benchmark:
-    "Return a benchmark. Raise `ValueError` if the object is none."
-    if not isinstance(entry, Benchmark):
-        raise ValueError(
-            f"{label} is of type {type(entry).__name__}, not a"
-            " branchgrpo.evaluation.benchmarks.Benchmark"
-        )
-    return entry
-
-
-BENCHMARKS = Registry("benchmark", "benchmarks", contract=benchmark_contract)
+BENCHMARKS = Registry("benchmark", "benchmarks", contract=partial(of_type, kind=Benchmark))
 
 # %% ../../nbs/evaluation/03_benchmarks.ipynb #cdc31bae
 BENCHMARKS.entries["geneval"] = Benchmark(

@@ -16,7 +16,7 @@ from typing import Any
 from .fields import Evaluation
 from .policies import is_run, unfinished_iteration
 from ..files import check_output, write_text
-from ..training.held_out import EVALUATION_BLOCK
+from .scores import EVALUATION_BLOCK
 from ..own import same_as_recorded
 from ..prompts import PromptSet
 from ..messages import first_of, reason

@@ -169,7 +169,7 @@ def load_run_policy(
     policy: Any = load_as_trained(settings.backbone, device, given)
     if whole and own:
         load_model(policy.denoiser, model / "model.safetensors")
-    policy.pad = getattr(settings, "pad_batches", False)
+    policy.pad = True  # as in its training
     # a run's images, its base's too, are drawn at its noise levels
     policy.shift = getattr(settings, "shift", 3.0)
     if table is None and weights == "trained" and settings.lora_rank:

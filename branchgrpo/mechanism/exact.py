@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['as_vector', 'moved_policy', 'path_end', 'decoded', 'scored', 'pathwise_gradient', 'step_derivatives',
            'edge_derivatives', 'projections', 'prompt_gradient', 'trained_parents', 'score_function_side',
-           'pathwise_side']
+           'trainer_gradient', 'pathwise_side']
 
 # %% ../../nbs/mechanism/01_exact.ipynb #b5f06edf
 import inspect
 import math
 from collections.abc import Collection, Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -181,6 +182,24 @@ def score_function_side(t: Trainer, iteration: int, direction: Tensor, delta: fl
     )
 
 # %% ../../nbs/mechanism/01_exact.ipynb #fb06a770
+def trainer_gradient(
+    t: Trainer, prompts: list[str], process: Transition, x: Tensor, **noisy: Any
+) -> Tensor:
+    """Return the exact gradient of a trainer's reward from the initial noises `x`; `noisy` as of
+    `pathwise_gradient`."""
+    conditioning = {k: v.clone() for k, v in t.conditioner(prompts).items()}
+    gradient, _ = pathwise_gradient(
+        t.learner,
+        t.scorer.reward,
+        prompts,
+        process=process,
+        conditioning=conditioning,
+        x=x,
+        **noisy,
+    )
+    return gradient
+
+
 def pathwise_side(t: Trainer, iteration: int, direction: Tensor, copies: int = 1) -> float:
     """Return the exact gradient of an iteration's prompts along a direction, with the rollout's
     noisy steps."""
@@ -191,15 +210,5 @@ def pathwise_side(t: Trainer, iteration: int, direction: Tensor, copies: int = 1
     shape = (len(prompts), *t.policy.latent_shape)
     x = torch.randn(shape, generator=generator)
     noise = {i: torch.randn(shape, generator=generator) for i in sorted(plan.drawn)}
-    conditioning = {k: v.clone() for k, v in t.conditioner(prompts).items()}
-    gradient, _ = pathwise_gradient(
-        t.learner,
-        t.scorer.reward,
-        prompts,
-        process=process,
-        conditioning=conditioning,
-        x=x,
-        noise=noise,
-        trained=plan.trained,
-    )
+    gradient = trainer_gradient(t, prompts, process, x, noise=noise, trained=plan.trained)
     return float(gradient @ direction)

@@ -231,16 +231,7 @@ def measure_reference(study: Study, t: Trainer) -> Reference:
         places = range(b * study.batch, (b + 1) * study.batch)
         prompts = [t.prompts.train[n % len(t.prompts.train)] for n in places]
         x = torch.randn(study.batch, *t.policy.latent_shape, generator=generator)
-        conditioning = {k: v.clone() for k, v in t.conditioner(prompts).items()}
-        gradient, _ = exact.pathwise_gradient(
-            t.learner,
-            t.scorer.reward,
-            prompts,
-            process=process,
-            conditioning=conditioning,
-            x=x,
-        )
-        found.append(gradient)
+        found.append(exact.trainer_gradient(t, prompts, process, x))
     return reference_of(torch.stack(found))
 
 # %% ../../nbs/mechanism/02_measure.ipynb #b26b1cdf

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['cost_of', 'changed_values', 'needed', 'count_parameters', 'Asked', 'memory_text', 'time_text', 'gpus_of', 'run_line',
-           'page_line', 'disk_lines', 'limit_lines', 'file_line', 'weight_lines', 'budget']
+           'page_line', 'disk_lines', 'limit_lines', 'weight_lines', 'budget']
 
 # %% ../../nbs/reproduction/07_budget.ipynb #844fb768
 import math
@@ -215,15 +215,6 @@ def limit_lines(runs: dict[str, Asked], limit: int) -> list[str]:
     head = f"time limit: {some} may reach {limit} hours (--hours) under Slurm; {what}"
     return [head, *lines] if lines else []
 
-# %% ../../nbs/reproduction/07_budget.ipynb #ea7af73b
-def file_line(needs: set[tuple[str, str, str]]) -> list[str]:
-    """Return one line of the names that a page needs, for the list at the end; none for a page
-    without."""
-    names: list[str] = []
-    for column in zip(*needs):
-        names += sorted(set(column))
-    return [f"      needs {', '.join(names)}"] if names else []
-
 # %% ../../nbs/reproduction/07_budget.ipynb #58b1974b
 def weight_lines(needs: set[tuple[str, str, str]]) -> list[str]:
     "Return one line per backbone, reward and prompt set: whether it is on this machine."
@@ -260,7 +251,8 @@ def budget(
         lines += [run_line(config, job, runs, of_run, tflops) for config in missing]
         if len(missing) < len(configs):
             lines.append(f"      {count_of(len(configs) - len(missing), 'run')} not trained")
-        lines += file_line(of_page)
+        names = [name for column in zip(*of_page) for name in sorted(set(column))]
+        lines += [f"      needs {', '.join(names)}"] if names else []
     sums = count_of(len(runs), "run")
     once = sum(run.gpu_hours for run in runs.values())
     if once:

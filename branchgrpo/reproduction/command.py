@@ -23,7 +23,6 @@ from ..messages import shown
 from ..settings import bounded, options
 
 if TYPE_CHECKING:  # a look at the options needs none of them
-    from branchgrpo.reproduction.launch import Launch
     from branchgrpo.reproduction.pages import Job
     from branchgrpo.reproduction.runs import Wanted
     from branchgrpo.reproduction.slurm import Tasks
@@ -197,12 +196,11 @@ def redrawn_lines(job: "Job", notebook: str, tables: bool) -> list[str]:
 def run_here(jobs: "list[Job]", o: PageOptions) -> int:
     "Make the missing runs, execute the notebooks, and print what failed."
     from branchgrpo.reproduction import schedule
-    from branchgrpo.reproduction.launch import Launch
     from branchgrpo.reproduction.pages import missing_runs
     from branchgrpo.reproduction.report import write_page
     from branchgrpo.reproduction.training import make_runs
 
-    launch = Launch(o.launch or "")
+    launch = o.launch or ""
     if o.only:
         return train_only(jobs, o.only, launch)
     gpus = o.gpus.split(",") if o.gpus else None
@@ -211,7 +209,7 @@ def run_here(jobs: "list[Job]", o: PageOptions) -> int:
     else:
         make_runs(jobs, o.jobs, gpus, launch)
         # a page would train a missing run in one process
-        lacking = [job for job in jobs if launch.command and missing_runs([job])]
+        lacking = [job for job in jobs if launch and missing_runs([job])]
         results = [
             schedule.Result(job.name, "failed", error="its runs are not finished")
             for job in lacking
@@ -282,11 +280,11 @@ def task_lists(todo: "list[Job]", launch: str, nodes: int | None, gpus: int) -> 
 def hand_to_slurm(jobs: "list[Job]", o: PageOptions, slurm: SlurmOptions) -> int:
     "Hand runs and notebooks to Slurm as job arrays, or show their scripts."
     from branchgrpo.machine.findings import without_hub
-    from branchgrpo.reproduction.slurm import executor_class, job_arrays, slurm_scripts, submit
+    from branchgrpo.reproduction.slurm import check_slurm, job_arrays, slurm_scripts, submit
 
     folder = f"{o.output}/slurm"
     if not o.dry_run:
-        executor_class("slurm")  # raises if there is no Slurm here
+        check_slurm()
     with without_hub() if o.dry_run else contextlib.nullcontext():
         lists = task_lists(jobs, o.launch or "", slurm.nodes, slurm.gpus_per_node)
         arrays = job_arrays(lists, o.scale, slurm.hours, slurm.slurm_options)
@@ -303,7 +301,7 @@ def hand_to_slurm(jobs: "list[Job]", o: PageOptions, slurm: SlurmOptions) -> int
     return 0
 
 # %% ../../nbs/reproduction/08_command.ipynb #41a593cb
-def train_only(jobs: "list[Job]", names: tuple[str, ...], launch: "Launch") -> int:
+def train_only(jobs: "list[Job]", names: tuple[str, ...], launch: str) -> int:
     "Train or find some runs of the notebooks. Raise `ValueError` if no notebook has one of them."
     from branchgrpo.reproduction.pages import wanted_runs
     from branchgrpo.reproduction.training import get_or_train

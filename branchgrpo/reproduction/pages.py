@@ -27,7 +27,6 @@ from branchgrpo.reproduction.runs import (
     cache_key,
     hashed_settings,
     is_finished,
-    is_readable,
 )
 from ..training.config import TrainConfig
 from ..training.resolve import resolve
@@ -318,8 +317,7 @@ def missing_runs(todo: list[Job]) -> Wanted:
     """
     missing: Wanted = {}
     for path, (config, root) in wanted_runs([job for job in todo if not job.done]).items():
-        readable = path.exists() and is_readable(Run(path), checkpoint=False)
-        if not (readable and is_finished(Run(path), config.iterations)):
+        if not is_finished(Run(path), config.iterations):
             missing[path] = (config, root)
     return missing
 

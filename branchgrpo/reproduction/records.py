@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ROWS', 'SCHEMA', 'Runs', 'cells_of', 'write_runs', 'read_runs', 'record_path', 'table_of', 'read_record',
-           'write_record', 'RecordedRun', 'run_from_record', 'recorded_runs', 'run_record']
+           'write_record', 'RecordedRun', 'recorded_runs', 'run_record']
 
 # %% ../../nbs/reproduction/01_records.ipynb #edb3eae0
 import json
@@ -133,21 +133,17 @@ class RecordedRun:
     seconds_per_iteration: float | None = None
 
 # %% ../../nbs/reproduction/01_records.ipynb #ed5cc9e8
-def run_from_record(run: dict[str, Any]) -> RecordedRun:
-    "Return a run of a record."
-    info = {"settings": run["settings"], "device": run.get("device")}
-    return RecordedRun(
-        run["run"], run["evaluations"], run["metrics"], info, run["seconds_per_iteration"]
-    )
-
-
 def recorded_runs(record: dict[str, Any]) -> dict[str, list[RecordedRun]]:
     "Return the runs of a record by label, seed by seed. Raise `ValueError` if it has none."
     if "runs" not in record:
         raise ValueError("record: it holds no runs")
     runs: dict[str, list[RecordedRun]] = {}
     for label, seeds in record["runs"].items():
-        runs[label] = [run_from_record(run) for run in seeds.values()]
+        runs[label] = []
+        for run in seeds.values():
+            info = {"settings": run["settings"], "device": run.get("device")}
+            rows = run["evaluations"], run["metrics"]
+            runs[label].append(RecordedRun(run["run"], *rows, info, run["seconds_per_iteration"]))
     return runs
 
 # %% ../../nbs/reproduction/01_records.ipynb #8548e748

@@ -4,21 +4,16 @@
 
 # %% auto #0
 __all__ = ['Result', 'PageLines', 'run_notebook', 'mark_done', 'page_lock', 'execute', 'execute_now', 'why', 'put_page_in_place',
-           'execute_in_subprocess', 'result_line', 'run_all', 'redrawn_job', 'redraw']
+           'as_they_end', 'result_line', 'run_all', 'redrawn_job', 'redraw']
 
 # %% ../../nbs/reproduction/05_schedule.ipynb #f6aedd91
 import contextlib
 import glob
-import multiprocessing
 import os
-import queue
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import (
-    ThreadPoolExecutor,
-    as_completed,
-)
+from concurrent.futures import as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,10 +21,10 @@ import nbformat
 from filelock import FileLock, Timeout
 
 from ..files import in_words, refusal
-from .launch import PROGRESS, end_with_parent
+from .launch import PROGRESS
 from .pages import Job, check_parameters
 from .records import read_record, record_path, recorded_runs
-from .workers import minutes_left, say, worker_environments
+from .workers import minutes_left, say, worker_environments, worker_pool
 
 # %% ../../nbs/reproduction/05_schedule.ipynb #c690a542
 @dataclass
@@ -160,46 +155,20 @@ def put_page_in_place(running: Path, target: Path) -> None:
         running.unlink()
 
 # %% ../../nbs/reproduction/05_schedule.ipynb #2cfe4ef0
-def _execute_and_send(job: Job, environment: dict[str, str], sender) -> None:
-    "Execute a page and send its `Result`: what a page's own process does."
-    end_with_parent()
-    os.environ.update(environment)
-    sender.send(execute(job))
-
-
-def execute_in_subprocess(job: Job, environment: dict[str, str]) -> Result:
-    """Execute a page in a process of its own with `environment` added; the death of the process is
-    a failed page."""
-    spawn = multiprocessing.get_context("spawn")
-    receiver, sender = spawn.Pipe(duplex=False)
-    process = spawn.Process(target=_execute_and_send, args=(job, environment, sender))
-    process.start()
-    sender.close()
-    try:
-        result = receiver.recv()
-    except EOFError:  # the process died
-        result = None
-    process.join()
-    return result or Result(
-        job.name, "failed", error=f"its process ended with code {process.exitcode}"
-    )
-
-# %% ../../nbs/reproduction/05_schedule.ipynb #bb616a18
-def _run_job(
-    job: Job, free: queue.SimpleQueue, several: bool, log: Callable[[str], None]
-) -> Result:
-    """Execute a page with an environment that is free: in this process, or one of `several` in a
-    process of its own."""
-    if job.done:
-        return Result(job.name, "found", notebook=str(job.executed))
-    environment = free.get()
-    try:
-        if several:
-            return execute_in_subprocess(job, environment)
-        os.environ.update(environment)
-        return execute(job, log)
-    finally:
-        free.put(environment)
+def as_they_end(
+    todo: list[Job], environments: list[dict[str, str]], log: Callable[[str], None]
+) -> Iterator[Result]:
+    "Yield the results of pages: one after the other in this process, or on several workers."
+    if len(environments) == 1:
+        os.environ.update(environments[0])
+        yield from (execute(job, log) for job in todo)
+        return
+    with worker_pool(environments) as pool:
+        futures = {pool.submit(execute, job): job for job in todo}
+        for future in as_completed(futures):
+            error = future.exception()  # of a worker that died
+            failed = Result(futures[future].name, "failed", error=str(error))
+            yield failed if error else future.result()
 
 # %% ../../nbs/reproduction/05_schedule.ipynb #b256c7fd
 def result_line(result: Result) -> str:
@@ -215,25 +184,14 @@ def run_all(
 ) -> list[Result]:
     """Execute pages, with one line per page and the time left; a failed page does not stop the
     others."""
-    environments = worker_environments(workers, gpus)
     started = time.monotonic()
     results = []
-    free: queue.SimpleQueue = queue.SimpleQueue()
-    for environment in environments:
-        free.put(environment)
-    several = len(environments) > 1
-    with ThreadPoolExecutor(len(environments)) as pool:
-        for future in as_completed(
-            [pool.submit(_run_job, job, free, several, log) for job in todo]
-        ):
-            result = future.result()
-            n = len(results) + 1
-            results.append(result)
-            error = f"   {result.error}" if result.error else ""
-            log(
-                f"{n:3}/{len(todo)}  {result_line(result)}  "
-                f" {minutes_left(started, n, len(todo))}{error}"
-            )
+    for result in as_they_end(todo, worker_environments(workers, gpus), log):
+        results.append(result)
+        n = len(results)
+        left = minutes_left(started, n, len(todo))
+        error = f"   {result.error}" if result.error else ""
+        log(f"{n:3}/{len(todo)}  {result_line(result)}   {left}{error}")
     return results
 
 # %% ../../nbs/reproduction/05_schedule.ipynb #c18d333a

@@ -203,7 +203,7 @@ def roll(
     "Return the trees of an iteration's prompts, and the reverse process that drew them."
     s = c.settings
     process = process_of(s, c.policy, iteration)
-    predict = SharedPredictor(c.policy, conditioning, s.max_batch, s.pad_batches, c.group)
+    predict = SharedPredictor(c.policy, conditioning, s.max_batch, True, c.group)
     plan = c.plan(iteration) if c.plan else plan_of(s, iteration)
     dtype = DTYPES[s.mixed_precision]
     tree = rollout(plan, predict, process, judge.noise, sibling_s(s), dtype=dtype, judge=judge)

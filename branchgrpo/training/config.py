@@ -29,7 +29,6 @@ class RunSettings:
     negative_prompt: str | None = None
     # a name, a sum 0.7*hps-v2.1+0.3*clip, norm(a+b), or your own: my_package.scores:redness
     reward: str = "tiny-geneval"
-    reward_retries: int = bounded(2, 0)  # further calls of a reward that fails
     # the run stops if a larger share of prompts has no finite reward
     max_unscored: float = bounded(0.5, 0, below=1)
     # a name, a .txt or .jsonl file, a folder, a hub data set, or my_file.py:f
@@ -52,8 +51,6 @@ class RecordSettings:
     keep_every: int = bounded(0, 0)  # checkpoints of every n-th iteration are kept too; 0: none
     # iterations between kept trees; none: evaluate_every; 0: never
     tree_every: int | None = bounded(None, 0)
-    # the run stops after so many iterations in a row whose gradient is not finite
-    max_skipped: int = bounded(10, 1)
     # none, or any that accelerate knows: wandb, trackio, mlflow, comet_ml
     tracker: str = "tensorboard"
 
@@ -74,7 +71,6 @@ class MemorySettings:
     train_batch: int | None = bounded(None, 1, 100_000)  # the same for the update; none: max_batch
     # images per VAE call; none: what 4 GB hold, at most 64 (clips: 8)
     decode_batch: int | None = bounded(None, 1)
-    vae_slicing: bool = False  # decode one image at a time
     vae_tiling: bool = False  # decode large images in tiles (changes their seams)
     offload: bool = False  # autoencoder and text encoders wait on the CPU, layer by layer
     # folder of prompt embeddings; the text encoders then leave the device
@@ -90,12 +86,8 @@ class SpeedSettings:
     # attention kernel, by diffusers' name: _native_cudnn, flash, sage; none: its default
     attention: str | None = None
     tf32: bool = False  # TensorFloat-32 for matrix products of what stays float32 (rewards, VAE)
-    # fill every batch up to max_batch, so that rollout and update use the same kernels
-    pad_batches: bool = True
     # log-densities before training once more, by the kernels of the update
     recompute_old: bool = False
-    # with gradient_checkpointing: every n-th block is computed again
-    checkpoint_blocks: int = bounded(1, 1)
 
 # %% ../../nbs/training/00_config.ipynb #5pee2c0de
 @dataclass(frozen=True)

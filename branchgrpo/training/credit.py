@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['STEP_WEIGHTS', 'STEP_UNITS', 'LOSS_MEANS', 'counted_leaves', 'fusion_beta', 'fused_values', 'advantages_of',
-           'checked_weight', 'step_weight_contract', 'equal', 'std', 'inverse_gradient', 'inverse_step', 'raw_weight',
-           'mean_weight', 'weights_of_steps', 'weighted_advantages', 'check_step_weights', 'trained_edges', 'deal',
-           'checked_steps', 'step_unit_contract', 'of_prompts', 'of_edges', 'of_trajectories', 'step_of_edges',
-           'mask_of_step', 'assign_credit']
+           'checked_weight', 'equal', 'std', 'inverse_gradient', 'inverse_step', 'raw_weight', 'mean_weight',
+           'weights_of_steps', 'weighted_advantages', 'check_step_weights', 'trained_edges', 'deal', 'checked_steps',
+           'of_prompts', 'of_edges', 'of_trajectories', 'step_of_edges', 'mask_of_step', 'assign_credit']
 
 # %% ../../nbs/training/07_credit.ipynb #54e7f9cc
+from functools import partial
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -83,7 +83,7 @@ def advantages_of(
     normalised as it is."""
     beta = fusion_beta(s, tree)
     options = CreditOptions(
-        beta, s.weights, leaf_mask, sibling_s(s), s.std, s.min_nodes, reduce, previews=previews
+        beta, s.weights, leaf_mask, sibling_s(s), s.std, reduce, previews=previews
     )
     if s.reward_sum == "together" or parts is None or len(parts) < 2:
         return estimate_advantages(tree, rewards, s.advantage, options, s.advantage_clip)
@@ -101,12 +101,11 @@ def checked_weight(found: Any, label: str, process: Transition, step: int) -> fl
         ) from None
 
 
-def step_weight_contract(entry: object, label: str) -> Any:
-    "Return a rule as it is used. Raise `ValueError` if it is no function of a process and a step."
-    return rule_of(entry, label, ("process", "step"), checked_weight)
-
-
-STEP_WEIGHTS = Registry("step_weights", "step_weights", contract=step_weight_contract)
+STEP_WEIGHTS = Registry(
+    "step_weights",
+    "step_weights",
+    contract=partial(rule_of, names=("process", "step"), check=checked_weight),
+)
 
 # %% ../../nbs/training/07_credit.ipynb #58c1cb34
 @STEP_WEIGHTS.register("equal")
@@ -260,12 +259,11 @@ def checked_steps(
     return depths
 
 
-def step_unit_contract(entry: object, label: str) -> Any:
-    "Return a unit as it is used. Raise `ValueError` if it takes other values."
-    return rule_of(entry, label, ("tree", "edge_mask", "parts", "noise"), checked_steps)
-
-
-STEP_UNITS = Registry("step_unit", "units", contract=step_unit_contract)
+STEP_UNITS = Registry(
+    "step_unit",
+    "units",
+    contract=partial(rule_of, names=("tree", "edge_mask", "parts", "noise"), check=checked_steps),
+)
 # a step's loss is the mean of its edges; or also divided by a tree's edges
 LOSS_MEANS = ("step", "step*tree")
 

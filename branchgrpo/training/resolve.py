@@ -36,7 +36,7 @@ from ..plan import RolloutPlan
 from branchgrpo.planning import (
     at_places,
     check_process,
-    noise_factors,
+    scaled_noise_steps,
     plan_of,
     process_of,
     taken_steps,
@@ -470,7 +470,7 @@ def check_noise_settings(s: MethodSettings) -> None:
     """Raise `ValueError` if η or a factor draws no noise or more than its transition takes, or `s`
     scales none."""
     for at in at_places(s) if s.noise_factors else ():
-        factors = noise_factors(at)
+        factors = scaled_noise_steps(at)
         for step in sorted(drawn_steps(at, plan_of(at)) & factors.keys()):
             if not factors[step]:
                 raise too_little_noise_error(at, step, 0.0)

@@ -43,13 +43,8 @@ def make_scorers(
     s: Settings, reward: Reward | str | None, device
 ) -> tuple[Scorer, dict[str, Scorer]]:
     "Return the scorer of the trained reward, and those of the held-out rewards by name."
-    trained = Scorer(
-        load_reward(s.reward if reward is None else reward, device=device), s.reward_retries
-    )
-    others = {
-        name: Scorer(load_reward(name, device=device), s.reward_retries)
-        for name in listed(s.held_out)
-    }
+    trained = Scorer(load_reward(s.reward if reward is None else reward, device=device))
+    others = {name: Scorer(load_reward(name, device=device)) for name in listed(s.held_out)}
     return trained, others
 
 # %% ../../nbs/training/05_scoring.ipynb #100c0f10

@@ -49,7 +49,7 @@ from .runs import Run, RunLock, check_folder, open_run, prompts_of_run, rewind
 from .stop import Preempted, StopSignal
 from .scoring import make_scorers
 from .speed import gathered, use_one_thread
-from .summary import tell_script
+from .summary import end_lines, tell_script
 from .tracking import TrackedRun
 from .update import TooManySkipped, check_mismatch, update
 
@@ -413,8 +413,12 @@ class Trainer(ResumableRun):
         Raises `Preempted` after a signal, with all saved."""
         run = self.train()
         if not quiet:
-            tell_script(self, run)
+            tell_script(self.end_lines(run), self.accelerator)
         return run
+
+    def end_lines(self, run: Run) -> list[str]:
+        "Return what the training ends with, line by line."
+        return end_lines(run, self.prompts, self.progress.iteration)
 
     def train(self) -> Run:
         "Train to the end: the loop."

@@ -19,11 +19,10 @@ CACHE = "branchgrpo.reproduction.training"
 CONFIG = TrainConfig.from_dict(CACHED | {"output": ""})
 GET = """
 import json, sys
-from branchgrpo.reproduction.launch import Launch
 from branchgrpo.reproduction.training import get_or_train
 from branchgrpo.training.config import TrainConfig
-launch = Launch(sys.argv[3])
-print(get_or_train(TrainConfig.from_dict(json.loads(sys.argv[1])), sys.argv[2], launch=launch).path)
+config = TrainConfig.from_dict(json.loads(sys.argv[1]))
+print(get_or_train(config, sys.argv[2], launch=sys.argv[3]).path)
 """
 
 
@@ -119,7 +118,7 @@ def test_killed_in_the_training_that_the_cache_launched(tmp_path, cached, noted)
 
 def test_killed_after_the_cache_has_launched_a_training(tmp_path, cached, noted):
     "The launched process ends with its parent, and holds the lock until then."
-    started = {"at": "branchgrpo.reproduction.launch:started", "when": "after"}
+    started = {"at": "branchgrpo.reproduction.launch:start_command", "when": "after"}
     code, log = get(tmp_path / "runs", started, launch=sys.executable)
     assert code == -9, log
     assert got(tmp_path / "runs", cached)[1:] == [run_folder(CONFIG, "").name]

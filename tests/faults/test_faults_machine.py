@@ -319,7 +319,7 @@ import time
 real, shift = time.time, [0.0]
 time.time = lambda: real() + shift[0]
 time.time_ns = lambda: int((real() + shift[0]) * 1e9)
-from branchgrpo.reproduction.workers import IterationCount, progress_line
+from branchgrpo.reproduction.workers import IterationCount
 count = IterationCount({ROOT / "run": 3})
 jumps = {1: -86400.0, 2: 365 * 86400.0}
 for call, seconds in jumps.items():
@@ -329,7 +329,7 @@ found["run"] = train(ROOT / "run", iterations=2)
 found["resumed"] = train(ROOT / "run")
 metrics = (ROOT / "run/metrics.jsonl").read_text().splitlines()
 found["seconds"] = [json.loads(l)["seconds"] for l in metrics]
-found["line"] = progress_line(count, [ROOT / "run"])
+found["line"] = count.line([ROOT / "run"])
 shift[0] = 0.0
 train(ROOT / "whole")
 found["same"] = same(ROOT / "run", ROOT / "whole")

@@ -23,7 +23,7 @@ from branchgrpo.cli import main
 from branchgrpo.evaluation.benchmarks import compbench_layout, geneval_layout, vbench_layout
 from branchgrpo.prompts import from_path
 from branchgrpo.reproduction.figures import side_by_side
-from branchgrpo.reproduction.launch import Launch, train_in_subprocess
+from branchgrpo.reproduction.launch import train_in_subprocess
 from branchgrpo.reproduction.markdown import markdown_table
 from branchgrpo.reproduction.pages import jobs, new_page, page_arms
 from branchgrpo.reproduction.runs import cache_key
@@ -239,13 +239,13 @@ def test_no_shell_reads_the_launch_command(tmp_path, monkeypatch, noted):
     monkeypatch.chdir(tmp_path)
     Path("echo.py").write_text("import json, sys\njson.dump(sys.argv, open('words.json', 'w'))")
     monkeypatch.setenv("HEAD", "node; touch EVIL `touch EVIL` $(touch EVIL) | touch EVIL > EVIL")
-    launch = Launch(f"{sys.executable} echo.py $HEAD && touch EVIL")
+    launch = f"{sys.executable} echo.py $HEAD && touch EVIL"
     train_in_subprocess(TrainConfig(output="run $(touch EVIL)"), launch)
     words = json.loads(Path("words.json").read_text())
     assert (
         words[1:3] == ["node;", "touch"]
         and "&&" in words
-        and words[-1] == "run $(touch EVIL)/log-0.yaml"
+        and words[-1] == "run $(touch EVIL)/log.yaml"
     )
     assert not EVIL.exists()
     for text in ("account=x\nrm -rf ~", "account=x\r--wrap=evil", "x\n#SBATCH=y", "a b=c"):

@@ -201,11 +201,9 @@ METHOD = [
 MORE = [
     "max_batch",
     "train_batch",
-    "pad_batches",
     "recompute_old",
     "decode_batch",
     "max_unscored",
-    "max_skipped",
 ]
 # a large one only takes long
 COSTLY = {"passes", "steps_per_pass", "prompts_per_iteration", "lora_rank"}
@@ -328,14 +326,12 @@ def credit(draw) -> dict:
         "s": st.sampled_from([0.0, 0.5, 1.0, 4.0, float("inf")]),
         "eta": st.sampled_from([0.1, 0.3, 0.7, 1.0]),
         "shift": st.sampled_from([0.5, 1.0, 3.0]),
-        "min_nodes": st.integers(0, 5),
         "advantage_clip": st.sampled_from([0.5, 5.0, float("inf")]),
         "train_fraction": st.sampled_from([0.1, 0.6, 1.0]),
         "prune_keep": st.integers(1, 3),
         "kl": st.sampled_from([0.0, 0.01]),
         "passes": st.integers(1, 2),
         "steps_per_pass": st.integers(1, 3),
-        "pad_batches": st.booleans(),
         "max_batch": st.sampled_from([None, 1, 2, 5]),
         "train_batch": st.sampled_from([None, 1, 3]),
         "recompute_old": st.booleans(),
@@ -492,9 +488,7 @@ def advantages(
     tree: Tree, rewards: Tensor, s, mask: Tensor, clip=None, previews=None
 ) -> list[Tensor]:
     beta = fusion_beta(s, tree)
-    options = CreditOptions(
-        beta, s.weights, mask, sibling_s(s), s.std, s.min_nodes, previews=previews
-    )
+    options = CreditOptions(beta, s.weights, mask, sibling_s(s), s.std, previews=previews)
     return estimate_advantages(tree, rewards, s.advantage, options, clip)
 
 
@@ -533,7 +527,6 @@ def check_credit(s, tree: Tree, rewards: Tensor, mask: Tensor, found: list[Tenso
         star
         and s.advantage == "depthwise"
         and s.std == "own"
-        and not s.min_nodes
         and mask.all()
         and tree.plan.leaves > 1
     ):
@@ -637,7 +630,7 @@ def check_gradient(t: Trainer, rolled) -> Tensor:
     )
     for changes in (
         {"max_batch": 1, "train_batch": None},
-        {"max_batch": None, "train_batch": 4, "pad_batches": True},
+        {"max_batch": None, "train_batch": 4},
     ):
         other, counts = gradient(t, rolled, mask, **changes)
         assert ((other - whole).abs() <= room).all() and counts["calls"] == stats["calls"]
@@ -762,7 +755,7 @@ class Watched:
 
 def padded(width: int, s) -> int:
     "Return the rows of a depth's calls with batches filled up to `max_batch`."
-    return width if not (s.pad_batches and s.max_batch) else -(-width // s.max_batch) * s.max_batch
+    return width if not s.max_batch else -(-width // s.max_batch) * s.max_batch
 
 
 def check_plan(t: Trainer, iteration: int, ranks: int, seed: int) -> None:
@@ -839,7 +832,7 @@ def check_step(t: Trainer, rolled, watched: Watched, iteration: int) -> None:
     assert watched.steps == row["optimiser_steps"] == s.passes * full
     assert row["edges"] == sum(int(m.sum()) for m in rolled.edge_mask)
     assert row["skipped_steps"] == 0 and row["rollout_mismatch"] < 1e-2
-    if not (s.pad_batches and (s.train_batch or s.max_batch)) and full == len(parts):
+    if not (s.train_batch or s.max_batch) and full == len(parts):
         assert watched.trained == row["trained_calls"]
     for name in ("loss", "grad_norm", "ratio", "reward", "reward_std"):
         assert torch.tensor(row[name]).isfinite() or (

@@ -246,7 +246,7 @@ def test_a_task_of_a_cluster_writes_no_key(server, tmp_path, monkeypatch, noted)
     assert len(job.results()) == 1
     assert SECRETS[TOKEN].encode() in server.posts[0], "the task has the key"
     written = {path.suffix for path in (tmp_path / "slurm").rglob("*")}
-    assert {".pkl", ".out", ".err"} <= written and list(tmp_path.glob("runs/*/log-0.yaml"))
+    assert {".pkl", ".out", ".err"} <= written and list(tmp_path.glob("runs/*/log.yaml"))
     assert found_in(tmp_path) == []
     noted(
         "keys are set where a run is handed to a cluster",
