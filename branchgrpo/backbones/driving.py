@@ -88,7 +88,7 @@ def with_steps(
     new.set_timesteps, new.step = set_timesteps, step
     return new
 
-# %% ../../nbs/backbones/17_driving.ipynb #136be3cd
+# %% ../../nbs/backbones/17_driving.ipynb #1a2644cc
 @functools.cache
 def driven_class(kind: type) -> type:
     "Return a pipeline's class that works on the device that it is told."
@@ -123,7 +123,7 @@ class Loop:
 
     pipeline: Any
     scheduler: Any  # that takes its steps
-    denoisers: dict[str, nn.Module]  # by their names in the pipeline
+    denoisers: dict[str, Any]  # modules by their names in the pipeline
 
     @property
     def device(self) -> torch.device:
@@ -140,7 +140,7 @@ class Loop:
         "Call the pipeline; return what it returns, or what a `Stop` brings."
         pipeline = self.pipeline
         takes = inspect.signature(loop_of(pipeline)).parameters
-        more = {"return_dict": False} if "return_dict" in takes else {}
+        more: dict[str, Any] = {"return_dict": False} if "return_dict" in takes else {}
         if "generator" in takes:  # the caller's random numbers stay as they are
             more["generator"] = torch.Generator().manual_seed(0)
         parts.setdefault("scheduler", with_steps(self.scheduler, on_step, times))

@@ -187,7 +187,7 @@ def check_steps_of(
         checked.keep("latents", error)
     return x
 
-# %% ../../nbs/backbones/19_self_check.ipynb #89820742
+# %% ../../nbs/backbones/19_self_check.ipynb #ef67fae8
 ORDER = (0, 1, 1, 2, 0)  # of the prompts of a batch: repeated, and of three lengths
 
 
@@ -201,11 +201,12 @@ def check_rows(policy: Any, checked: Checked, latents: Tensor, limits: Limits) -
     alone = torch.cat(
         [policy.predict(x[n : n + 1], t, policy.encode([p])) for n, p in enumerate(prompts)]
     )
+    error = torch.inf
     if not policy.learned.alone:
         try:
             error = gap(policy.predict(x, t, policy.encode(prompts)), alone)
         except (RuntimeError, ValueError, TypeError, IndexError) as failure:
-            error, policy.learned.alone = torch.inf, reason(failure)
+            policy.learned.alone = reason(failure)
         if error > limits.among:
             policy.learned.alone = policy.learned.alone or f"rows of a batch differ by {error:.2g}"
     if policy.learned.alone:
@@ -237,14 +238,15 @@ def check_images_of(
         policy.learned.decodes_alone = True
         checked.notes.append("images are decoded one at a time")
 
-# %% ../../nbs/backbones/19_self_check.ipynb #527d2659
+# %% ../../nbs/backbones/19_self_check.ipynb #218050ff
 @contextmanager
 def without_checkpointing(denoiser: nn.Module) -> Iterator[bool]:
     "Turn gradient checkpointing off for a while; yield whether it was on."
+    parts: list[Any] = list(denoiser.modules())
     before = [
-        (m, m.gradient_checkpointing)
-        for m in denoiser.modules()
-        if hasattr(m, "gradient_checkpointing")
+        (part, part.gradient_checkpointing)
+        for part in parts
+        if hasattr(part, "gradient_checkpointing")
     ]
     for module, _ in before:
         module.gradient_checkpointing = False

@@ -32,6 +32,7 @@ from ..own_calls import NUMBERS, as_before, copied
 from ..prompts import load_prompts
 from ..rewards.contract import Reward, tell_frame_rate
 from ..rewards.scorer import Scorer
+from .checks import checks_of, policy_and_sizes
 from .checkpoints import Progress, Saver, delete_old, load_checkpoint
 from .checkpoint_files import remove_leftovers
 from .collection import Collector, TooManyUnscored, collect
@@ -138,8 +139,9 @@ class ProgressBar(Callback):
         self.said = time.monotonic()
         delay, disable = (math.inf, False) if self.in_log else (0.0, None if shows else True)
         first = trainer.progress.iteration
-        if trainer.base and shows and not in_notebook():
-            print(trainer.base, file=sys.stderr, flush=True)
+        for line in (trainer.base, *trainer.checks) if shows and not in_notebook() else ():
+            if line:
+                print(line, file=sys.stderr, flush=True)
         self.bar = tqdm(
             desc=s.recipe, total=s.iterations, initial=first, delay=delay, disable=disable
         )
@@ -212,7 +214,7 @@ class Iterations:
         prompts=None,
         callbacks: Sequence[Callback] = (),
     ):
-        policy = given_policy(config.backbone, policy)
+        policy, config = policy_and_sizes(config, given_policy(config.backbone, policy))
         self.settings: Settings = resolve(config, policy, reward, prompts)
         self.base = fit_of(config, policy)  # what the model changes of the published recipe
         check_folder(self.settings.output)
@@ -240,6 +242,7 @@ class Iterations:
             s, self.prompts, self.conditioner, self.scorer, self.held_out, self.accelerator
         )
         self.learner = make_learner(self.policy, s, self.accelerator)
+        self.checks = checks_of(s, self.policy, self.accelerator)
         tracking = [] if s.tracker == "none" else [Tracking()]
         self.callbacks: list[Callback] = [ProgressBar(), *tracking, *callbacks]
         self.progress = Progress()
@@ -328,7 +331,8 @@ class ResumableRun(Iterations):
             if not self.is_done(run):
                 self.lock.take()
             base = None if self.base is None else self.base.to_dict()
-            open_run(run.path, settings, prompts=self.prompts, base=base)
+            checks = [checked.to_dict() for checked in self.checks]
+            open_run(run.path, settings, prompts=self.prompts, base=base, checks=checks)
 
         from_main(self.accelerator, open_alone)
         if any_process(self.accelerator, not (run.path / "run.json").exists()):
