@@ -191,6 +191,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                     'branchgrpo/backbones/any_pipeline.py'),
                                                    'branchgrpo.backbones.any_pipeline.AnyPolicy.__init__': ( 'backbones/any_pipeline.html#anypolicy.__init__',
                                                                                                              'branchgrpo/backbones/any_pipeline.py'),
+                                                   'branchgrpo.backbones.any_pipeline.AnyPolicy.check_once': ( 'backbones/any_pipeline.html#anypolicy.check_once',
+                                                                                                               'branchgrpo/backbones/any_pipeline.py'),
                                                    'branchgrpo.backbones.any_pipeline.AnyPolicy.content': ( 'backbones/any_pipeline.html#anypolicy.content',
                                                                                                             'branchgrpo/backbones/any_pipeline.py'),
                                                    'branchgrpo.backbones.any_pipeline.AnyPolicy.drawing': ( 'backbones/any_pipeline.html#anypolicy.drawing',

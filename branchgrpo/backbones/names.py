@@ -159,7 +159,7 @@ def unknown_family(name: str, index: object) -> type:
         what = f"is a {kind}, which diffusers {diffusers.__version__} does not have"
         raise ValueError(f"backbone: {name!r} {what}; known are {', '.join(FAMILIES.names())}")
     try:
-        config: Any = diffusers.SchedulerMixin.load_config(folder_of(name), subfolder="scheduler")
+        config: Any = diffusers.DDIMScheduler.load_config(folder_of(name), subfolder="scheduler")
     except PIPELINE_ERRORS as error:
         raise pipeline_error(name, error) from None
     parts = tuple(part for part, of in table.items() if isinstance(of, list) and any(of))

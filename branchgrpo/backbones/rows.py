@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['Growth', 'growth_of', 'joined', 'resized', 'without_gradient', 'flat', 'Pattern', 'together']
 
-# %% ../../nbs/backbones/16_rows.ipynb #b2dc1e7e
+# %% ../../nbs/backbones/16_rows.ipynb #90b94185
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -76,10 +76,10 @@ def without_gradient(growth: Growth, leaf: Any, parts: set[int], rows: int) -> A
     pieces = enumerate(leaf.split(rows, growth.axis))
     return torch.cat([row.detach() if n in parts else row for n, row in pieces], growth.axis)
 
-# %% ../../nbs/backbones/16_rows.ipynb #e09a87fd
-def flat(tree: Any) -> tuple[list[Any], TreeSpec]:
-    "Return the leaves of a tree, and what puts them together again; a list is one leaf."
-    return tree_flatten(tree, is_leaf=lambda node: isinstance(node, list))
+# %% ../../nbs/backbones/16_rows.ipynb #ab481f14
+def flat(tree: Any, lists_grow: bool = True) -> tuple[list[Any], TreeSpec]:
+    "Return the leaves of a tree, and what puts them together again; a list that grows is a leaf."
+    return tree_flatten(tree, is_leaf=lambda node: lists_grow and isinstance(node, list))
 
 
 @dataclass(frozen=True)
@@ -89,14 +89,16 @@ class Pattern:
     leaves: list[Any]
     spec: TreeSpec
     growths: list[Growth]
+    lists_grow: bool = True
 
     @classmethod
     def of(cls, one: Any, two: Any) -> "Pattern":
         "Return the pattern of a tree of one row and of two. Raises `ValueError` as `growth_of`."
-        (leaves, spec), (others, other) = flat(one), flat(two)
+        lists_grow = flat(one, False)[1] != flat(two, False)[1]
+        (leaves, spec), (others, other) = flat(one, lists_grow), flat(two, lists_grow)
         if spec != other:
             raise ValueError("two prompts have another tree than one")
-        return cls(leaves, spec, [growth_of(a, b) for a, b in zip(leaves, others)])
+        return cls(leaves, spec, [growth_of(a, b) for a, b in zip(leaves, others)], lists_grow)
 
     def each(self, change: Callable[[Growth, Any], Any]) -> Any:
         "Return the tree with `change(growth, leaf)` in place of each leaf."
@@ -104,13 +106,13 @@ class Pattern:
 
     def changed(self, tree: Any, change: Callable[[Growth, Any], Any]) -> Any:
         "Return another tree of this form with `change(growth, leaf)` in place of each leaf."
-        return Pattern(flat(tree)[0], self.spec, self.growths).each(change)
+        return replace(self, leaves=flat(tree, self.lists_grow)[0]).each(change)
 
     def named(self, tree: Any, prefix: str = "") -> dict[str, Tensor]:
         """Return the tensors of one row, by name: `2` is the third leaf, `2.0` the first of a list.
 
         Raises `ValueError` if the tree has another form, or if something else differs."""
-        leaves, spec = flat(tree)
+        leaves, spec = flat(tree, self.lists_grow)
         if spec != self.spec:
             raise ValueError("it has another tree")
         found = {}
