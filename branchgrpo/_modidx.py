@@ -437,6 +437,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'branchgrpo/backbones/names.py'),
                                             'branchgrpo.backbones.names.folder_of': ( 'backbones/names.html#folder_of',
                                                                                       'branchgrpo/backbones/names.py'),
+                                            'branchgrpo.backbones.names.has_experts': ( 'backbones/names.html#has_experts',
+                                                                                        'branchgrpo/backbones/names.py'),
                                             'branchgrpo.backbones.names.is_hub_model': ( 'backbones/names.html#is_hub_model',
                                                                                          'branchgrpo/backbones/names.py'),
                                             'branchgrpo.backbones.names.local_file': ( 'backbones/names.html#local_file',

@@ -422,7 +422,12 @@ def lumina2():
     return diffusers.Lumina2Pipeline(
         transformer=seeded(transformer),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
-        vae=small_vae(latent_channels=4, shift_factor=0.0609, scaling_factor=1.5035),
+        vae=small_vae(
+            latent_channels=4,
+            shift_factor=0.0609,
+            scaling_factor=1.5035,
+            block_out_channels=[4, 4, 4, 4],
+        ),
         text_encoder=transformers.Gemma2Model(config).eval(),
         tokenizer=tokenizer("<s> $A", 256),
     )

@@ -155,26 +155,27 @@ class Loop:
             stop.__traceback__ = None  # frees the call's frames, and their tensors
             return stop.value
 
-# %% ../../nbs/backbones/17_driving.ipynb #046dfebc
+# %% ../../nbs/backbones/17_driving.ipynb #14636352
 def body_output(
     loop: Loop,
     given: dict[str, Any],
     latents: Tensor,
-    times: Tensor,  # of the loop's steps: the last is that of `latents`
-    stub: Callable[..., Any],  # in place of the denoisers in the steps before the last
+    times: Tensor,  # of the loop's steps
+    stub: Callable[..., Any],  # in place of the denoisers in earlier steps
     *,
     real: Callable[..., Any],
+    at: int = -1,  # the step that is ours, not the first one; -1: the last
     **parts: Any,
 ) -> Tensor:
-    "Return what a pipeline hands to its scheduler for `latents`, with gradient."
-    taken = [0]
+    "Return what a pipeline hands to its scheduler for `latents` in one step, with gradient."
+    taken, ours = [0], at % len(times)
 
     def denoise(name: str, *inputs: Any, **more: Any) -> Any:
-        here = real if taken[0] == len(times) - 1 else stub
+        here = real if taken[0] == ours else stub
         return here(name, *inputs, **more)
 
     def on_step(output: Tensor, t: Any, sample: Tensor, own: Callable[[], Any]) -> Tensor:
-        if taken[0] == len(times) - 1:
+        if taken[0] == ours:
             raise Stop(output)
         taken[0] += 1
         return latents.to(sample.dtype)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .declarations import check_text, declared
+from .declarations import EXPERTS, check_text, declared
 from .defaults import check_guidance, default_guidance, default_sizes
 from branchgrpo.backbones.names import (
     ANY_FAMILY,
@@ -208,7 +208,8 @@ def policy_of(pipeline: Any, **given: Any) -> Any:
 
     `given` are height, width, guidance_scale, guidance_grad, and frames; None: the default."""
     name = type(pipeline).__name__
-    known = name in FAMILIES.names()
+    second = any(getattr(pipeline, part, None) is not None for part in EXPERTS)
+    known = name in FAMILIES.names() and not second
     if known:
         policy_class = FAMILIES.get(name)
     else:

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FAMILIES', 'ABOUT_TINY', 'TINY', 'BACKBONES', 'LORA_FILES', 'PIPELINE_ERRORS', 'ANY_FAMILY', 'Backbone',
-           'is_hub_model', 'folder_of', 'pipeline_error', 'read_index', 'unknown_family', 'family', 'local_file',
-           'used_parts', 'encoder_names']
+           'is_hub_model', 'folder_of', 'pipeline_error', 'read_index', 'unknown_family', 'has_experts', 'family',
+           'local_file', 'used_parts', 'encoder_names']
 
 # %% ../../nbs/backbones/11_names.ipynb #acacd03c
 import json
@@ -19,7 +19,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from .declarations import ENCODERS, declared, unsupported_error
+from .declarations import ENCODERS, EXPERTS, declared, unsupported_error
 from .published import PUBLISHED
 from ..files import from_home, is_there
 from ..registry import Registry, loaded
@@ -166,6 +166,11 @@ def unknown_family(name: str, index: object) -> type:
     return loaded(ANY_FAMILY)(pipeline, parts, config)
 
 
+def has_experts(index: dict[str, Any]) -> bool:
+    "Return whether a pipeline has a second denoiser, which no family here holds."
+    return any(any(index.get(part) or ()) for part in EXPERTS)
+
+
 def family(name: str) -> type:
     """Return the policy class of a backbone's name: of its family, or of any pipeline.
 
@@ -179,7 +184,7 @@ def family(name: str) -> type:
     except PIPELINE_ERRORS as error:
         raise pipeline_error(name, error) from None
     kind = index.get("_class_name") if isinstance(index, dict) else None
-    if kind not in FAMILIES.names():
+    if kind not in FAMILIES.names() or has_experts(index):
         return unknown_family(name, index)
     found = FAMILIES.get(kind)
     if unsupported := unsupported_error(found, index, repr(name)):

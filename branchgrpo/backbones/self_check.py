@@ -8,12 +8,13 @@ __all__ = ['ORDER', 'StockStep', 'stock_call', 'gap', 'Checked', 'refused', 'Lim
            'Probe', 'norm_of', 'finite_difference', 'make_probe', 'as_probed', 'check_gradients', 'compare_differences',
            'compare_checkpointing', 'self_check']
 
-# %% ../../nbs/backbones/19_self_check.ipynb #7d4a79c0
+# %% ../../nbs/backbones/19_self_check.ipynb #a38368ec
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ def refused(policy: Any, what: str) -> ValueError:
     "Return the one-line error for a pipeline that is not drawn as by itself."
     return ValueError(f"backbone: {type(policy.pipeline).__name__} cannot be trained: {what}")
 
-# %% ../../nbs/backbones/19_self_check.ipynb #82d46c77
+# %% ../../nbs/backbones/19_self_check.ipynb #8b101478
 @dataclass
 class Limits:
     "Up to which differences two computations count as the same."
@@ -131,9 +132,14 @@ def cause_of(policy: Any, record: list[StockStep], i: int, row: Any, limit: floa
     twice = [policy.predict(here.latents, time_of(policy, here), row) for _ in range(2)]
     if gap(*twice) > limit:
         return "two calls with the same inputs differ: something draws noise, or keeps a state"
-    earlier = torch.tensor([step.time for step in record[: i + 1]])
-    if i and gap(policy.predict_at(here.latents, earlier, row, len(record)), here.output) <= limit:
-        return "it depends on the index of the step, and a tree's edges have none of their own"
+    times = torch.tensor([step.time for step in record])
+    at = max(i, 1)  # the first step puts latents in
+    times[at] = here.time
+    if (
+        len(record) > 1
+        and gap(policy.predict_at(here.latents, times, row, at), here.output) <= limit
+    ):
+        return "it depends on the index of the step, or on their number, not on the time alone"
     if i:
         return "it depends on what was computed in earlier steps"
     return "the first step is driven otherwise than the pipeline does it"
@@ -155,6 +161,11 @@ def check_steps_of(
     row = policy.encode([policy.checked_prompt])
     unit = 1000 if policy.kind == "flow" else 1
     x = record[0].latents
+    for i, (step, later) in enumerate(pairwise(record)):
+        if (error := gap(later.latents, step.after)) > limits.same:
+            raise refused(
+                policy, f"latents change by {error:.2g} between the steps {i} and {i + 1}"
+            )
     for i, step in enumerate(record):
         off = abs(step.time - unit * float(process.times[i]))
         if off > 0.01:
@@ -174,10 +185,6 @@ def check_steps_of(
             )
             raise refused(policy, f"{what} (differs by {error:.2g})")
         checked.keep("step", error)
-        if i + 1 < steps and (error := gap(record[i + 1].latents, step.after)) > limits.same:
-            raise refused(
-                policy, f"latents change by {error:.2g} between the steps {i} and {i + 1}"
-            )
         if step.latents.dtype != torch.float32:  # the run keeps its own in float32
             x = step.after
             continue
