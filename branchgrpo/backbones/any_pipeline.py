@@ -4,19 +4,19 @@
 
 # %% auto #0
 __all__ = ['DENOISERS', 'PROBES', 'PRECISIONS', 'STEPS', 'kind_of_scheduler', 'defaults_of', 'any_family', 'family_of', 'Learned',
-           'rows_given', 'Seen', 'text_row', 'prompt_of', 'encode_any', 'texts_of', 'never', 'recorder', 'player',
-           'stub', 'real', 'groups_of', 'given_rows', 'pipeline_times', 'predict_alike', 'predict_any', 'decode_any',
+           'rows_given', 'SeenStep', 'text_row', 'prompt_in', 'encode_any', 'texts_of', 'never', 'recorder', 'player',
+           'stub', 'real', 'call_groups', 'given_rows', 'pipeline_times', 'predict_alike', 'predict_any', 'decode_any',
            'decode_batch', 'as_images', 'set_scheduler', 'levels_of_any', 'process_of_any', 'attention_layers',
            'called_wrongly', 'one_step', 'alone_pattern', 'patterns_of', 'text_patterns', 'learn', 'check_image_shape',
            'random_rows', 'raised', 'guidance_weights', 'AnyPolicy', 'hold']
 
-# %% ../../nbs/backbones/18_any_pipeline.ipynb #2ded0e06
+# %% ../../nbs/backbones/18_any_pipeline.ipynb #6fc56c77
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,13 +31,23 @@ from branchgrpo.backbones.driving import (
 )
 from .memory import awake
 from .pipeline import PipelinePolicy
-from .rows import Growth, Pattern, flat, resized, together, without_gradient
+from branchgrpo.backbones.rows import (
+    RowGrowth,
+    Pattern,
+    in_one_batch,
+    resized,
+    tree_leaves,
+    without_gradient,
+)
 from .schedulers import flow_levels_of, scheduler_error, solved_by
 from .sd import ddim_levels_of, ddim_scheduler
-from .self_check import Checked, self_check
+from .self_check import SelfCheck, self_check
 from ..messages import reason
 from ..policy import stacked
 from ..transition import Transition
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline, SchedulerMixin
 
 # %% ../../nbs/backbones/18_any_pipeline.ipynb #3e50f03e
 DENOISERS = ("transformer", "unet", "prior")  # the first of these that a pipeline has is trained
@@ -97,7 +107,7 @@ def family_of(
     kind = kind_of_scheduler(str(scheduler.get("_class_name", "")), scheduler)
     return any_family(pipeline, parts, kind)
 
-# %% ../../nbs/backbones/18_any_pipeline.ipynb #9792c4cf
+# %% ../../nbs/backbones/18_any_pipeline.ipynb #86e3e519
 PROBES = (
     "a red cat",
     "two blue birds over the sea, painted in the style of a woodcut, in the light of the evening",
@@ -137,7 +147,7 @@ def rows_given(inputs: tuple[Any, ...], more: dict[str, Any]) -> int:
 
 
 @dataclass
-class Seen:
+class SeenStep:
     "What passes by in one step of a pipeline."
 
     texts: list[Any] = field(default_factory=list)
@@ -146,13 +156,13 @@ class Seen:
     output: Any = None
     latents: Any = None
 
-# %% ../../nbs/backbones/18_any_pipeline.ipynb #2439fe1f
+# %% ../../nbs/backbones/18_any_pipeline.ipynb #0b4210ae
 def text_row(prompt: str) -> Tensor:
     "Return a prompt as bytes."
     return torch.tensor(list(prompt.encode()), dtype=torch.uint8)
 
 
-def prompt_of(row: dict[str, Tensor]) -> str:
+def prompt_in(row: dict[str, Tensor]) -> str:
     "Return the prompt of a row of `text_row`."
     return bytes(row["prompt"].tolist()).decode()
 
@@ -181,7 +191,7 @@ def encode_any(policy: "AnyPolicy", prompts: list[str]) -> dict[str, Any]:
 
 def texts_of(policy: "AnyPolicy", prompts: list[str]) -> list[Any]:
     "Return what each call of a pipeline's encode_prompt returns for some prompts."
-    seen = Seen()
+    seen = SeenStep()
 
     def halt(name: str, *inputs: Any, **more: Any) -> None:
         raise Stop
@@ -191,16 +201,16 @@ def texts_of(policy: "AnyPolicy", prompts: list[str]) -> list[Any]:
     return seen.texts
 
 
-def never(output: Tensor, t: Any, latents: Tensor, own: Callable[[], Any]) -> Any:
+def never(output: Tensor, t: Tensor | float, latents: Tensor, own: Callable[[], Any]) -> Any:
     "A step that is not reached."
     raise AssertionError("the pipeline took a step")
 
 
-def recorder(pipeline: Any, seen: Seen) -> dict[str, Any]:
+def recorder(pipeline: "DiffusionPipeline", seen: SeenStep) -> dict[str, Any]:
     "Return an encode_prompt that keeps what the pipeline's own returns; nothing if it has none."
     if not hasattr(pipeline, "encode_prompt"):
         return {}
-    own = pipeline.encode_prompt
+    own: Any = pipeline.encode_prompt
 
     @functools.wraps(own)
     def encode_prompt(*given: Any, **more: Any) -> Any:
@@ -264,16 +274,16 @@ def real(policy: "AnyPolicy", rows: int) -> Callable[..., Any]:
 
     return denoise
 
-# %% ../../nbs/backbones/18_any_pipeline.ipynb #b9802826
-def groups_of(policy: "AnyPolicy", rows: list[dict[str, Tensor]]) -> list[list[int]]:
+# %% ../../nbs/backbones/18_any_pipeline.ipynb #d023e83f
+def call_groups(policy: "AnyPolicy", rows: list[dict[str, Tensor]]) -> list[list[int]]:
     "Return the places of the rows that one call of the pipeline takes."
     groups: dict[Any, list[int]] = {}
     for place, row in enumerate(rows):
-        key: Any = tuple((name, value.shape) for name, value in row.items() if together(name))
+        key: Any = tuple((name, value.shape) for name, value in row.items() if in_one_batch(name))
         if policy.learned.alone:
             key = place
         elif policy.learned.texts is None:
-            key = prompt_of(row)
+            key = prompt_in(row)
         groups.setdefault(key, []).append(place)
     return list(groups.values())
 
@@ -281,11 +291,11 @@ def groups_of(policy: "AnyPolicy", rows: list[dict[str, Tensor]]) -> list[list[i
 def given_rows(policy: "AnyPolicy", rows: list[dict[str, Tensor]]) -> dict[str, Any]:
     "Return the arguments of the pipeline's call for rows of conditioning."
     if policy.learned.texts is None:
-        return policy.given([prompt_of(row) for row in rows])
+        return policy.given([prompt_in(row) for row in rows])
     return policy.given([PROBES[0]] * len(rows))  # not read: its encoding is played back
 
 
-def pipeline_times(policy: "AnyPolicy", times: Any) -> Tensor:
+def pipeline_times(policy: "AnyPolicy", times: Tensor | float) -> Tensor:
     "Return times as the pipeline counts them, on the CPU: a flow's in thousandths."
     times = torch.as_tensor(times).detach().cpu()
     return times.float() * 1000 if policy.kind == "flow" else times
@@ -320,7 +330,7 @@ def predict_any(
     rows = [{name: values[n] for name, values in conditioning.items()} for n in range(len(latents))]
     t = pipeline_times(policy, time)
     times = torch.stack([t, t])
-    groups = groups_of(policy, rows)
+    groups = call_groups(policy, rows)
     if len(groups) == 1:
         return predict_alike(policy, latents, times, rows)
     made = [
@@ -356,12 +366,12 @@ def decode_batch(policy: "AnyPolicy", latents: Tensor) -> Tensor:
     return as_images(made)
 
 
-def as_images(made: Any) -> Tensor:
+def as_images(made: Tensor | Sequence[Tensor]) -> Tensor:
     "Return images, or clips `(B, 3, F, H, W)`, of what a pipeline returns as output_type pt."
-    images = torch.stack(list(made)) if isinstance(made, (list, tuple)) else made
+    images: Any = torch.stack(list(made)) if isinstance(made, (list, tuple)) else made
     return (images.transpose(1, 2) if images.ndim == 5 else images).float()
 
-# %% ../../nbs/backbones/18_any_pipeline.ipynb #053099c3
+# %% ../../nbs/backbones/18_any_pipeline.ipynb #810cc949
 def set_scheduler(policy: "AnyPolicy", steps: int) -> tuple[Any, dict[str, Any]]:
     "Return the scheduler as the pipeline sets it to so many steps, and with which arguments."
     held: list[Any] = []
@@ -369,7 +379,7 @@ def set_scheduler(policy: "AnyPolicy", steps: int) -> tuple[Any, dict[str, Any]]
     def halt(name: str, *inputs: Any, **more: Any) -> None:
         raise Stop
 
-    def keep(scheduler: Any, given: dict[str, Any]) -> None:
+    def keep(scheduler: "SchedulerMixin", given: dict[str, Any]) -> None:
         held[:] = [scheduler, given]
 
     loop = policy.loop
@@ -413,11 +423,11 @@ def called_wrongly(policy: "AnyPolicy", error: Exception) -> ValueError:
     name = type(policy.pipeline).__name__
     return ValueError(f"backbone: {name} cannot be driven ({reason(error)})")
 
-# %% ../../nbs/backbones/18_any_pipeline.ipynb #2376db96
+# %% ../../nbs/backbones/18_any_pipeline.ipynb #c1a29caf
 @torch.no_grad()
-def one_step(policy: "AnyPolicy", prompts: list[str]) -> Seen:
+def one_step(policy: "AnyPolicy", prompts: list[str]) -> SeenStep:
     "Return what passes by in the first step of a pipeline."
-    seen = Seen()
+    seen = SeenStep()
 
     def denoise(name: str, *inputs: Any, **more: Any) -> Any:
         made = policy.run_module(name, *inputs, **more)
@@ -425,7 +435,7 @@ def one_step(policy: "AnyPolicy", prompts: list[str]) -> Seen:
         seen.inputs.append(rows_given(inputs, more))
         return made
 
-    def on_step(output: Tensor, t: Any, latents: Tensor, own: Callable[[], Any]) -> None:
+    def on_step(output: Tensor, t: Tensor | float, latents: Tensor, own: Callable[[], Any]) -> None:
         seen.output, seen.latents = output, latents
         raise Stop
 
@@ -439,14 +449,14 @@ def one_step(policy: "AnyPolicy", prompts: list[str]) -> Seen:
     return seen
 
 
-def alone_pattern(tree: Any) -> Pattern:
+def alone_pattern(tree: object) -> Pattern:
     "Return the pattern of a tree of one row that is never joined with others."
-    leaves, spec = flat(tree)
+    leaves, spec = tree_leaves(tree)
     growths = []
     for leaf in leaves:
         listed = isinstance(leaf, list) and all(isinstance(row, Tensor) for row in leaf)
         rows = len(leaf) if listed or (isinstance(leaf, Tensor) and leaf.ndim) else 0
-        growths.append(Growth(rows, 0 if isinstance(leaf, Tensor) and rows else None))
+        growths.append(RowGrowth(rows, 0 if isinstance(leaf, Tensor) and rows else None))
     return Pattern(leaves, spec, growths)
 
 
@@ -457,7 +467,7 @@ def patterns_of(ones: list[Any], twos: list[Any]) -> list[Pattern]:
     return [Pattern.of(one, two) for one, two in zip(ones, twos)]
 
 
-def text_patterns(policy: "AnyPolicy", one: Seen, two: Seen) -> list[Pattern] | None:
+def text_patterns(policy: "AnyPolicy", one: SeenStep, two: SeenStep) -> list[Pattern] | None:
     "Return the patterns of texts; None if prompts of other lengths are encoded in other forms."
     try:
         patterns = patterns_of(one.texts, two.texts)
@@ -517,7 +527,7 @@ def check_image_shape(policy: "AnyPolicy") -> None:
     if len(policy.learned.image_shape) == 4:
         policy.frames = policy.learned.image_shape[1]
 
-# %% ../../nbs/backbones/18_any_pipeline.ipynb #d694553d
+# %% ../../nbs/backbones/18_any_pipeline.ipynb #a13400a9
 def random_rows(policy: "AnyPolicy") -> list[Any]:
     "Return random outputs of one row, one for each call of a step."
     generator = torch.Generator().manual_seed(5)
@@ -531,7 +541,7 @@ def random_rows(policy: "AnyPolicy") -> list[Any]:
     ]
 
 
-def raised(growth: Growth, leaf: Any, part: int, size: float) -> Any:
+def raised(growth: RowGrowth, leaf: Any, part: int, size: float) -> Any:
     "Return a leaf of one row with `size` added to one of its parts."
     if growth.parts and growth.axis is None:
         return [row + size if n == part else row for n, row in enumerate(leaf)]
@@ -560,7 +570,9 @@ def guidance_weights(policy: "AnyPolicy", size: float = 0.05) -> dict[tuple[int,
                 return base[n]
             return patterns[n].changed(base[n], lambda g, leaf: raised(g, leaf, part, size))
 
-        def on_step(output: Tensor, t: Any, latents: Tensor, own: Callable[[], Any]) -> None:
+        def on_step(
+            output: Tensor, t: Tensor | float, latents: Tensor, own: Callable[[], Any]
+        ) -> None:
             raise Stop(output)
 
         given = given_rows(policy, [row])
@@ -573,7 +585,7 @@ def guidance_weights(policy: "AnyPolicy", size: float = 0.05) -> dict[tuple[int,
             weights[call, part] = float(change.mean() / (2 * size))
     return weights
 
-# %% ../../nbs/backbones/18_any_pipeline.ipynb #a00e5c32
+# %% ../../nbs/backbones/18_any_pipeline.ipynb #eaab5d8d
 class AnyPolicy(PipelinePolicy):
     """Hold any pipeline of diffusers as a policy; what it needs to know, it learns by driving the
     pipeline.
@@ -583,7 +595,7 @@ class AnyPolicy(PipelinePolicy):
 
     def __init__(
         self,
-        pipeline: Any,
+        pipeline: "DiffusionPipeline",
         height: int | None = None,
         width: int | None = None,
         guidance_scale: float | None = None,
@@ -592,7 +604,7 @@ class AnyPolicy(PipelinePolicy):
         frames: int | None = None,
         **arguments: Any,
     ):
-        self.pipeline = pipeline
+        self.pipeline: Any = pipeline
         self.modules = {
             name: module
             for name in (self.component, *EXPERTS)
@@ -619,7 +631,7 @@ class AnyPolicy(PipelinePolicy):
             if isinstance(part, nn.Module):
                 part.requires_grad_(False).eval()
         self.lora_targets: tuple[str, ...] = attention_layers(self.denoiser)
-        self.checked: dict[int, Checked] = {}  # by steps
+        self.checked: dict[int, SelfCheck] = {}  # by steps
         self.found: Learned | None = None
         self.probe: dict[str, Tensor] | None = None
 
@@ -749,8 +761,9 @@ class AnyPolicy(PipelinePolicy):
         return predict_alike(self, latents, times, [one], at)
 
 
-def hold(pipeline: Any, **given: Any) -> AnyPolicy:
+def hold(pipeline: "DiffusionPipeline", **given: Any) -> AnyPolicy:
     """Return a policy of a pipeline that is an object; `given` are sizes, guidance_scale, and
     arguments of its call."""
-    scheduler = {"_class_name": type(pipeline.scheduler).__name__} | dict(pipeline.scheduler.config)
+    own: Any = pipeline.scheduler  # pyrefly: ignore[missing-attribute]
+    scheduler = {"_class_name": type(own).__name__} | dict(own.config)
     return family_of(type(pipeline), tuple(pipeline.components), scheduler)(pipeline, **given)

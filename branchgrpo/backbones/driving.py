@@ -6,7 +6,7 @@
 __all__ = ['OnStep', 'Stop', 'StandIn', 'set_times', 'with_steps', 'driven_class', 'in_place', 'loop_of', 'Loop', 'body_output',
            'tail_output']
 
-# %% ../../nbs/backbones/17_driving.ipynb #192fa61f
+# %% ../../nbs/backbones/17_driving.ipynb #b7b66efc
 import copy
 import functools
 import inspect
@@ -14,17 +14,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-# %% ../../nbs/backbones/17_driving.ipynb #a174a0d9
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline, SchedulerMixin
+
+# %% ../../nbs/backbones/17_driving.ipynb #ed6adb94
 class Stop(BaseException):
     "Ends the call of a pipeline, and brings a value out of it."
 
-    def __init__(self, value: Any = None):
-        self.value = value
+    def __init__(self, value: object = None):
+        self.value: Any = value
 
 # %% ../../nbs/backbones/17_driving.ipynb #7e7426a8
 class StandIn:
@@ -42,27 +45,28 @@ class StandIn:
     def __call__(self, *inputs: Any, **more: Any) -> Any:
         return self._call(*inputs, **more)
 
-# %% ../../nbs/backbones/17_driving.ipynb #4e7240e4
+# %% ../../nbs/backbones/17_driving.ipynb #6552c95f
 # (output, time, latents, own step) -> the next latents, or what the own step returns
-OnStep = Callable[[Tensor, Any, Tensor, Callable[[], Any]], Any]
+OnStep = Callable[[Tensor, Tensor | float, Tensor, Callable[[], Any]], Any]
 
 
-def set_times(scheduler: Any, times: Tensor) -> None:
+def set_times(scheduler: "SchedulerMixin", times: Tensor) -> None:
     "Give a scheduler other times; a time that it counts in whole numbers stays whole if it is one."
-    whole = not scheduler.timesteps.is_floating_point()
+    own: Any = scheduler
+    whole = not own.timesteps.is_floating_point()
     if whole and bool(((times - times.round()).abs() < 1e-2).all()):
-        times = times.round().to(scheduler.timesteps.dtype)
-    scheduler.timesteps = times.to(scheduler.timesteps.device)
+        times = times.round().to(own.timesteps.dtype)
+    own.timesteps = times.to(own.timesteps.device)
 
 
 def with_steps(
-    scheduler: Any,
+    scheduler: "SchedulerMixin",
     on_step: OnStep,
     times: Tensor | None = None,  # of the loop; None: its own
     on_set: Callable[[Any, dict[str, Any]], None] | None = None,  # sees it set, and with what
 ) -> Any:
     "Return a copy of a scheduler whose `step` is ours."
-    new = copy.deepcopy(scheduler)
+    new: Any = copy.deepcopy(scheduler)
     own_set, own_step = new.set_timesteps, new.step
 
     @functools.wraps(own_set)
@@ -74,7 +78,9 @@ def with_steps(
             set_times(new, times)
 
     @functools.wraps(own_step)
-    def step(model_output: Tensor, timestep: Any, sample: Tensor, *given: Any, **more: Any) -> Any:
+    def step(
+        model_output: Tensor, timestep: Tensor | float, sample: Tensor, *given: Any, **more: Any
+    ) -> Any:
         def own() -> Any:
             return own_step(model_output, timestep, sample, *given, **more)
 
@@ -88,7 +94,7 @@ def with_steps(
     new.set_timesteps, new.step = set_timesteps, step
     return new
 
-# %% ../../nbs/backbones/17_driving.ipynb #1a2644cc
+# %% ../../nbs/backbones/17_driving.ipynb #f4020eca
 @functools.cache
 def driven_class(kind: type) -> type:
     "Return a pipeline's class that works on the device that it is told."
@@ -96,7 +102,7 @@ def driven_class(kind: type) -> type:
 
 
 @contextmanager
-def in_place(pipeline: Any, device: torch.device, **parts: Any) -> Iterator[None]:
+def in_place(pipeline: "DiffusionPipeline", device: torch.device, **parts: Any) -> Iterator[None]:
     "Put parts into a pipeline's attributes, as long as the context lasts."
     state, kind = vars(pipeline), type(pipeline)
     parts |= {"_driven_on": device}
@@ -112,7 +118,7 @@ def in_place(pipeline: Any, device: torch.device, **parts: Any) -> Iterator[None
         state.update(before)
 
 
-def loop_of(pipeline: Any) -> Callable[..., Any]:
+def loop_of(pipeline: "DiffusionPipeline") -> Callable[..., Any]:
     "Return the call of a pipeline without its `torch.no_grad`."
     return inspect.unwrap(type(pipeline).__call__)
 
@@ -155,7 +161,7 @@ class Loop:
             stop.__traceback__ = None  # frees the call's frames, and their tensors
             return stop.value
 
-# %% ../../nbs/backbones/17_driving.ipynb #14636352
+# %% ../../nbs/backbones/17_driving.ipynb #8d5378cc
 def body_output(
     loop: Loop,
     given: dict[str, Any],
@@ -174,7 +180,9 @@ def body_output(
         here = real if taken[0] == ours else stub
         return here(name, *inputs, **more)
 
-    def on_step(output: Tensor, t: Any, sample: Tensor, own: Callable[[], Any]) -> Tensor:
+    def on_step(
+        output: Tensor, t: Tensor | float, sample: Tensor, own: Callable[[], Any]
+    ) -> Tensor:
         if taken[0] == ours:
             raise Stop(output)
         taken[0] += 1
@@ -182,7 +190,7 @@ def body_output(
 
     return loop.run(given, on_step, denoise, times, **parts)
 
-# %% ../../nbs/backbones/17_driving.ipynb #e8d019cd
+# %% ../../nbs/backbones/17_driving.ipynb #59e0ec24
 def tail_output(
     loop: Loop,
     given: dict[str, Any],
@@ -193,7 +201,9 @@ def tail_output(
 ) -> Any:
     "Return what a pipeline makes of finished `latents`."
 
-    def on_step(output: Tensor, t: Any, sample: Tensor, own: Callable[[], Any]) -> Tensor:
+    def on_step(
+        output: Tensor, t: Tensor | float, sample: Tensor, own: Callable[[], Any]
+    ) -> Tensor:
         return latents.to(sample.device, sample.dtype)
 
     return loop.run(given | {"output_type": "pt"}, on_step, stub, time, **parts)[0]

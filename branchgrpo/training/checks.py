@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['policy_and_sizes', 'untrained_steps', 'check_run', 'checks_of']
 
-# %% ../../nbs/training/24_checks.ipynb #8c2a84a8
+# %% ../../nbs/training/24_checks.ipynb #1f26f649
 import dataclasses
 from typing import Any
 
@@ -13,14 +13,15 @@ from accelerate import Accelerator
 
 from ..backbones.any_pipeline import AnyPolicy
 from ..backbones.loading import is_pipeline, policy_of
-from ..backbones.self_check import Checked
+from ..backbones.self_check import SelfCheck
+from ..policy import Policy
 from ..planning import plan_of, process_of
 from .collection import DTYPES
 from .config import Settings, TrainConfig
 from .processes import together
 
-# %% ../../nbs/training/24_checks.ipynb #29855e8e
-def policy_and_sizes(config: TrainConfig, policy: Any) -> tuple[Any, TrainConfig]:
+# %% ../../nbs/training/24_checks.ipynb #ff35ca65
+def policy_and_sizes(config: TrainConfig, policy: object) -> tuple[Any, TrainConfig]:
     """Return the policy of what is given, and the config with its sizes; a pipeline of diffusers
     gets a policy."""
     if not is_pipeline(policy):
@@ -63,8 +64,8 @@ def check_run(s: Settings, policy: AnyPolicy, processes: int = 1) -> list[str]:
     steps = ", ".join(map(str, left))
     return [f"step {steps} of the run is drawn by {frozen}, which is frozen, and trains nothing"]
 
-# %% ../../nbs/training/24_checks.ipynb #c267989d
-def checks_of(s: Settings, policy: Any, accelerator: Accelerator) -> list[Checked]:
+# %% ../../nbs/training/24_checks.ipynb #ba932f16
+def checks_of(s: Settings, policy: Policy, accelerator: Accelerator) -> list[SelfCheck]:
     """Return what a policy of any pipeline finds where it checks itself, as the run uses it.
 
     Raises `ValueError` in one line if the run would train on something else than the pipeline
