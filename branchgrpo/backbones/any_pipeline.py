@@ -274,7 +274,7 @@ def real(policy: "AnyPolicy", rows: int) -> Callable[..., Any]:
 
     return denoise
 
-# %% ../../nbs/backbones/18_any_pipeline.ipynb #d023e83f
+# %% ../../nbs/backbones/18_any_pipeline.ipynb #8d51de39
 def call_groups(policy: "AnyPolicy", rows: list[dict[str, Tensor]]) -> list[list[int]]:
     "Return the places of the rows that one call of the pipeline takes."
     groups: dict[Any, list[int]] = {}
@@ -346,7 +346,8 @@ def decode_any(policy: "AnyPolicy", latents: Tensor, max_batch: int | None = Non
     """Return images `(B, 3, H, W)` or clips `(B, 3, F, H, W)` in [0, 1] of x̂₀ latents, by the
     pipeline's own tail."""
     learned = policy.learned
-    most = 1 if learned.alone or learned.decodes_alone else max_batch or policy.decode_batch or 8
+    most = max_batch or policy.decode_batch or (1 if policy.fps else 8)  # clips one at a time
+    most = 1 if learned.alone or learned.decodes_alone else most
     return torch.cat([decode_batch(policy, part) for part in latents.split(most)])
 
 
@@ -585,7 +586,7 @@ def guidance_weights(policy: "AnyPolicy", size: float = 0.05) -> dict[tuple[int,
             weights[call, part] = float(change.mean() / (2 * size))
     return weights
 
-# %% ../../nbs/backbones/18_any_pipeline.ipynb #eaab5d8d
+# %% ../../nbs/backbones/18_any_pipeline.ipynb #1a5c863b
 class AnyPolicy(PipelinePolicy):
     """Hold any pipeline of diffusers as a policy; what it needs to know, it learns by driving the
     pipeline.
@@ -734,7 +735,8 @@ class AnyPolicy(PipelinePolicy):
         "Check the policy against its pipeline before it first draws in so many steps."
         precision = PRECISIONS.get(getattr(self, "mixed_precision", "no"), torch.float32)
         if steps not in self.checked:
-            self.checked[steps] = self.self_check(steps, precision, gradients=False)
+            rows = min(5, getattr(self, "max_batch", None) or 5)
+            self.checked[steps] = self.self_check(steps, precision, rows=rows, gradients=False)
 
     needs_encoders = True
 

@@ -6,7 +6,7 @@
 __all__ = ['Driven', 'ORDER', 'StockStep', 'stock_call', 'gap', 'SelfCheck', 'refused', 'Limits', 'check_noise_at_start',
            'cause_of', 'time_of', 'check_steps_of', 'check_rows', 'check_images_of', 'without_checkpointing',
            'some_trained', 'Probe', 'norm_of', 'finite_difference', 'make_probe', 'as_probed', 'check_gradients',
-           'compare_differences', 'compare_checkpointing', 'self_check']
+           'plain_gradient', 'compare_differences', 'checkpointed_gradient', 'self_check']
 
 # %% ../../nbs/backbones/19_self_check.ipynb #de9ecae9
 import time
@@ -62,7 +62,7 @@ def stock_call(policy: Driven, prompt: str, steps: int, seed: int) -> tuple[list
         images = loop_of(pipeline)(pipeline, **given)[0]
     return record, images
 
-# %% ../../nbs/backbones/19_self_check.ipynb #18d17a7f
+# %% ../../nbs/backbones/19_self_check.ipynb #a7fb67e9
 def gap(ours: Tensor, theirs: Tensor) -> float:
     "Return the largest difference, relative to the largest number."
     scale = theirs.float().abs().max().clamp(min=1e-6)
@@ -76,6 +76,7 @@ class SelfCheck:
 
     pipeline: str
     steps: int
+    rows: int = 5  # of the largest batch that is tried
     found: dict[str, float] = field(default_factory=dict)  # the largest difference of each kind
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -198,17 +199,17 @@ def check_steps_of(
         checked.keep("latents", error)
     return x
 
-# %% ../../nbs/backbones/19_self_check.ipynb #9658e0a8
+# %% ../../nbs/backbones/19_self_check.ipynb #c3d2dd44
 ORDER = (0, 1, 1, 2, 0)  # of the prompts of a batch: repeated, and of three lengths
 
 
 @torch.no_grad()
 def check_rows(policy: Driven, checked: SelfCheck, latents: Tensor, limits: Limits) -> None:
     "Compare rows among others with rows alone; if they differ, let each have a call of its own."
-    prompts = [policy.probes[n] for n in ORDER]
+    prompts = [policy.probes[n] for n in ORDER[: checked.rows]]
     t = policy.own_process(checked.steps).times[0]
     noise = torch.Generator().manual_seed(7)
-    x = torch.randn(len(ORDER), *latents.shape[1:], generator=noise).to(latents)
+    x = torch.randn(len(prompts), *latents.shape[1:], generator=noise).to(latents)
     alone = torch.cat(
         [policy.predict(x[n : n + 1], t, policy.encode([p])) for n, p in enumerate(prompts)]
     )
@@ -216,6 +217,8 @@ def check_rows(policy: Driven, checked: SelfCheck, latents: Tensor, limits: Limi
     if not policy.learned.alone:
         try:
             error = gap(policy.predict(x, t, policy.encode(prompts)), alone)
+        except torch.OutOfMemoryError:
+            raise
         except (RuntimeError, ValueError, TypeError, IndexError) as failure:
             policy.learned.alone = reason(failure)
         if error > limits.among:
@@ -237,7 +240,7 @@ def check_images_of(
     if not error <= limits.among:
         raise refused(policy, f"the image differs by {error:.2g}")
     checked.keep("image", error)
-    if policy.learned.decodes_alone or policy.learned.alone:
+    if policy.learned.decodes_alone or policy.learned.alone or policy.decode_batch == 1:
         return
     pair = torch.cat([latents, latents.flip(-1)])
     alone = torch.cat([policy.decode(row[None]) for row in pair])
@@ -249,7 +252,7 @@ def check_images_of(
         policy.learned.decodes_alone = True
         checked.notes.append("images are decoded one at a time")
 
-# %% ../../nbs/backbones/19_self_check.ipynb #4f6b9e5f
+# %% ../../nbs/backbones/19_self_check.ipynb #b1886ef4
 @contextmanager
 def without_checkpointing(denoiser: nn.Module) -> Iterator[bool]:
     "Turn gradient checkpointing off for a while; yield whether it was on."
@@ -319,13 +322,13 @@ def finite_difference(probe: Probe, at: list[Tensor], along: list[Tensor]) -> fl
     return min(shares, key=lambda share: abs(share - 1))
 
 
-def make_probe(policy: Driven, steps: int) -> Probe:
-    "Return the number whose gradient is checked: of two rows with texts of two lengths."
+def make_probe(policy: Driven, steps: int, rows: int) -> Probe:
+    "Return the number whose gradient is checked: of up to two rows, with texts of two lengths."
     noise = torch.Generator().manual_seed(11)
-    shape = (2, *policy.latent_shape)
+    shape = (rows, *policy.latent_shape)
     x, direction = (torch.randn(shape, generator=noise).to(policy.device) for _ in range(2))
     t = policy.own_process(steps).times[0]
-    conditioning = policy.encode(list(policy.probes[:2]))
+    conditioning = policy.encode(list(policy.probes[:rows]))
     return Probe(
         policy, x.requires_grad_(True), some_trained(policy.denoiser), t, conditioning, direction
     )
@@ -348,18 +351,29 @@ def as_probed(policy: Driven, weights: list[nn.Parameter]) -> Iterator[None]:
 
 def check_gradients(policy: Driven, checked: SelfCheck, limits: Limits) -> None:
     "Compare gradients with finite differences, and with those under gradient checkpointing."
-    probe = make_probe(policy, checked.steps)
+    probe = make_probe(policy, checked.steps, min(2, checked.rows))
     if any(hasattr(p, "full_tensor") for p in probe.weights):
         checked.notes.append("gradients of sharded weights are not checked")
         return
     with as_probed(policy, probe.weights):
         with without_checkpointing(policy.denoiser) as was_on:
-            plain = probe.gradient()
-            parts = {"latents": ([probe.latents], plain[:1]), "weights": (probe.weights, plain[1:])}
-            for name, (at, along) in parts.items():
-                compare_differences(checked, name, probe, at=at, along=along)
-        if was_on:
-            compare_checkpointing(policy, checked, probe, plain, limits)
+            plain = plain_gradient(probe, checked) if was_on else probe.gradient()
+        found = checkpointed_gradient(checked, probe, plain, limits) if was_on else plain
+        assert found is not None
+        parts = {"latents": ([probe.latents], found[:1]), "weights": (probe.weights, found[1:])}
+        for name, (at, along) in parts.items():
+            compare_differences(checked, name, probe, at=at, along=along)
+
+
+def plain_gradient(probe: Probe, checked: SelfCheck) -> list[Tensor] | None:
+    "Return the gradient without checkpointing; None if a run with it has no memory for that."
+    try:
+        return probe.gradient()
+    except torch.OutOfMemoryError:
+        checked.notes.append(
+            "the gradient without checkpointing needs more memory, and is not compared"
+        )
+        return None
 
 
 def compare_differences(
@@ -379,30 +393,40 @@ def compare_differences(
         raise refused(policy, f"a finite difference of its {name} is {share:.2f} of the gradient")
 
 
-def compare_checkpointing(
-    policy: Driven, checked: SelfCheck, probe: Probe, plain: list[Tensor], limits: Limits
-) -> None:
-    "Raise `ValueError` if gradient checkpointing fails, or changes a gradient."
+def checkpointed_gradient(
+    checked: SelfCheck, probe: Probe, plain: list[Tensor] | None, limits: Limits
+) -> list[Tensor]:
+    "Return the gradient under checkpointing. Raise `ValueError` if it fails, or is another one."
     from diffusers import __version__
 
+    policy = probe.policy
     name = type(policy.denoiser).__name__
     advice = f"a fault of {name} in diffusers {__version__}; train without gradient_checkpointing"
     try:
         again = probe.gradient()
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         raise refused(
             policy, f"gradient checkpointing fails ({reason(error)}): {advice}"
         ) from error
+    if plain is None:
+        return again
     error = norm_of([a - b for a, b in zip(again, plain)]) / norm_of(plain)
     checked.keep("checkpointing", error)
     if not error < 10 * limits.among:
         raise refused(
             policy, f"gradient checkpointing changes the gradient by {error:.1%}: {advice}"
         )
+    return again
 
-# %% ../../nbs/backbones/19_self_check.ipynb #7b505ecc
+# %% ../../nbs/backbones/19_self_check.ipynb #2596f841
 def self_check(
-    policy: Driven, steps: int, *precisions: torch.dtype, gradients: bool = True
+    policy: Driven,
+    steps: int,
+    *precisions: torch.dtype,
+    rows: int = len(ORDER),  # of the largest batch
+    gradients: bool = True,
 ) -> SelfCheck:
     """Compare a policy that drives a pipeline with the pipeline itself, at so many steps; return
     what was measured.
@@ -410,7 +434,7 @@ def self_check(
     `precisions` are those of a run's autocast. Raises `ValueError` in one line at what differs."""
     began = time.perf_counter()
     limits = Limits.of(policy.dtype, *precisions)
-    checked = SelfCheck(type(policy.pipeline).__name__, steps)
+    checked = SelfCheck(type(policy.pipeline).__name__, steps, rows)
     record, images = stock_call(policy, policy.checked_prompt, steps, seed=1)
     other, _ = stock_call(policy, policy.checked_prompt, 1, seed=2)
     if len(record) != steps:

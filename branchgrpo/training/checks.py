@@ -64,7 +64,7 @@ def check_run(s: Settings, policy: AnyPolicy, processes: int = 1) -> list[str]:
     steps = ", ".join(map(str, left))
     return [f"step {steps} of the run is drawn by {frozen}, which is frozen, and trains nothing"]
 
-# %% ../../nbs/training/24_checks.ipynb #ba932f16
+# %% ../../nbs/training/24_checks.ipynb #72c12a42
 def checks_of(s: Settings, policy: Policy, accelerator: Accelerator) -> list[SelfCheck]:
     """Return what a policy of any pipeline finds where it checks itself, as the run uses it.
 
@@ -74,10 +74,11 @@ def checks_of(s: Settings, policy: Policy, accelerator: Accelerator) -> list[Sel
         return []
     with together(accelerator):
         notes = check_run(s, policy, accelerator.num_processes)
-        checks = [policy.self_check(s.steps, DTYPES[s.mixed_precision])]
+        rows = min(5, s.train_batch or s.max_batch or 5)
+        checks = [policy.self_check(s.steps, DTYPES[s.mixed_precision], rows=rows)]
         checks[0].notes += notes
         evaluated = s.evaluation_steps or s.steps
         if evaluated != s.steps:
-            more = policy.self_check(evaluated, DTYPES[s.mixed_precision], gradients=False)
-            checks.append(more)
+            precision = DTYPES[s.mixed_precision]
+            checks.append(policy.self_check(evaluated, precision, rows=1, gradients=False))
     return checks
