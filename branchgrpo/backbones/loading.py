@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ENCODER_PLACES', 'left_out', 'read_checked', 'read_pipeline', 'empty_denoiser', 'avoid_cudnn_attention',
-           'load_pipeline', 'policy_around', 'own_policy', 'load_backbone']
+           'load_pipeline', 'policy_around', 'own_policy', 'is_pipeline', 'policy_of', 'load_backbone']
 
 # %% ../../nbs/backbones/01_loading.ipynb #f35a8196
 import inspect
@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .declarations import check_text, declared
+from .declarations import EXPERTS, check_text, declared
 from .defaults import check_guidance, default_guidance, default_sizes
 from branchgrpo.backbones.names import (
+    ANY_FAMILY,
+    FAMILIES,
     PIPELINE_ERRORS,
     encoder_names,
     family,
@@ -27,6 +29,7 @@ from branchgrpo.backbones.names import (
     used_parts,
 )
 from ..own import import_own, is_own_name
+from ..registry import loaded
 from ..policy import Policy
 from ..messages import check_one_of, reason
 
@@ -193,6 +196,35 @@ def own_policy(name: str, device: str | torch.device = "cpu") -> Any:
         raise ValueError(f"backbone: {name!r} is no Policy; it lacks {', '.join(lacking)}")
     policy.denoiser.to(device)
     return policy
+
+# %% ../../nbs/backbones/01_loading.ipynb #8b91326e
+def is_pipeline(thing: object) -> bool:
+    "Return whether an object is a pipeline of diffusers, and no policy around one."
+    return hasattr(thing, "components") and hasattr(thing, "scheduler")
+
+
+def policy_of(pipeline: Any, **given: Any) -> Any:
+    """Return the policy of a pipeline that is an object: its family's, or the one of any pipeline.
+
+    `given` are height, width, guidance_scale, guidance_grad, and frames; None: the default."""
+    name = type(pipeline).__name__
+    second = any(getattr(pipeline, part, None) is not None for part in EXPERTS)
+    known = name in FAMILIES.names() and not second
+    if known:
+        policy_class = FAMILIES.get(name)
+    else:
+        config = {"_class_name": type(pipeline.scheduler).__name__} | dict(
+            pipeline.scheduler.config
+        )
+        policy_class = loaded(ANY_FAMILY)(type(pipeline), tuple(pipeline.components), config)
+    size = declared(policy_class, "default_size") if known else None
+    height, width = size if isinstance(size, tuple) else (size, size)
+    sizes = {"height": height, "width": width}
+    chosen = sizes | {key: value for key, value in given.items() if value is not None}
+    chosen.setdefault("guidance_grad", False)
+    if "frames" not in declared(policy_class, "takes"):
+        chosen.pop("frames", None)
+    return policy_class(pipeline, **chosen)
 
 # %% ../../nbs/backbones/01_loading.ipynb #6dea32e7
 def load_backbone(

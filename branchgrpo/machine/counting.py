@@ -66,6 +66,8 @@ def meta_pipeline(name: str) -> SimpleNamespace:
     if name in PUBLISHED:
         return published_pipeline(family(name))
     folder = folder_of(name)
+    if declared(family(name), "needs_encoders"):
+        raise ValueError(f"backbone: {shown(name)} is driven by its pipeline, which is not counted")
     component = declared(family(name), "component")
     model = part_class(name, component)
     with torch.device("meta"):

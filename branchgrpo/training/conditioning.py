@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..backbones.declarations import declared
 from ..backbones.memory import awake, encoders_of
-from ..policy import Policy
+from ..policy import Policy, stacked
 from .ranks import is_reader, of_all
 from ..files import write_atomic
 from ..noise import Noise
@@ -143,14 +143,12 @@ class EmbeddingCache:
         self,
         prompts: list[str],
         device: str | torch.device = "cpu",
-    ) -> dict[str, Tensor]:
-        "Return the embeddings of P prompts: a dict of tensors with P rows."
+    ) -> dict[str, Any]:
+        "Return the embeddings of P prompts by name: tensors with P rows, or `Ragged`."
         self.ahead(prompts)
         shared = load_file(self.common)
         entries = [load_file(self.path(p)) | shared for p in prompts]
-        return {
-            key: torch.stack([entry[key] for entry in entries]).to(device) for key in entries[0]
-        }
+        return {key: stacked([entry[key] for entry in entries], device) for key in entries[0]}
 
 # %% ../../nbs/training/04_conditioning.ipynb #f074e4fd
 class Conditioner:
@@ -163,8 +161,8 @@ class Conditioner:
         self.known: dict[str, dict[str, Tensor]] = {}  # on the CPU
         self.shared: dict[str, Tensor] = {}  # what is the same for all prompts
 
-    def __call__(self, prompts: list[str]) -> dict[str, Tensor]:
-        "Return the conditioning of P prompts: a dict of tensors with P rows."
+    def __call__(self, prompts: list[str]) -> dict[str, Any]:
+        "Return the conditioning of P prompts by name: tensors with P rows, or `Ragged`."
         if self.store is not None:
             return self.store.get(prompts, self.device)
         for prompt in prompts:  # one at a time: beside others, its last bits would depend on them
@@ -179,7 +177,7 @@ class Conditioner:
         conditioning = {}
         for name in keys:
             rows = [self.known[prompt][name] for prompt in prompts]
-            conditioning[name] = torch.stack(rows).to(self.device)
+            conditioning[name] = stacked(rows, self.device)
         return conditioning
 
 # %% ../../nbs/training/04_conditioning.ipynb #0e00b0b4

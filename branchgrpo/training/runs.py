@@ -18,6 +18,7 @@ import shutil
 import socket
 import subprocess
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cache
@@ -359,6 +360,7 @@ def open_run(
     settings: dict,
     prompts: "PromptSet | None" = None,  # the set that was read, to notice a changed file
     base: dict[str, Any] | None = None,  # what the model changes of the published recipe
+    checks: Sequence[dict[str, Any]] = (),  # what a pipeline's checks against itself measured
 ) -> Run:
     """Return the run at `path`, made now or found.
 
@@ -381,5 +383,6 @@ def open_run(
     }
     table |= {} if prompts is None else {"prompts": prompt_facts(prompts)}
     table |= {} if base is None else {"base": base}
+    table |= {"checks": list(checks)} if checks else {}
     write_text(run.path / "run.json", json.dumps(table, indent=1))
     return run

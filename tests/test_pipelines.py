@@ -1,0 +1,412 @@
+"""A policy of any pipeline: it trains one that nobody knows, and refuses what it cannot follow."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.models.modeling_utils import ModelMixin
+from diffusers.utils.torch_utils import randn_tensor
+from slow import often
+from tiny_pipelines import PIPELINES, make
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from branchgrpo.backbones.any_pipeline import AnyPolicy, hold
+from branchgrpo.backbones.loading import load_backbone
+from branchgrpo.backbones.self_check import gap, stock_call
+from branchgrpo.cli import main
+from branchgrpo.evaluation.policies import load_policy
+from branchgrpo.evaluation.sampling import drawing_process
+from branchgrpo.policy import Ragged
+from branchgrpo.training.config import TrainConfig
+from branchgrpo.training.trainer import Trainer
+
+PROMPTS = ["a red cat", "two blue birds over the sea", "x", "a green house beside a tree"]
+WIDTH = 12
+
+
+class Answerer(ModelMixin, ConfigMixin):
+    "A denoiser of tokens, with attention to texts of any length."
+
+    _supports_gradient_checkpointing = True
+
+    @register_to_config
+    def __init__(self, channels: int = 4, width: int = WIDTH):
+        super().__init__()
+        self.into = nn.Linear(channels + 1, width)
+        self.to_q, self.to_k, self.to_v = (nn.Linear(width, width) for _ in range(3))
+        self.out = nn.Linear(width, channels)
+        self.gradient_checkpointing = False
+        self.forgets = False  # the text, when activations are computed again
+
+    def mix(self, x, text):
+        q, k, v = self.to_q(x), self.to_k(text), self.to_v(text)
+        return x + torch.softmax(q @ k.mT, -1) @ v
+
+    def forward(self, latents, age, texts):
+        rows = []
+        for x, t, text in zip(latents, age, texts):
+            x = torch.tanh(self.into(torch.cat([x, t.expand(len(x), 1)], 1)))
+            if self.gradient_checkpointing and torch.is_grad_enabled():
+                text = text * 0.5 if self.forgets else text
+                x = checkpoint(self.mix, x, text, use_reentrant=False)
+            else:
+                x = self.mix(x, text)
+            rows.append(self.out(x))
+        return [torch.stack(rows)]
+
+
+class StrangePipeline(DiffusionPipeline):
+    """A loop that no one has seen: tokens in an order of its own, a time that grows, an output of
+    the other sign, texts of any length. `lie` is what it does besides."""
+
+    def __init__(self, transformer, scheduler):
+        super().__init__()
+        self.register_modules(transformer=transformer, scheduler=scheduler)
+        self.lie = ""
+
+    def encode_prompt(self, prompt, device=None):
+        texts = [prompt] if isinstance(prompt, str) else prompt
+        rows = []
+        for text in texts:
+            letters = torch.tensor([float(byte) for byte in text.encode()])
+            rows.append(torch.sin(letters[:, None] * torch.arange(1, WIDTH + 1) / 20))
+        return {"texts": rows, "kind": "letters"}
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        prompt,
+        height=8,
+        width=8,
+        num_inference_steps=10,
+        guidance_scale=2.0,
+        generator=None,
+        output_type="pil",
+        return_dict=True,
+    ):
+        count = 1 if isinstance(prompt, str) else len(prompt)
+        height -= height % 2 if self.lie == "even" else 0
+        texts = self.encode_prompt(prompt)["texts"]
+        nothing = [torch.zeros_like(text[:1]) for text in texts]
+        shape = (count, height * width // 4, 4)
+        x = randn_tensor(shape, generator=generator)
+        if self.lie == "picture":
+            x[:, ::2] = 0.3
+        if self.lie == "loud":
+            x = 3 * x
+        self.scheduler.set_timesteps(num_inference_steps)
+        memory = 0.0
+        for i, t in enumerate(self.scheduler.timesteps):
+            age = 1 - t.expand(count) / 1000
+            guided = self.transformer(x.flip(1), age, texts)[0].flip(1)
+            scale = guidance_scale
+            if self.lie == "index" and i >= 0.3 * num_inference_steps:
+                scale = 1.0
+            if self.lie == "time" and age[0] > 0.5:  # allowed: a function of time
+                scale = 1.0
+            if scale > 1:
+                free = self.transformer(x.flip(1), age, nothing)[0].flip(1)
+                guided = free + scale * (guided - free)
+            if self.lie == "history":
+                memory = 0.5 * memory + guided
+                guided = guided + 0.1 * memory
+            if self.lie == "noise":
+                guided = guided + 0.01 * torch.randn_like(guided)
+            if self.lie == "rows":
+                guided = guided + 0.01 * guided.mean(0, keepdim=True)
+            if self.lie == "cut":
+                guided = guided.detach()
+            if self.lie == "half cut":
+                guided = 0.5 * guided + 0.5 * guided.detach()
+            x = self.scheduler.step(-guided, t, x, return_dict=False)[0]
+            if self.lie == "between":
+                x = x * 0.99
+        if self.lie == "tail":
+            x = x + memory + self.transformer.config.channels / 50 * num_inference_steps
+        images = torch.sigmoid(x[..., :3].mT.unflatten(2, (height // 2, width // 2)))
+        images = images.repeat_interleave(2, 2).repeat_interleave(2, 3)
+        return (images,)
+
+
+def strange(lie="", scheduler=None):
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        transformer = Answerer().eval()
+    pipeline = StrangePipeline(transformer, scheduler or FlowMatchEulerDiscreteScheduler(shift=2.0))
+    pipeline.lie = lie
+    return pipeline
+
+
+def redness(images, prompts):
+    return images[:, 0].flatten(1).mean(1) - images[:, 1].flatten(1).mean(1)
+
+
+SMALL = {
+    "recipe": "branchgrpo",
+    "iterations": 2,
+    "steps": 4,
+    "splits": (0, 1),
+    "branch_factor": 2,
+    "prompts_per_iteration": 2,
+    "evaluate_every": 0,
+    "tracker": "none",
+    "learning_rate": 1e-3,
+}
+
+
+def trainer(output, pipeline, **changes):
+    config = TrainConfig(output=str(output), **SMALL | changes)
+    return Trainer(config, policy=pipeline, reward=redness, prompts=PROMPTS)
+
+
+@pytest.fixture(autouse=True)
+def quiet(recwarn):
+    yield
+
+
+def test_a_pipeline_that_nobody_knows_trains(tmp_path):
+    pipeline = strange()
+    before = {name: p.clone() for name, p in pipeline.transformer.named_parameters()}
+    changes = {"gradient_checkpointing": True, "kl": 0.01, "ema_used": True}
+    run = trainer(tmp_path / "run", pipeline, **changes).fit(quiet=True)
+    assert len(run.metrics) == 2
+    assert all(row["rollout_mismatch"] < 1e-5 for row in run.metrics)
+    assert all(row["grad_norm"] > 0 for row in run.metrics)
+    after = dict(pipeline.transformer.named_parameters())
+    assert all(not torch.equal(after[name], value) for name, value in before.items())
+    checks = run.info["checks"]
+    assert [check["steps"] for check in checks][0] == 4
+    assert checks[0]["found"]["output"] < 1e-6
+    assert checks[0]["found"]["checkpointing"] < 1e-5
+    assert run.info["settings"]["height"] == 8  # the pipeline's own
+    assert type(pipeline) is StrangePipeline
+
+
+def test_texts_of_three_lengths_are_one_batch():
+    policy = hold(strange())
+    conditioning = policy.encode(PROMPTS)
+    assert isinstance(conditioning["text0-0.0"], Ragged)
+    x = torch.randn(4, *policy.latent_shape, generator=torch.Generator().manual_seed(0))
+    calls = []
+    policy.call = lambda *inputs: calls.append(len(inputs[0])) or policy.denoiser(*inputs)
+    together = policy.predict(x, torch.tensor(0.7), conditioning)
+    assert calls == [4, 4]  # with text and without
+    alone = [
+        policy.predict(x[n : n + 1], torch.tensor(0.7), policy.encode([PROMPTS[n]]))
+        for n in range(4)
+    ]
+    assert gap(together, torch.cat(alone)) < 1e-5
+
+
+def test_guidance_gets_no_gradient_unless_it_is_asked_for():
+    policy = hold(strange())
+    assert policy.learned.weights == pytest.approx({(0, 0): -2.0, (1, 0): 1.0}, abs=1e-3)
+    assert policy.learned.against == {(1, 0)}
+    x = torch.zeros(1, *policy.latent_shape)
+    conditioning = policy.encode(["a"])
+    policy.denoiser.requires_grad_(True)
+    sizes = []
+    for full in (False, True):
+        policy.guidance_grad = full
+        policy.denoiser.zero_grad()
+        policy.predict(x, torch.tensor(0.5), conditioning).sum().backward()
+        sizes.append(float(policy.denoiser.out.bias.grad.sum()))
+    # of out.bias: −w x with the unconditional part held, −1 with both
+    tokens = x.shape[1]
+    assert sizes == pytest.approx([-2.0 * 4 * tokens, -1.0 * 4 * tokens])
+
+
+REFUSED = {
+    "index": "the output of step 2 of 4 differs by .*it depends on the index of the step",
+    "history": "it depends on what was computed in earlier steps",
+    "noise": "two calls with the same inputs differ",
+    "between": "latents change by 0.01 between the steps 0 and 1",
+    "picture": "of its first latents are no noise; they hold a picture",
+    "loud": "its first latents have the std",
+    "cut": "the gradient of its latents is 0",
+    "half cut": "a finite difference of its latents is 2.00 of the gradient",
+    "tail": "the image differs by",
+}
+
+
+@pytest.mark.parametrize("lie", REFUSED)
+def test_what_a_tree_cannot_follow_is_refused(lie, tmp_path):
+    with pytest.raises(ValueError, match=REFUSED[lie]) as refusal:
+        trainer(tmp_path / "run", strange(lie))
+    assert str(refusal.value).startswith("backbone: StrangePipeline cannot be trained: ")
+    assert "\n" not in str(refusal.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_three_steps_hide_the_runs_own_steps_show():
+    hold(strange("index")).self_check(1)
+    with pytest.raises(ValueError, match="index of the step"):
+        hold(strange("index")).self_check(10)
+
+
+def test_guidance_by_time_is_allowed():
+    hold(strange("time")).self_check(10)
+
+
+def test_rows_that_see_each_other_get_calls_of_their_own():
+    policy = hold(strange("rows"))
+    checked = policy.self_check(4)
+    assert "one row per call, since rows of a batch differ by" in str(checked)
+    x = torch.randn(2, *policy.latent_shape, generator=torch.Generator().manual_seed(0))
+    both = policy.predict(x, torch.tensor(0.5), policy.encode(PROMPTS[:2]))
+    alone = policy.predict(x[:1], torch.tensor(0.5), policy.encode(PROMPTS[:1]))
+    assert torch.equal(both[:1], alone)
+
+
+def test_a_scheduler_that_draws_noise_is_refused():
+    noisy = FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)
+    with pytest.raises(ValueError, match="has stochastic_sampling: True, which draws noise"):
+        hold(strange(scheduler=noisy)).self_check(4)
+
+
+def test_a_model_that_forgets_under_checkpointing_is_refused_by_its_cause(tmp_path):
+    pipeline = strange()
+    pipeline.transformer.forgets = True
+    with pytest.raises(ValueError, match="gradient checkpointing changes the gradient by .*fault"):
+        trainer(tmp_path / "run", pipeline, gradient_checkpointing=True)
+    pipeline.transformer.disable_gradient_checkpointing()
+    trainer(tmp_path / "run", pipeline)  # without it, it may
+
+
+def test_what_the_pipeline_does_not_take_is_refused():
+    with pytest.raises(ValueError, match="num_frames: StrangePipeline takes no such argument"):
+        hold(strange(), num_frames=9)
+    with pytest.raises(ValueError, match="height: StrangePipeline draws 8 pixels where 9"):
+        _ = hold(strange("even"), height=9, width=8).latent_shape
+
+
+@pytest.mark.slow
+def test_an_expert_that_stays_frozen_is_named(tmp_path):
+    pipeline = make("wan2.2")
+    changes = {"height": 16, "width": 16, "frames": 9, "iterations": 1}
+    run = trainer(tmp_path / "run", pipeline, **changes).fit(quiet=True)
+    notes = " ".join(run.info["checks"][0]["notes"])
+    assert "is drawn by transformer_2, which is frozen, and trains nothing" in notes
+    assert run.metrics[0]["rollout_mismatch"] < 1e-5
+
+
+def gradient_of(policy, latents, time, conditioning):
+    "The gradient of a random sum of outputs at all weights."
+    direction = torch.randn(latents.shape, generator=torch.Generator().manual_seed(2))
+    policy.denoiser.requires_grad_(True).zero_grad()
+    (policy.predict(latents, time, conditioning).float() * direction).sum().backward()
+    grads = [p.grad.flatten() for p in policy.denoiser.parameters() if p.grad is not None]
+    policy.denoiser.requires_grad_(False)
+    return torch.cat(grads)
+
+
+OURS = ("tiny-flux", "tiny-sd3", "tiny-sd", "tiny-wan")
+
+
+@pytest.mark.parametrize("name", often(OURS, ["tiny-sd3"]))
+@pytest.mark.parametrize("full", often((False, True), [False]))
+def test_the_families_compute_what_their_pipelines_do(name, full):
+    by_hand = load_backbone(name, guidance_grad=full)
+    call = by_hand.drawing(4)
+    del call["num_inference_steps"]
+    driven = hold(
+        by_hand.pipeline, guidance_grad=full, **call | {"frames": call.pop("num_frames", None)}
+    )
+    prompts = ["a red 3", "two green 5s", "a red 3"]
+    x = torch.randn(3, *by_hand.latent_shape, generator=torch.Generator().manual_seed(0))
+    for ours, theirs in zip(by_hand.own_levels(4), driven.own_levels(4)):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or gap(ours, theirs) < 1e-6
+    time = by_hand.own_levels(4)[0][1]
+    at = [(policy, x, time, policy.encode(prompts)) for policy in (by_hand, driven)]
+    assert gap(*[policy.predict(*inputs) for policy, *inputs in at]) < 1e-5
+    assert gap(*[gradient_of(*inputs) for inputs in at]) < 2e-5
+    assert float((by_hand.decode(x) - driven.decode(x)).abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize("name", often(PIPELINES, ["z-image"]))
+def test_pipelines_of_no_family_agree_with_themselves(name):
+    policy = hold(make(name), **PIPELINES[name][1])
+    checked = policy.self_check(4)
+    assert max(checked.found[what] for what in ("output", "step", "latents", "image")) < 1e-5
+    assert isinstance(policy, AnyPolicy)
+
+
+@pytest.mark.slow
+def test_chroma_is_refused_under_checkpointing_for_what_diffusers_drops(tmp_path):
+    changes = {"height": 16, "width": 16, "gradient_checkpointing": True}
+    with pytest.raises(ValueError, match="checkpointing changes the gradient.*ChromaTransformer"):
+        trainer(tmp_path / "run", make("chroma"), **changes)
+
+
+@pytest.mark.slow
+def test_lumina2_is_refused_where_it_looks_at_the_step(tmp_path):
+    policy = hold(make("lumina2"), height=32, width=32, cfg_trunc_ratio=0.3)
+    with pytest.raises(ValueError, match="index of the step"):
+        policy.self_check(10)
+    assert json.dumps(hold(make("lumina2"), height=32, width=32).self_check(4).to_dict())
+
+
+DOCUMENTED = ("z-image", "flux2-klein", "sdxl", "sana", "ltx", "hunyuan-video-1.5", "wan2.2")
+REWARD = """
+def redness(images, prompts):
+    return images[:, 0].flatten(1).mean(1) - images[:, 1].flatten(1).mean(1)
+"""
+
+
+def drawn_by_the_run(run, steps, latents):
+    "The image that a run's policy draws from these latents."
+    policy = load_policy(str(run))
+    conditioning = policy.encode(["a red cat"])
+    process = drawing_process(policy, steps)
+    with torch.no_grad():
+        for i in range(steps):
+            output = policy.predict(latents, process.times[i], conditioning)
+            latents = process.step(i, latents, output, False).mean
+        return policy.decode(latents)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", (0, 2))
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_the_documented_commands_serve_a_pipeline_of_no_family(name, rank, tmp_path, monkeypatch):
+    "train → resume → evaluate → sample → export → stock diffusers, as how_to_draw.md says."
+    monkeypatch.chdir(tmp_path)
+    make(name).save_pretrained("base")
+    Path("redness.py").write_text(REWARD)
+    Path("prompts.txt").write_text("\n".join(PROMPTS))
+    sizes = [f"--{key}={value}" for key, value in PIPELINES[name][1].items()]
+    given = [f"--backbone={tmp_path / 'base'}", "--reward=redness.py:redness", *sizes]
+    given += ["--prompts=prompts.txt", "--steps=4", "--splits=0,1", "--branch-factor=2"]
+    given += ["--prompts-per-iteration=2", "--evaluate-every=1", "--evaluation-prompts=1"]
+    given += ["--tracker=none", "--output=run", "--checkpoint-every=1", "--embeddings=texts"]
+    given += [f"--lora-rank={rank}", "--learning-rate=1e-3"]
+    assert main(["train", *given, "--iterations=1"]) == 0
+    assert main(["train", *given, "--iterations=2"]) == 0  # it goes on
+    run = tmp_path / "run"
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
+    assert main(["evaluate", "run", "--limit=1"]) == 0
+    assert main(["sample", "run", "--prompt=a red cat", "--output=drawn.png"]) == 0
+    assert main(["doctor", f"--backbone={tmp_path / 'base'}", *sizes]) == 0
+    exported = run / ("lora" if rank else "model")
+    code = (exported / "how_to_draw.md").read_text().split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(exported)
+    place = {}
+    exec(code[: code.index("drawn = ")], place)
+    steps = place["draw"].pop("num_inference_steps")
+    stock = hold(place["pipe"], **renamed(place["draw"]))
+    record, images = stock_call(stock, "a red cat", steps, seed=1)
+    ours = drawn_by_the_run(run, steps, record[0].latents)
+    assert float((ours - stock.as_images(images)).abs().max()) < 1e-4
+    base = hold(make(name), **renamed(place["draw"]))
+    changed = base.predict(record[0].latents, torch.tensor(1.0), base.encode(["a red cat"]))
+    assert gap(changed, record[0].output) > 1e-5  # trained weights, not those of the base
+
+
+def renamed(draw):
+    "The arguments of a pipeline's call as those of a policy."
+    return {("frames" if name == "num_frames" else name): value for name, value in draw.items()}
