@@ -14,7 +14,7 @@ import math
 import multiprocessing
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,8 +127,10 @@ def is_log() -> bool:
 
 # %% ../../nbs/training/14_trainer.ipynb #5a71d001
 class ProgressBar(Callback):
-    """Shows the iteration, the time left and the main metrics: in a terminal as a bar, in a log as
-    a line a minute."""
+    """Shows the iteration, the time left, the main metrics and, of a large model on a GPU, the
+    share of the card that it reaches: in a terminal as a bar, in a log as a line a minute."""
+
+    share: Callable[[dict[str, Any]], float | None] | None = None  # of a row's iteration
 
     def on_start(self, trainer):
         s = trainer.settings
@@ -140,12 +142,21 @@ class ProgressBar(Callback):
         first = trainer.progress.iteration
         if trainer.base and shows and not in_notebook():
             print(trainer.base, file=sys.stderr, flush=True)
+        if shows and trainer.accelerator.device.type == "cuda":
+            # not above: it counts, and a run on a CPU needs no counts
+            from branchgrpo.machine.reached import card_share
+
+            processes = trainer.accelerator
+            self.share = card_share(s, processes.device, processes.num_processes)
         self.bar = tqdm(
             desc=s.recipe, total=s.iterations, initial=first, delay=delay, disable=disable
         )
 
     def on_iteration(self, trainer, row):
-        self.bar.set_postfix({key: f"{row[key]:.4g}" for key in SHOWN}, refresh=False)
+        shown = {key: f"{row[key]:.4g}" for key in SHOWN}
+        share = None if self.share is None else self.share(row)
+        shown |= {} if share is None else {"card": f"{share:.0%}"}
+        self.bar.set_postfix(shown, refresh=False)
         self.bar.update(row["iteration"] - self.bar.n)
         if self.in_log and time.monotonic() - self.said >= LOG_EVERY:
             self.said = time.monotonic()
