@@ -38,9 +38,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from branchgrpo.machine.bench import seconds_of
-from branchgrpo.machine.counting import count, equal_runs, shortened
+from branchgrpo.machine.counting import CallCost, count, equal_runs, set_trainable, shortened
 from branchgrpo.machine.estimate import calls_after_pruning, memory_parts
 from branchgrpo.machine.gpus import MEASURED_SPEED
+from branchgrpo.machine.measured import WAITING
 from branchgrpo.plan import RolloutPlan
 from branchgrpo.planning import plan_of
 from branchgrpo.testbed.making import quiet
@@ -56,7 +57,9 @@ TREE = {"steps": 3, "splits": (0, 1)}
 CHAINS = {"steps": 3, "roots": 4, "splits": ()}
 SMALL = {  # of the recipes, at a small size
     "dancegrpo": TREE | {"splits": (0,), "branch_factor": 4},
-    "mixgrpo": CHAINS | {"window_size": 1},
+    "mixgrpo": CHAINS | {"window_size": 1, "window_stop": 1},
+    "branchgrpo-mix": TREE | {"window_size": 1, "window_stop": 1},
+    "branchgrpo-deppru": TREE | {"window_size": 1, "window_stop": 1},
     "flow-grpo": CHAINS,
     "pro-grpo": CHAINS | {"prune_at": {1: 2}},
 }
@@ -89,7 +92,6 @@ class Arm:
 class Step:
     "A command: arms that take turns."
 
-    about: str
     arms: tuple[Arm, ...]
     rounds: int = 1
     seconds: int = 480  # no arm begins that would end later
@@ -147,24 +149,24 @@ def growth() -> tuple[Arm, ...]:
 
 STEPS = {
     "table1": Step(
-        "Table 1's seconds at FLUX.1-dev's size, beside the printed ones",
         iterations("flux", TABLE_1, share=4),
         rounds=2,
     ),
     "sd35": Step(
-        "Flow-GRPO and Pro-GRPO at SD3.5-Medium's size",
         iterations("sd3", ("flow-grpo", "pro-grpo"), share=1),
         rounds=3,
         seconds=240,
     ),
-    "speed": Step("each setting of speed on its own, and together", SPEED),
-    "memory": Step("a base in 8 and 4 bits: peaks beside the doctor's", MEMORY, seconds=240),
+    "speed": Step(SPEED),
+    "memory": Step(MEMORY, seconds=240),
     "units": Step(
-        "images per GPU and second for Wan 1.3B; FLUX and SD3.5-M have theirs from above",
-        iterations("wan", ("branchgrpo", "dancegrpo"), share=4, **FEW),
+        (
+            *iterations("wan", ("branchgrpo",), share=4, **FEW),
+            *iterations("wan", ("dancegrpo",), share=4, steps=6),
+        ),
         seconds=240,
     ),
-    "growth": Step("seconds and memory as the work grows", growth(), seconds=300),
+    "growth": Step(growth(), seconds=300),
 }
 
 
@@ -342,7 +344,11 @@ def measure_iteration(bench: Bench, arm: Arm, turn: int) -> dict:
     plan = x.tree.plan
     line |= {"calls": plan.denoiser_calls, "leaves": plan.leaves}
     line |= {"prompts": trainer.settings.prompts_per_iteration, "rows": trainer.settings.max_batch}
-    return line | {"trained_calls": float(trained_calls(x))}
+    line |= {"trained_calls": float(trained_calls(x))}
+    if bench.tiny:
+        return line
+    cost = cost_of(arm.model, arm.side)
+    return line | {"forward_tflop": cost.forward / 1e12, "training_tflop": cost.training / 1e12}
 
 
 def trained_calls(x: Experience) -> int:
@@ -408,20 +414,31 @@ def doctor_peaks(arm: Arm) -> dict:
 
 
 def measure_heads(bench: Bench, arm: Arm, turn: int) -> dict:
-    """Return by head size how far the attention kernels are from float32, forward and in their
-    gradient; NaN where it is not finite."""
+    """Return by head size and number of keys how far the attention kernels are from float32,
+    forward and in their gradients; NaN where they are not finite. 1088 keys are 64 more than a
+    multiple of 128, and `far` keys have strongly negative logits (pytorch#196678)."""
     kernels = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
     kernels = {"math": SDPBackend.MATH} if DEVICE.type == "cpu" else kernels
     line = {}
-    for size in (24, 32, 40, 64, 72, 80, 96, 128):
-        torch.manual_seed(size)
-        given = [torch.randn(1, 2, 64 if bench.tiny else 1024, size, device=DEVICE) for _ in "qkv"]
-        exact = with_gradients(given, torch.float32, SDPBackend.MATH)
-        for name, kernel in kernels.items():
-            found = with_gradients(given, torch.bfloat16, kernel)
-            off = [float((a - b).norm() / b.norm()) for a, b in zip(found, exact)]
-            line[f"{name} {size}"] = [round(value, 5) for value in off]
+    for size in (24, 64) if bench.tiny else (24, 32, 40, 64, 72, 80, 96, 128):
+        for keys, shift in ((1024, 0.0), (1088, 0.0), (1088, -120.0)):
+            given = inputs_of_attention(size, keys // 16 if bench.tiny else keys, shift)
+            exact = with_gradients(given, torch.float32, SDPBackend.MATH)
+            for name, kernel in kernels.items():
+                found = with_gradients(given, torch.bfloat16, kernel)
+                off = [float((a - b).norm() / b.norm()) for a, b in zip(found, exact)]
+                far = " far" if shift else ""
+                line[f"{name} {size} × {keys}{far}"] = [round(value, 5) for value in off]
     return line
+
+
+def inputs_of_attention(size: int, keys: int, shift: float) -> list[Tensor]:
+    "Return queries, keys and values of two heads, whose logits are about `shift`."
+    torch.manual_seed(size)
+    given = [torch.randn(1, 2, keys, size, device=DEVICE) for _ in "qkv"]
+    if shift:
+        given[0][..., 0], given[1][..., 0] = 1.0, shift * size**0.5
+    return given
 
 
 def with_gradients(given: list[Tensor], dtype: torch.dtype, kernel: SDPBackend) -> list[Tensor]:
@@ -499,10 +516,15 @@ def settings_of(arm: Arm, backbone: str = "random") -> TrainConfig:
 
 
 @lru_cache(maxsize=16)
-def counted(model: str, side: int | None):
-    "Return a model of the published size without values, and what one of its calls costs."
-    policy = of_size(MODELS[model].make(torch.device("meta"), False), side)
-    return policy, count(policy, True, 32)
+def on_meta(model: str, side: int | None):
+    "Return a model of the published size without values."
+    return of_size(MODELS[model].make(torch.device("meta"), False), side)
+
+
+@lru_cache(maxsize=16)
+def cost_of(model: str, side: int | None) -> CallCost:
+    "Return what one call of a model of the published size costs, with an adapter of rank 32."
+    return count(of_size(MODELS[model].make(torch.device("meta"), False), side), True, 32)
 
 
 @dataclass(frozen=True)
@@ -515,14 +537,14 @@ class Expected:
     seconds: float
 
 
-OVERHEAD = {"iteration": 8.0, "calls": 6.0, "peaks": 15.0, "heads": 5.0, "modulation": 4.0}
+OVERHEAD = {"iteration": 5.0, "calls": 6.0, "peaks": 15.0, "heads": 5.0, "modulation": 4.0}
 COMPILING = 60.0  # seconds of one class of blocks in three modes, at most: a guess
 
 
 def expected(arm: Arm, first: bool = True) -> Expected:
     "Return what an arm will do, and its seconds at the measured speed; `first` of its rollout."
     s = resolve(settings_of(arm, MODELS[arm.model].name))
-    _, cost = counted(arm.model, arm.side)
+    cost = cost_of(arm.model, arm.side)
     plan = plan_of(s, 0)
     trained = calls_after_pruning(s, plan) * s.prompts_per_iteration
     rolled = s.prompts_per_iteration * plan.denoiser_calls * cost.forward if first else 0
@@ -547,8 +569,10 @@ def expected_seconds(step: Step) -> float:
 def try_on_meta(arm: Arm) -> tuple[int, ...]:
     """Send a batch of the arm's size through its model without values, forward and backward, with
     two blocks of each kind; return the output's shape."""
-    policy, _ = counted(arm.model, arm.side)
+    policy = on_meta(arm.model, arm.side)
     s = resolve(settings_of(arm, MODELS[arm.model].name))
+    if not getattr(policy.denoiser, "peft_config", None):
+        set_trainable(policy, s.lora_rank, s.gradient_checkpointing)
     latents = torch.empty(s.max_batch, *policy.latent_shape, device="meta", dtype=policy.dtype)
     with shortened(policy.denoiser, dict.fromkeys(equal_runs(policy.denoiser), 2)):
         output = policy.predict(latents, 0.5, policy.blank(s.max_batch))
@@ -562,7 +586,7 @@ def dry_run(names: list[str]) -> None:
     "Print what every arm of some steps will do, after its model was made in its full size."
     for name in names:
         step, seen = STEPS[name], set()
-        print(f"{name}: {step.about}; about {expected_seconds(step) / 60:.0f} minutes")
+        print(f"{name}: {WAITING[name].about}; about {expected_seconds(step) / 60:.0f} minutes")
         for arm in step.arms:
             if arm.job == "heads":
                 continue
@@ -634,10 +658,9 @@ class Roofs:
 
 def list_steps() -> None:
     "Print the steps in order, with their minutes and their commands."
-    for place, (name, step) in enumerate(STEPS.items(), start=1):
-        minutes = expected_seconds(step) / 60
-        print(f"{place}. {name:8} {minutes:4.1f} minutes  {step.about}")
-        print(f"   python tests/gpu_steps.py {name} --output figures/gpu")
+    for place, (name, step) in enumerate(WAITING.items(), start=1):
+        print(f"{place}. {name:8} {step.minutes:3} minutes  {step.about}")
+        print(f"   {step.command(name)}")
 
 
 def main(words: list[str] | None = None) -> bool:
