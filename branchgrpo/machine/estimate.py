@@ -9,8 +9,8 @@ __all__ = ['GB', 'PHASES', 'FREE_SHARE', 'RUNTIME_BYTES', 'FULL_PRECISION', 'REM
            'image_parts', 'parameters_of', 'encoder_sizes', 'encoder_parts', 'reward_bytes', 'reward_part',
            'memory_parts', 'gb_by_phase', 'peak_gb', 'fits', 'memory_table', 'training_flops', 'calls_after_pruning',
            'iteration_flops', 'evaluation_flops', 'precision_of', 'card_here', 'speed_of', 'Estimate', 'estimate',
-           'helps', 'joined_changes', 'other_experiments', 'advice', 'flag', 'smaller_models', 'nearest_fit',
-           'memory_verdict']
+           'helps', 'joined_changes', 'other_experiments', 'advice', 'flag', 'smaller_models', 'in_fewer_bits',
+           'nearest_fit', 'memory_verdict']
 
 # %% ../../nbs/machine/01_estimate.ipynb #4ca755ab
 import math
@@ -24,6 +24,7 @@ import torch
 
 from ..backbones.names import encoder_names, folder_of
 from ..backbones.decoding import images_per_decode
+from ..backbones.memory import QUANTISED
 from ..backbones.published import ENCODING_BYTES, PUBLISHED, T5_XXL
 from .gpus import GPU_GB, GPUS_PER_NODE, measured_speed
 from branchgrpo.machine.counting import (
@@ -518,6 +519,24 @@ def smaller_models(s: Settings) -> tuple[str, ...]:
     return models[own:]
 
 
+def in_fewer_bits(s: Settings, gpus: int, gpu: float) -> str:
+    "Return the flags of an adapter on a base in 8 or 4 bits that fits, and its GB; empty if none."
+    adapter = {} if s.lora_rank else ADAPTER
+    for base in QUANTISED:
+        bits: dict[str, Any] = adapter | {
+            "base_dtype": base,
+            "mixed_precision": "bf16",
+            "sharding": "none",
+        }
+        changes = advice(replace(s, **bits), gpus, gpu)
+        # of an adapter, the last advice takes the base back to bfloat16
+        if changes is not None and not changes.keys() & {"base_dtype", "sharding"}:
+            together = joined_changes(s, bits, changes)
+            gb = peak_gb(replace(s, **together), gpus)
+            return f"{' '.join(flag(*item) for item in together.items())} takes {gb:.1f} GB"
+    return ""
+
+
 def nearest_fit(s: Settings, gpus: int, gpu: float) -> str:
     "Return which smaller model fits, as an adapter, and with what; empty if none does."
     from branchgrpo.training.resolve import resolve
@@ -551,8 +570,10 @@ def memory_verdict(s: Settings, gpus: int = 8, gpu: float = GPU_GB) -> str:
             key=lambda part: part.bytes,
         )
         why = f"the {largest.name} of an adapter's run takes {largest.gb:.1f} GB"
+        bits = in_fewer_bits(s, gpus, gpu)
+        nearest = f"; the same model with {bits} (not measured yet)" if bits else ""
         other = nearest_fit(s, gpus, gpu)
-        nearest = f"; the nearest model that fits: {other}" if other else ""
+        nearest += f"; the nearest model that fits: {other}" if other else ""
         return (
             f"fits: NO, {where} (10 % stay free); none of the known settings helps: {why}{nearest}"
         )

@@ -54,9 +54,11 @@ class CardShare:
 # %% ../../nbs/machine/06_reached.ipynb #aa053159
 def card_share(s: Settings, device: torch.device, processes: int = 1) -> CardShare | None:
     "Return how to find a run's share of its GPUs; None where it says nothing."
-    if device.type != "cuda" or is_own_name(s.backbone) or is_small(s.backbone):
+    if device.type != "cuda" or is_own_name(s.backbone):
         return None
     try:
+        if is_small(s.backbone):
+            return None
         _, cost = counted_policy(s)
     except (OSError, ValueError):  # a policy that was given as an object
         return None

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..backbones.loading import avoid_cudnn_attention
+from ..backbones.attention import avoid_cudnn_attention
 from ..settings import variable
 from ..policy import Policy
 from ..messages import check_one_of
