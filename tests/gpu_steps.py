@@ -14,7 +14,10 @@ files there after each call.
 arm's model in its published size without values (PyTorch's device meta), sends one batch of the
 arm's own size forward and backward through it, and prints the calls and the seconds to expect.
 
-It needs what tests/gpu_bench.py needs; the step `memory` also needs torchao and bitsandbytes.
+It needs what tests/gpu_bench.py needs; the step `memory` also needs torchao and bitsandbytes. Where
+a machine has PyTorch but no network, carry wheels, as tests/gpu_bench.py says:
+
+    pip download --no-deps -d wheels diffusers==0.42.1 ruamel.yaml==0.19.1 torchao bitsandbytes
 """
 
 import argparse
@@ -39,7 +42,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from branchgrpo.machine.bench import seconds_of
 from branchgrpo.machine.counting import CallCost, count, equal_runs, set_trainable, shortened
-from branchgrpo.machine.estimate import calls_after_pruning, memory_parts
+from branchgrpo.machine.estimate import calls_after_pruning, memory_parts, training_flops
 from branchgrpo.machine.gpus import MEASURED_SPEED
 from branchgrpo.machine.measured import WAITING
 from branchgrpo.plan import RolloutPlan
@@ -250,6 +253,7 @@ class Bench:
     record: Record
     policy: object = None
     loaded: tuple = ()
+    reward: RandomReward | None = None
     rolled: dict = field(default_factory=dict)
     reference: Tensor | None = None  # the first arm's output of one call
 
@@ -277,10 +281,11 @@ class Bench:
         changes = arm.changes(self.tiny)
         compiles = changes.pop("compile", False)
         given = {} if self.tiny else changes | {"compile": compiles}
-        policy, reward = self.opened(arm, base), RandomReward(DEVICE, self.tiny)
+        policy = self.opened(arm, base)
+        self.reward = self.reward or RandomReward(DEVICE, self.tiny)
         # the random model is quantised by hand
         changes = (given or changes) | {"base_dtype": "bfloat16"}
-        trainer = large(self, policy, reward, **changes)
+        trainer = large(self, policy, self.reward, **changes)
         if self.tiny and compiles:
             compile_blocks(trainer.policy.denoiser, "eager")
         return trainer
@@ -348,7 +353,8 @@ def measure_iteration(bench: Bench, arm: Arm, turn: int) -> dict:
     if bench.tiny:
         return line
     cost = cost_of(arm.model, arm.side)
-    return line | {"forward_tflop": cost.forward / 1e12, "training_tflop": cost.training / 1e12}
+    training = training_flops(cost, trainer.settings)
+    return line | {"forward_tflop": cost.forward / 1e12, "training_tflop": training / 1e12}
 
 
 def trained_calls(x: Experience) -> int:
