@@ -35,7 +35,7 @@ from branchgrpo.files import (
     write_atomic,
     write_text,
 )
-from .machine.gpus import MEASURED_SPEED, gpus_for
+from .machine.gpus import gpus_for
 from .own import is_ours
 from .messages import count_of, docstring_summary, shown, with_setting
 from .settings import as_in_training, bounded, options, variable
@@ -111,7 +111,8 @@ class MachineOptions:
 
     # GPUs of the run; none: those of this machine, or 8 if it has none
     gpus: int | None = bounded(None, 1, 1_000_000)
-    tflops: float = bounded(MEASURED_SPEED, 0.001)  # sustained speed of one GPU
+    # sustained speed of one GPU; none: as measured with the run's settings
+    tflops: float | None = bounded(None, 0.001)
     # GB of one; none: of this machine's, or 85.5, an H100's with 80 GB
     gpu_memory: float | None = bounded(None, 0.001)
     # print the commands that compare downloaded weights with the hub's checksums

@@ -6,11 +6,15 @@ small size.
 """
 
 import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 
 import torch
 
 from branchgrpo.backbones.flux import FluxPolicy
+from branchgrpo.backbones.memory import quantisation
 from branchgrpo.backbones.published import kl_config
 from branchgrpo.backbones.sd import SDPolicy
 from branchgrpo.backbones.sd3 import SD35_MEDIUM, SD3Policy
@@ -89,7 +93,8 @@ def flux(device, side: int, tiny: bool, dtype: torch.dtype = torch.bfloat16) -> 
     "Return FLUX.1-dev at `side` × `side` pixels."
     from diffusers import AutoencoderKL, FluxPipeline, FluxTransformer2DModel
 
-    config = FluxPolicy.published[1] | (SMALL | {"num_single_layers": 2} if tiny else {})
+    few = SMALL | {"num_single_layers": 2, "joint_attention_dim": 64, "pooled_projection_dim": 32}
+    config = FluxPolicy.published[1] | (few if tiny else {})
     parts = SimpleNamespace(
         transformer=built(FluxTransformer2DModel, config, device, dtype),
         vae=built(AutoencoderKL, SMALL_VAE if tiny else VAE, device, dtype),
@@ -106,6 +111,7 @@ def sd3(device, side: int, tiny: bool, dtype: torch.dtype = torch.bfloat16) -> R
     from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
 
     small = {"caption_projection_dim": 128, "dual_attention_layers": (0,)}
+    small |= {"joint_attention_dim": 64, "pooled_projection_dim": 32}
     config = SD35_MEDIUM | SMALL | small if tiny else SD35_MEDIUM
     parts = SimpleNamespace(
         transformer=built(SD3Transformer2DModel, config, device, dtype),
@@ -241,4 +247,65 @@ def without_adapter(policy):
     denoiser.disable_gradient_checkpointing()
     denoiser.requires_grad_(False)
     policy.call = denoiser
+    return policy
+
+
+@dataclass(frozen=True)
+class Model:
+    "A published size: how it is made, its name on the hub, and the rows of its calls."
+
+    make: Callable  # (device, tiny) -> policy
+    name: str
+    rows: int  # of a batch
+    sizes: dict[str, int] = field(default_factory=dict)  # where they are not the recipe's
+    own_attention: bool = False  # attention that diffusers does not dispatch
+
+
+MODELS = {
+    "flux": Model(
+        lambda device, tiny: flux(device, 32 if tiny else 720, tiny),
+        "black-forest-labs/FLUX.1-dev",
+        4,
+    ),
+    "sd3": Model(
+        lambda device, tiny: sd3(device, 32 if tiny else 512, tiny),
+        "stabilityai/stable-diffusion-3.5-medium",
+        12,
+        {"height": 512, "width": 512},
+        own_attention=True,
+    ),
+    "wan": Model(
+        partial(wan),
+        "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+        1,
+        {"height": 480, "width": 480, "frames": 33},
+    ),
+}
+
+
+def of_size(policy, side: int | None):
+    "Return a policy of the same model for other pixels; the policy itself where none are given."
+    if side is None:
+        return policy
+    other = type(policy)(policy.pipeline, side, side, policy.guidance_scale)
+    other.tokens = policy.tokens
+    return other
+
+
+def quantised(policy, base: str, device):
+    """Return a policy whose denoiser's linear layers are in 8 or 4 bits, as diffusers' own loader
+    makes them of a file's weights."""
+    from diffusers.quantizers import DiffusersAutoQuantizer
+
+    quantizer = DiffusersAutoQuantizer.from_config(quantisation(base), pre_quantized=False)
+    quantizer.validate_environment(torch_dtype=torch.bfloat16, device_map=None)
+    denoiser = policy.denoiser
+    values = dict(denoiser.named_parameters())
+    quantizer.preprocess_model(model=denoiser, device_map={"": device}, keep_in_fp32_modules=[])
+    for name in list(values):
+        value = values.pop(name)
+        if quantizer.check_if_quantized_param(denoiser, value, name, {}):
+            quantizer.create_quantized_param(denoiser, value, name, device, {}, [])
+    quantizer.postprocess_model(denoiser)
+    denoiser.requires_grad_(False)
     return policy

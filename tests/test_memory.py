@@ -11,6 +11,8 @@ from slow import often
 from test_gpu_nodes import SETTINGS, TEXT, file_name
 from test_prose import FOUND, OURS, given_by
 
+from branchgrpo import cli
+from branchgrpo.backbones.memory import QUANTISED
 from branchgrpo.files import parse_table
 from branchgrpo.machine.doctor import Report, cost_lines
 from branchgrpo.machine.estimate import (
@@ -181,3 +183,46 @@ def test_the_parts_add_up():
         )
         < GPU_GB
     )
+
+
+ADAPTED = {"lora_rank": 4, "mixed_precision": "bf16", "base_dtype": "int8"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"lora_rank": 0}, "base_dtype: 'int8' needs an adapter"),
+        ({"mixed_precision": "no"}, "mixed_precision: 'no' is not bf16, in which a base in int8"),
+        ({"sharding": "full"}, "sharding: 'full' cannot split a base in int8"),
+        ({"base_dtype": "int4"}, "base_dtype: 'int4' is not one of float32, bfloat16, int8, nf4"),
+    ],
+)
+def test_a_base_in_fewer_bits_is_refused_where_it_cannot_be(changes, said):
+    with pytest.raises(ValueError, match=said):
+        resolve(TrainConfig(**ADAPTED | changes))
+
+
+def test_a_base_in_fewer_bits_needs_its_package_and_writes_nothing(tmp_path, monkeypatch, capfd):
+    "One line with the package to install; where it is installed, the run goes on as any other."
+    monkeypatch.setitem(QUANTISED, "int8", ("a_package_of_nobody", 1.0))
+    words = "train --base-dtype int8 --lora-rank 4 --mixed-precision bf16 --iterations 1"
+    assert cli.main([*words.split(), "--output", str(tmp_path / "run")]) == 2
+    assert (
+        "base_dtype: 'int8' needs a_package_of_nobody; pip install a_package"
+        in capfd.readouterr().err
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_base_in_fewer_bits_takes_less_memory():
+    "By the count: two bytes of a weight become one, or a half and its share of a scale."
+    given = {"backbone": "black-forest-labs/FLUX.1-dev", "reward": "hps-v2.1"}
+    run = resolve(TrainConfig(**ADAPTED | given))
+    gb = {
+        base: {part.name: part.gb for part in memory_parts(replace(run, base_dtype=base))}
+        for base in ("bfloat16", "int8", "nf4")
+    }
+    denoiser = {base: parts.pop("denoiser") for base, parts in gb.items()}
+    assert denoiser["int8"] == denoiser["bfloat16"] / 2
+    assert denoiser["nf4"] == pytest.approx(denoiser["bfloat16"] * 0.5625 / 2)
+    assert gb["int8"] == gb["nf4"] == gb["bfloat16"], "nothing else changes"

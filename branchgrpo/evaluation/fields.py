@@ -57,7 +57,7 @@ class Drawing:
     # of a flow's levels; none: the run's, or its own scheduler
     shift: float | str | None = as_in_training("shift")
     # of weights; none: the run's; else bfloat16 on a GPU
-    base_dtype: Literal["float32", "bfloat16"] | None = None
+    base_dtype: Literal["float32", "bfloat16", "int8", "nf4"] | None = None
     # of activations; none: the run's, or no
     mixed_precision: Literal["no", "bf16", "fp16"] | None = None
     # images per denoiser call; none: the run's, or all of a block

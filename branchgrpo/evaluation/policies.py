@@ -17,7 +17,8 @@ from safetensors.torch import load_model
 from ..backbones.declarations import declared
 from ..backbones.defaults import takes_guidance
 from ..backbones.loading import load_backbone
-from ..backbones.lora import load_lora
+from ..backbones.lora import load_lora, put_lora
+from ..backbones.memory import loading_types
 from ..own import is_own_name
 from ..policy import Policy
 from ..messages import check_one_of, shown
@@ -89,7 +90,7 @@ def load_as_trained(name: str, device: str | torch.device, options: dict[str, An
         given["vae_dtype"] = getattr(torch, vae)
     precision = given.pop("mixed_precision", None) or "no"
     most = given.pop("max_batch", None)
-    policy: Any = load_backbone(name, device=device, dtype=getattr(torch, dtype), **given)
+    policy: Any = load_backbone(name, device=device, **loading_types(dtype), **given)
     policy.max_batch = most
     if precision != "no":
         from accelerate.utils.operations import convert_outputs_to_fp32
@@ -175,7 +176,7 @@ def load_run_policy(
     if table is None and weights == "trained" and settings.lora_rank:
         # that there is none for a text encoder
         with without_remarks("diffusers.loaders.lora_base"):
-            policy.pipeline.load_lora_weights(run.path / "lora")
+            put_lora(policy, run.path / "lora")
     if weights == "base" and settings.lora is not None:
         load_lora(policy, settings.lora)
     if table and checkpoint:

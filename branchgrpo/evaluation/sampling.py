@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..backbones.any_pipeline import AnyPolicy
 from ..backbones.names import BACKBONES, folder_of, read_index
 from .policies import is_run, load_policy
 from ..files import bare, write_atomic
@@ -69,8 +70,10 @@ def drawing_process(policy: Policy, steps: int) -> Transition:
     """Return the process without noise that draws a policy's images.
 
     A policy of a run has its `shift`; another is drawn by the scheduler in its files.
-    Raises `ValueError` if its levels do not differ."""
+    Raises `ValueError` if its levels do not differ, and as `self_check` of any pipeline."""
     shift = getattr(policy, "shift", None)
+    if isinstance(policy, AnyPolicy):
+        policy.check_once(steps)
     process = sampling_process(policy, steps, shift)
     if (
         process.tail is None

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['scale_factors', 'part_class', 'meta_pipeline', 'CountedPolicy', 'meta_policy', 'equal_runs', 'shortened',
            'count_all_blocks', 'largest_block', 'CallCost', 'set_trainable', 'count_call', 'count_update', 'count',
-           'counted_policy', 'weight_bytes', 'compute_bytes', 'meta_vae', 'DecodingCost', 'latent_shape', 'vae_cost',
-           'decoding_cost']
+           'counted_policy', 'weight_bytes', 'base_bytes', 'compute_bytes', 'meta_vae', 'DecodingCost', 'latent_shape',
+           'vae_cost', 'decoding_cost']
 
 # %% ../../nbs/machine/00_counting.ipynb #6902d553
 from collections.abc import Callable, Mapping
@@ -24,6 +24,7 @@ from ..backbones.declarations import declared
 from ..backbones.loading import policy_around
 from ..backbones.names import family, folder_of, read_index
 from ..backbones.decoding import decode_costs
+from ..backbones.memory import QUANTISED
 from ..backbones.pipeline import published_pipeline
 from ..backbones.operations import Operations, fused_attention
 from ..backbones.published import PUBLISHED
@@ -265,7 +266,12 @@ def counted_policy(
 # %% ../../nbs/machine/00_counting.ipynb #3b19e632
 def weight_bytes(s: Settings, dtype: str | None = None) -> int:
     "Return the bytes of one weight that is not trained, or of one of `dtype`."
-    return 2 if (dtype or s.base_dtype) == "bfloat16" else 4
+    return 4 if (dtype or s.base_dtype) == "float32" else 2
+
+
+def base_bytes(s: Settings) -> float:
+    "Return the bytes of one of the denoiser's weights that is not trained."
+    return QUANTISED[s.base_dtype][1] if s.base_dtype in QUANTISED else weight_bytes(s)
 
 
 def compute_bytes(s: Settings) -> int:

@@ -21,6 +21,7 @@ from branchgrpo.machine.estimate import (
     GpuShare,
     advice,
     calls_after_pruning,
+    card_here,
     estimate,
     gb_by_phase,
     memory_table,
@@ -29,7 +30,7 @@ from branchgrpo.machine.estimate import (
     speed_of,
 )
 from .findings import Finding, all_findings, is_small
-from .gpus import GPU_GB, GPUS_PER_NODE, MEASURED_SPEED, SLOWER
+from .gpus import GPU_GB, GPUS_PER_NODE, SLOWER, measured_speed
 from ..own import is_own_name
 from ..plan import plan_cost
 from ..messages import count_of
@@ -44,7 +45,7 @@ class Report:
     settings: Settings  # as `resolve(TrainConfig(...))` returns
     gpus: int = GPUS_PER_NODE
     _: KW_ONLY
-    tflops: float = MEASURED_SPEED  # sustained speed of one GPU
+    tflops: float | None = None  # sustained speed of one GPU; none: the measured one
     gpu_gb: float = GPU_GB  # memory of one GPU
     found: list[Finding] | None = None  # as `all_findings` returns; none: it looks now
 
@@ -73,8 +74,11 @@ def hours_text(report: Report, e: Estimate) -> str:
             "not estimated: overhead, not FLOPs, decides so small a run; `branchgrpo bench`"
             " measures it"
         )
-    speed = f"{speed_of(report.settings, report.tflops):g} TFLOP/s each"
-    gpus = f"{count_of(report.gpus, 'GPU')} at {speed} in {precision_of(report.settings)}"
+    s = report.settings
+    speed = f"{speed_of(s, report.tflops):g} TFLOP/s each"
+    gpus = f"{count_of(report.gpus, 'GPU')} at {speed} in {precision_of(s)}"
+    if report.tflops is None and precision_of(s) == "16 bits":
+        gpus += f" (measured on an {measured_speed(vars(s), card_here()).card})"
     of_these = f", {e.evaluation_hours:,.3g} of them for evaluations" if e.evaluation_hours else ""
     return f"{e.hours:,.3g} hours on {gpus}{of_these}; {PUBLISHED}"
 
@@ -185,7 +189,7 @@ def cost_table(report: Report) -> dict[str, Any]:
         "hours": e.hours,
         "evaluation_hours": e.evaluation_hours,
         "gpus": report.gpus,
-        "tflops": report.tflops,
+        "tflops": speed_of(report.settings, report.tflops),
         "gpu_gb": report.gpu_gb,
         "peak_gb": e.peak_gb,
         "gb_by_phase": gb_by_phase(e.parts),

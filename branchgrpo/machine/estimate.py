@@ -8,8 +8,9 @@ __all__ = ['GB', 'PHASES', 'FREE_SHARE', 'RUNTIME_BYTES', 'FULL_PRECISION', 'REM
            'call_rows', 'update_rows', 'working_parts', 'decoded_at_once', 'images_of_rollout', 'image_parts',
            'parameters_of', 'encoder_sizes', 'encoder_parts', 'reward_bytes', 'reward_part', 'memory_parts',
            'gb_by_phase', 'peak_gb', 'fits', 'memory_table', 'training_flops', 'calls_after_pruning', 'iteration_flops',
-           'evaluation_flops', 'precision_of', 'speed_of', 'Estimate', 'estimate', 'helps', 'joined_changes',
-           'other_experiments', 'advice', 'flag', 'smaller_models', 'nearest_fit', 'memory_verdict']
+           'evaluation_flops', 'precision_of', 'card_here', 'speed_of', 'Estimate', 'estimate', 'helps',
+           'joined_changes', 'other_experiments', 'advice', 'flag', 'smaller_models', 'in_fewer_bits', 'nearest_fit',
+           'memory_verdict']
 
 # %% ../../nbs/machine/01_estimate.ipynb #4ca755ab
 import math
@@ -23,11 +24,13 @@ import torch
 
 from ..backbones.names import encoder_names, folder_of
 from ..backbones.decoding import images_per_decode
+from ..backbones.memory import QUANTISED
 from ..backbones.published import ENCODING_BYTES, PUBLISHED, T5_XXL
-from .gpus import GPU_GB, GPUS_PER_NODE, MEASURED_SPEED
+from .gpus import GPU_GB, GPUS_PER_NODE, measured_speed
 from branchgrpo.machine.counting import (
     CallCost,
     CountedPolicy,
+    base_bytes,
     compute_bytes,
     counted_policy,
     decoding_cost,
@@ -98,7 +101,7 @@ def trained_parts(c: CallCost, s: Settings, share: GpuShare) -> list[MemoryPart]
     "Return the trained weights and what belongs to them."
     each = c.trained / share.shards
     in_buckets = share.gpus > 1 and s.sharding == "none"
-    reference = c.parameters * (weight_bytes(s) if s.sharding == "none" else 2 / share.shards)
+    reference = c.parameters * (base_bytes(s) if s.sharding == "none" else 2 / share.shards)
     autocast = (
         2 * c.trained
         if s.mixed_precision != "no" and not s.lora_rank and s.sharding == "none"
@@ -119,7 +122,7 @@ def trained_parts(c: CallCost, s: Settings, share: GpuShare) -> list[MemoryPart]
 # %% ../../nbs/machine/01_estimate.ipynb #bd84aa2f
 def denoiser_parts(c: CallCost, s: Settings, share: GpuShare) -> list[MemoryPart]:
     "Return the denoiser's weights, and those that are gathered from other GPUs."
-    own = MemoryPart("denoiser", weight_bytes(s) * c.parameters / share.shards)
+    own = MemoryPart("denoiser", base_bytes(s) * c.parameters / share.shards)
     if s.sharding == "none":
         return [own]
     size = compute_bytes(s)
@@ -350,9 +353,16 @@ def precision_of(s: Settings) -> str:
     return "16 bits" if compute_bytes(s) == 2 else "TF32" if s.tf32 else "float32"
 
 
-def speed_of(s: Settings, tflops: float) -> float:
+def card_here() -> str | None:
+    "Return the name of this machine's first GPU; none without one."
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+
+
+def speed_of(s: Settings, tflops: float | None = None) -> float:
     """Return the sustained speed of a GPU in a run's precision, in TFLOP/s; `tflops` is that in 16
-    bits."""
+    bits, else the one measured with the run's settings."""
+    if tflops is None:
+        tflops = measured_speed(vars(s), card_here()).tflops
     return min(tflops, FULL_PRECISION.get(precision_of(s), tflops))
 
 
@@ -375,9 +385,9 @@ class Estimate:
         return max(gb_by_phase(self.parts).values())
 
 # %% ../../nbs/machine/01_estimate.ipynb #4c07d1ea
-def estimate(s: Settings, gpus: int = 8, tflops: float = MEASURED_SPEED) -> Estimate:
-    """Return the cost of a run on GPUs of a sustained speed in 16 bits; no time of rewards,
-    encoders, communication.
+def estimate(s: Settings, gpus: int = 8, tflops: float | None = None) -> Estimate:
+    """Return the cost of a run on GPUs of a sustained speed in 16 bits (none: the measured one); no
+    time of rewards, encoders, communication.
 
     Raises `ValueError` or `OSError` if the model's configuration is not on this machine."""
     policy, c = counted_policy(s)
@@ -493,6 +503,24 @@ def smaller_models(s: Settings) -> tuple[str, ...]:
     return models[own:]
 
 
+def in_fewer_bits(s: Settings, gpus: int, gpu: float) -> str:
+    "Return the flags of an adapter on a base in 8 or 4 bits that fits, and its GB; empty if none."
+    adapter = {} if s.lora_rank else ADAPTER
+    for base in QUANTISED:
+        bits: dict[str, Any] = adapter | {
+            "base_dtype": base,
+            "mixed_precision": "bf16",
+            "sharding": "none",
+        }
+        changes = advice(replace(s, **bits), gpus, gpu)
+        # of an adapter, the last advice takes the base back to bfloat16
+        if changes is not None and not changes.keys() & {"base_dtype", "sharding"}:
+            together = joined_changes(s, bits, changes)
+            gb = peak_gb(replace(s, **together), gpus)
+            return f"{' '.join(flag(*item) for item in together.items())} takes {gb:.1f} GB"
+    return ""
+
+
 def nearest_fit(s: Settings, gpus: int, gpu: float) -> str:
     "Return which smaller model fits, as an adapter, and with what; empty if none does."
     from branchgrpo.training.resolve import resolve
@@ -526,8 +554,10 @@ def memory_verdict(s: Settings, gpus: int = 8, gpu: float = GPU_GB) -> str:
             key=lambda part: part.bytes,
         )
         why = f"the {largest.name} of an adapter's run takes {largest.gb:.1f} GB"
+        bits = in_fewer_bits(s, gpus, gpu)
+        nearest = f"; the same model with {bits} (not measured yet)" if bits else ""
         other = nearest_fit(s, gpus, gpu)
-        nearest = f"; the nearest model that fits: {other}" if other else ""
+        nearest += f"; the nearest model that fits: {other}" if other else ""
         return (
             f"fits: NO, {where} (10 % stay free); none of the known settings helps: {why}{nearest}"
         )

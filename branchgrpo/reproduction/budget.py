@@ -29,7 +29,7 @@ from branchgrpo.machine.estimate import (
     flag,
     parameters_of,
 )
-from ..machine.gpus import GPU_GB, MEASURED_SPEED, SLOWER
+from ..machine.gpus import GPU_GB, SLOWER
 from ..messages import count_of
 from .pages import Job, planned_runs
 from .pages import run_folder
@@ -41,7 +41,7 @@ from ..training.resolve import resolve
 def cost_of(
     config: TrainConfig,
     gpus: int = 1,
-    tflops: float = MEASURED_SPEED,  # sustained speed of one GPU, bfloat16 (an H200's peak: 989)
+    tflops: float | None = None,  # sustained speed of one GPU in bfloat16; none: the measured one
 ) -> Estimate | None:
     "Return the cost of a run; None if no configuration of the backbone is available."
     try:
@@ -146,7 +146,7 @@ def gpus_of(job: Job, given: int | None) -> int:
 
 
 def run_line(
-    config: TrainConfig, job: Job, runs: dict[str, Asked], gpus: int, tflops: float
+    config: TrainConfig, job: Job, runs: dict[str, Asked], gpus: int, tflops: float | None
 ) -> str:
     "Return the line of a run below its page, and add it to `runs`."
     s = resolve(config)
@@ -228,7 +228,7 @@ def weight_lines(needs: set[tuple[str, str, str]]) -> list[str]:
 @without_hub()
 def budget(
     todo: list[Job],
-    tflops: float = MEASURED_SPEED,
+    tflops: float | None = None,
     gpus: int | None = None,
     hours: int = 24,  # the time limit of a task
     train: Wanted | None = None,  # the runs that would be trained; none: all of the pages
@@ -257,9 +257,8 @@ def budget(
     once = sum(run.gpu_hours for run in runs.values())
     if once:
         requested = sum(run.times * run.gpu_hours for run in runs.values())
-        sums += (
-            f", {once:,.1f} GPU-hours at {tflops:g} TFLOP/s ({requested:,.1f} if none were shared)"
-        )
+        speed = f"{tflops:g} TFLOP/s" if tflops else "the measured speed"
+        sums += f", {once:,.1f} GPU-hours at {speed} ({requested:,.1f} if none were shared)"
         sums += f"; rewards, encoders and communication take no time here, and {PUBLISHED}"
     return [
         *lines,

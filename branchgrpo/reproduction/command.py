@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..files import REFUSED, check_output, parse_table
-from ..machine.gpus import MEASURED_SPEED
 from ..messages import shown
 from ..settings import bounded, options
 
@@ -56,7 +55,8 @@ class PageOptions:
         False  # list every run that would be trained with its GPUs, memory, hours,
         # and every file it needs
     )
-    tflops: float = bounded(MEASURED_SPEED, 0.001)  # sustained speed of one GPU, for --dry-run
+    # sustained speed of one GPU, for --dry-run; none: as measured with a run's settings
+    tflops: float | None = bounded(None, 0.001)
 
 # %% ../../nbs/reproduction/08_command.ipynb #6dec1095
 @dataclass

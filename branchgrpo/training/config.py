@@ -60,8 +60,8 @@ class MemorySettings:
     "Memory and precision"
 
     mixed_precision: Literal["no", "bf16", "fp16"] = "no"  # of activations; fp16 needs a GPU
-    # frozen weights under an adapter; bfloat16: half the memory
-    base_dtype: Literal["float32", "bfloat16"] = "float32"
+    # frozen weights under an adapter; bfloat16: half the memory; int8, nf4: fewer bits
+    base_dtype: Literal["float32", "bfloat16", "int8", "nf4"] = "float32"
     # of the autoencoder; none: base_dtype; Flow-GRPO: float32
     vae_dtype: Literal["float32", "bfloat16"] | None = None
     gradient_checkpointing: bool = False  # compute activations again in the backward pass

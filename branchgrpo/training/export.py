@@ -17,6 +17,7 @@ from torch import nn
 
 from ..backbones.declarations import declared
 from ..backbones.names import LORA_FILES
+from ..backbones.memory import loading_types
 from ..temporary import instead
 from ..files import delete, replace_folder, to_disk
 from .config import Settings
@@ -142,7 +143,7 @@ def how_to_draw(policy, s: Settings, scheduler: object) -> str:
     steps, kind, dtype = (
         s.evaluation_steps or s.steps,
         type(scheduler).__name__,
-        f"dtype=torch.{s.base_dtype}",
+        f"dtype={loading_types(s.base_dtype)['dtype']}",
     )
     base = policy.pipeline.name_or_path if s.lora_rank else "."
     lines = ["import torch", f"from diffusers import DiffusionPipeline, {kind}", ""]

@@ -25,6 +25,7 @@ from .. import recipes
 from ..backbones.defaults import check_guidance, with_family_sizes
 from ..backbones.loading import own_policy
 from ..backbones.lora import lora_file
+from ..backbones.memory import QUANTISED
 from ..backbones.names import family, is_hub_model
 from ..methods.fits import adapt_recipe, fit_name
 from ..backbones.declarations import check_text
@@ -396,6 +397,15 @@ def check_together(s: Settings) -> None:
         raise ValueError(
             f"base_dtype: {s.base_dtype!r} needs an adapter (lora_rank); trained weights stay"
             " float32"
+        )
+    if s.base_dtype in QUANTISED and s.sharding != "none":
+        raise ValueError(
+            f"sharding: {s.sharding!r} cannot split a base in {s.base_dtype}; use none"
+        )
+    if s.base_dtype in QUANTISED and s.mixed_precision != "bf16":
+        raise ValueError(
+            f"mixed_precision: {s.mixed_precision!r} is not bf16, in which a base in"
+            f" {s.base_dtype} computes"
         )
     if s.sharding != "none" and s.mixed_precision == "fp16":
         raise ValueError(f"sharding: {s.sharding!r} needs mixed_precision no or bf16, not fp16")

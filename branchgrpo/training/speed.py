@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..backbones.attention import avoid_cudnn_attention
 from ..settings import variable
 from ..policy import Policy
 from ..messages import check_one_of
@@ -128,7 +129,7 @@ def speed_up(policy: Policy, s: Settings) -> None:
 
     Raises `ValueError` if its denoiser, or this machine, cannot take one of them."""
     denoiser = policy.denoiser
-    torch.backends.cuda.enable_cudnn_sdp(False)  # as for a loaded model: its gradients can be NaN
+    avoid_cudnn_attention(denoiser)  # as for a loaded model
     if s.tf32:
         use_tf32()
     if s.attention is not None:

@@ -14,7 +14,7 @@ import math
 import multiprocessing
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from ..own_calls import NUMBERS, as_before, copied
 from ..prompts import load_prompts
 from ..rewards.contract import Reward, tell_frame_rate
 from ..rewards.scorer import Scorer
+from .checks import checks_of, policy_and_sizes
 from .checkpoints import Progress, Saver, delete_old, load_checkpoint
 from .checkpoint_files import remove_leftovers
 from .collection import Collector, TooManyUnscored, collect
@@ -127,8 +128,10 @@ def is_log() -> bool:
 
 # %% ../../nbs/training/14_trainer.ipynb #5a71d001
 class ProgressBar(Callback):
-    """Shows the iteration, the time left and the main metrics: in a terminal as a bar, in a log as
-    a line a minute."""
+    """Shows the iteration, the time left, the main metrics and, of a large model on a GPU, the
+    share of the card that it reaches: in a terminal as a bar, in a log as a line a minute."""
+
+    share: Callable[[dict[str, Any]], float | None] | None = None  # of a row's iteration
 
     def on_start(self, trainer):
         s = trainer.settings
@@ -138,14 +141,24 @@ class ProgressBar(Callback):
         self.said = time.monotonic()
         delay, disable = (math.inf, False) if self.in_log else (0.0, None if shows else True)
         first = trainer.progress.iteration
-        if trainer.base and shows and not in_notebook():
-            print(trainer.base, file=sys.stderr, flush=True)
+        for line in (trainer.base, *trainer.checks) if shows and not in_notebook() else ():
+            if line:
+                print(line, file=sys.stderr, flush=True)
+        if shows and trainer.accelerator.device.type == "cuda":
+            # not above: it counts, and a run on a CPU needs no counts
+            from branchgrpo.machine.reached import card_share
+
+            processes = trainer.accelerator
+            self.share = card_share(s, processes.device, processes.num_processes)
         self.bar = tqdm(
             desc=s.recipe, total=s.iterations, initial=first, delay=delay, disable=disable
         )
 
     def on_iteration(self, trainer, row):
-        self.bar.set_postfix({key: f"{row[key]:.4g}" for key in SHOWN}, refresh=False)
+        shown = {key: f"{row[key]:.4g}" for key in SHOWN}
+        share = None if self.share is None else self.share(row)
+        shown |= {} if share is None else {"card": f"{share:.0%}"}
+        self.bar.set_postfix(shown, refresh=False)
         self.bar.update(row["iteration"] - self.bar.n)
         if self.in_log and time.monotonic() - self.said >= LOG_EVERY:
             self.said = time.monotonic()
@@ -212,7 +225,7 @@ class Iterations:
         prompts=None,
         callbacks: Sequence[Callback] = (),
     ):
-        policy = given_policy(config.backbone, policy)
+        policy, config = policy_and_sizes(config, given_policy(config.backbone, policy))
         self.settings: Settings = resolve(config, policy, reward, prompts)
         self.base = fit_of(config, policy)  # what the model changes of the published recipe
         check_folder(self.settings.output)
@@ -240,6 +253,7 @@ class Iterations:
             s, self.prompts, self.conditioner, self.scorer, self.held_out, self.accelerator
         )
         self.learner = make_learner(self.policy, s, self.accelerator)
+        self.checks = checks_of(s, self.policy, self.accelerator)
         tracking = [] if s.tracker == "none" else [Tracking()]
         self.callbacks: list[Callback] = [ProgressBar(), *tracking, *callbacks]
         self.progress = Progress()
@@ -328,7 +342,8 @@ class ResumableRun(Iterations):
             if not self.is_done(run):
                 self.lock.take()
             base = None if self.base is None else self.base.to_dict()
-            open_run(run.path, settings, prompts=self.prompts, base=base)
+            checks = [checked.to_dict() for checked in self.checks]
+            open_run(run.path, settings, prompts=self.prompts, base=base, checks=checks)
 
         from_main(self.accelerator, open_alone)
         if any_process(self.accelerator, not (run.path / "run.json").exists()):
