@@ -97,7 +97,7 @@ class Step:
 
     arms: tuple[Arm, ...]
     rounds: int = 1
-    seconds: int = 480  # no arm begins that would end later
+    seconds: int = 560  # no arm begins that would end later
 
 
 def iterations(model: str, names: tuple[str, ...], share: int, job: str = "iteration", **more):
