@@ -492,7 +492,6 @@ class Retired(NamedTuple):
 RETIRED: dict[str, Retired] = {
     "checkpoint_async": Retired(False, "a checkpoint is written at once"),
     "checkpoint_minutes": Retired(None, "set checkpoint_every by the seconds of an iteration"),
-    "checkpoint_blocks": Retired(1, "gradient_checkpointing computes every block again"),
     "max_skipped": Retired(10, "a run stops after 10 updates in a row without a step"),
     "min_nodes": Retired(0, "take std pooled, or an advantage of your own", refused=True),
     "pad_batches": Retired(True, "batches are filled up wherever max_batch is set"),

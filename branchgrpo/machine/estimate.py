@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['GB', 'PHASES', 'FREE_SHARE', 'RUNTIME_BYTES', 'FULL_PRECISION', 'REMEDIES', 'FEWER_PROMPTS', 'ADAPTER',
            'IMAGE_MODELS', 'VIDEO_MODELS', 'KEPT', 'GpuShare', 'MemoryPart', 'trained_parts', 'denoiser_parts',
-           'call_rows', 'update_rows', 'working_parts', 'decoded_at_once', 'images_of_rollout', 'image_parts',
-           'parameters_of', 'encoder_sizes', 'encoder_parts', 'reward_bytes', 'reward_part', 'memory_parts',
-           'gb_by_phase', 'peak_gb', 'fits', 'memory_table', 'training_flops', 'calls_after_pruning', 'iteration_flops',
-           'evaluation_flops', 'precision_of', 'card_here', 'speed_of', 'Estimate', 'estimate', 'helps',
-           'joined_changes', 'other_experiments', 'advice', 'flag', 'smaller_models', 'in_fewer_bits', 'nearest_fit',
-           'memory_verdict']
+           'call_rows', 'update_rows', 'update_bytes', 'working_parts', 'decoded_at_once', 'images_of_rollout',
+           'image_parts', 'parameters_of', 'encoder_sizes', 'encoder_parts', 'reward_bytes', 'reward_part',
+           'memory_parts', 'gb_by_phase', 'peak_gb', 'fits', 'memory_table', 'training_flops', 'calls_after_pruning',
+           'iteration_flops', 'evaluation_flops', 'precision_of', 'card_here', 'speed_of', 'Estimate', 'estimate',
+           'helps', 'joined_changes', 'other_experiments', 'advice', 'flag', 'smaller_models', 'in_fewer_bits',
+           'nearest_fit', 'memory_verdict']
 
 # %% ../../nbs/machine/01_estimate.ipynb #4ca755ab
 import math
@@ -149,6 +149,16 @@ def update_rows(s: Settings, share: GpuShare) -> int:
     parents = plan.roots if plan.side else max(plan.widths)
     return s.train_batch or s.max_batch or share.prompts * parents // s.ranks_per_prompt
 
+# %% ../../nbs/machine/01_estimate.ipynb #ea5f9dd9
+def update_bytes(c: CallCost, s: Settings) -> float:
+    """Return what the update holds for one latent; with `checkpoint_blocks`, only every n-th block
+    is computed again."""
+    if not s.gradient_checkpointing or s.checkpoint_blocks == 1:
+        return c.activation_bytes
+    everything = counted_policy(s, checkpointing=False)[1].activation_bytes
+    again = 1 / s.checkpoint_blocks
+    return again * c.activation_bytes + (1 - again) * everything
+
 # %% ../../nbs/machine/01_estimate.ipynb #fa77eb2b
 def working_parts(
     policy: CountedPolicy, c: CallCost, s: Settings, share: GpuShare
@@ -164,7 +174,7 @@ def working_parts(
             "denoiser's call", wide * c.call_bytes * call_rows(s, share), ("evaluation", "rollout")
         ),
         MemoryPart("latents of the trees", share.prompts * tree, ("rollout", "update")),
-        MemoryPart("activations", wide * c.activation_bytes * update_rows(s, share), ("update",)),
+        MemoryPart("activations", wide * update_bytes(c, s) * update_rows(s, share), ("update",)),
     ]
 
 # %% ../../nbs/machine/01_estimate.ipynb #b8905b01
@@ -303,9 +313,13 @@ def memory_table(parts: list[MemoryPart]) -> list[str]:
 def training_flops(c: CallCost, s: Settings) -> float:
     """Return the FLOPs of a trained call, with those of the reference for KL and of old densities
     of later steps."""
+    training = float(c.training)
+    if s.gradient_checkpointing and s.checkpoint_blocks > 1:
+        once = counted_policy(s, checkpointing=False)[1].training
+        training = once + (training - once) / s.checkpoint_blocks
     reference = c.forward if s.kl > 0 else 0
     again = s.recompute_old or needs_means(s.ratio, s.loss)
-    return (c.training + reference) * s.passes + again * c.forward * (1 - 1 / s.steps_per_pass)
+    return (training + reference) * s.passes + again * c.forward * (1 - 1 / s.steps_per_pass)
 
 # %% ../../nbs/machine/01_estimate.ipynb #00e85cbe
 def calls_after_pruning(s: Settings, plan: RolloutPlan, prompts: int = 32) -> float:
@@ -411,7 +425,7 @@ def estimate(s: Settings, gpus: int = 8, tflops: float | None = None) -> Estimat
 # %% ../../nbs/machine/01_estimate.ipynb #f9317f88
 REMEDIES: tuple[dict[str, Any], ...] = (
     {"mixed_precision": "bf16"},
-    {"gradient_checkpointing": True},
+    {"gradient_checkpointing": True, "checkpoint_blocks": 1},
     {"embeddings": "runs/embeddings"},
     {"max_batch": 4},
     {"max_batch": 1},

@@ -88,6 +88,8 @@ class SpeedSettings:
     tf32: bool = False  # TensorFloat-32 for matrix products of what stays float32 (rewards, VAE)
     # log-densities before training once more, by the kernels of the update
     recompute_old: bool = False
+    # with gradient_checkpointing: every n-th block is computed again
+    checkpoint_blocks: int = bounded(1, 1)
 
 # %% ../../nbs/training/00_config.ipynb #5pee2c0de
 @dataclass(frozen=True)

@@ -4,18 +4,19 @@
 
 # %% auto #0
 __all__ = ['TORCH', 'GRAPHS', 'SMALL_MODEL', 'check_speed', 'blocks_of', 'compile_blocks', 'set_attention', 'use_tf32',
-           'use_one_thread', 'skip_adapter_casts', 'speed_up', 'mesh_of', 'shard', 'fill_sharded', 'sharded_parts',
-           'gathered', 'local', 'whole_tensor', 'full_state', 'plain_class']
+           'use_one_thread', 'every_nth', 'checkpoint_blocks', 'skip_adapter_casts', 'speed_up', 'mesh_of', 'shard',
+           'fill_sharded', 'sharded_parts', 'gathered', 'local', 'whole_tensor', 'full_state', 'plain_class']
 
 # %% ../../nbs/training/16_speed.ipynb #cbd93826
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ..backbones.attention import avoid_cudnn_attention
 from ..settings import variable
@@ -42,6 +43,8 @@ def check_speed(s: Settings) -> None:
             "tf32: True cannot be compiled by torch below 2.13 (pytorch#166387); leave one of"
             " them out"
         )
+    if s.checkpoint_blocks > 1 and not s.gradient_checkpointing:
+        raise ValueError(f"checkpoint_blocks: {s.checkpoint_blocks} needs gradient_checkpointing")
     if s.attention is not None:
         from diffusers.models.attention_dispatch import AttentionBackendName
 
@@ -115,6 +118,32 @@ def use_one_thread(denoiser: nn.Module, device: torch.device) -> None:
     if device.type == "cpu" and size <= SMALL_MODEL and not os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(1)
 
+# %% ../../nbs/training/16_speed.ipynb #6557f84d
+def every_nth(n: int) -> Callable[..., Any]:
+    """Return a checkpointing function that computes every n-th block again and keeps the
+    activations of the others."""
+    places: dict[int, int] = {}  # block -> its place among the blocks
+
+    def call(block: nn.Module, *inputs: Any) -> Any:
+        place = places.setdefault(id(block), len(places))
+        if place % n:
+            return block(*inputs)
+        return checkpoint(block.__call__, *inputs, use_reentrant=False)
+
+    return call
+
+# %% ../../nbs/training/16_speed.ipynb #3b991f4f
+def checkpoint_blocks(denoiser: nn.Module, n: int) -> None:
+    """Compute the activations of every n-th block again in the backward pass.
+
+    Raise `ValueError` if the model cannot.
+    """
+    if not getattr(denoiser, "_supports_gradient_checkpointing", False):
+        raise ValueError(
+            f"gradient_checkpointing: {type(denoiser).__name__} cannot compute activations again"
+        )
+    denoiser.enable_gradient_checkpointing(every_nth(n))  # pyrefly: ignore[not-callable]
+
 # %% ../../nbs/training/16_speed.ipynb #75612c50
 def skip_adapter_casts(denoiser: nn.Module) -> None:
     "Let adapters take their inputs as they are: autocast casts them anyway."
@@ -134,6 +163,8 @@ def speed_up(policy: Policy, s: Settings) -> None:
         use_tf32()
     if s.attention is not None:
         set_attention(denoiser, s.attention)
+    if s.gradient_checkpointing and s.checkpoint_blocks > 1:
+        checkpoint_blocks(denoiser, s.checkpoint_blocks)
     if s.lora_rank and s.mixed_precision != "no":
         skip_adapter_casts(denoiser)
     if s.compile:
