@@ -28,7 +28,7 @@ TINY = ROOT / "branchgrpo/testbed/weights/tiny-flux"
 SIZES = {
     "a tree": {"splits": [0, 2], "prompts_per_iteration": 2},
     "three children": {"splits": [0, 3], "branch_factor": 3, "prompts_per_iteration": 3},
-    "in small batches": {"splits": [0, 1, 2], "prompts_per_iteration": 2, "max_batch": 4},
+    "in small batches": {"splits": [0, 1, 2], "prompts_per_iteration": 2, "max_batch": 2},
 }
 
 
