@@ -159,7 +159,6 @@ def load_pipeline(
     for key, part in pipeline.components.items():
         if isinstance(part, nn.Module) and key not in (*waiting, *parts):
             part.to(device)
-    avoid_cudnn_attention(getattr(pipeline, component))
     return pipeline
 
 # %% ../../nbs/backbones/01_loading.ipynb #341e7836
@@ -266,4 +265,6 @@ def load_backbone(
         if key in options
     }
     pipeline = load_pipeline(name, dtype, device, **options)
-    return policy_around(pipeline, name, given, guidance_scale, guidance_grad)
+    policy = policy_around(pipeline, name, given, guidance_scale, guidance_grad)
+    avoid_cudnn_attention(policy.denoiser)
+    return policy
