@@ -109,12 +109,13 @@ class Limits:
 
     same: float  # of the same kernels
     among: float  # of a batch's other kernels
+    gradient: float  # of the same kernels, run twice, as a share of its norm
 
     @classmethod
     def of(cls, *dtypes: torch.dtype) -> "Limits":
         "Return the limits for computations in these precisions."
         eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-        return cls(max(1e-4, 4 * eps), max(1e-4, 8 * eps))
+        return cls(max(1e-4, 4 * eps), max(1e-4, 8 * eps), max(1e-3, 2 * eps))
 
 
 def check_noise_at_start(policy: Driven, first: Tensor, again: Tensor) -> None:
@@ -414,7 +415,7 @@ def checkpointed_gradient(
         return again
     error = norm_of([a - b for a, b in zip(again, plain)]) / norm_of(plain)
     checked.keep("checkpointing", error)
-    if not error < 10 * limits.among:
+    if not error < limits.gradient:
         raise refused(
             policy, f"gradient checkpointing changes the gradient by {error:.1%}: {advice}"
         )
