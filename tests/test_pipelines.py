@@ -10,6 +10,7 @@ from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
 from diffusers.utils.torch_utils import randn_tensor
+from peft import LoraConfig
 from slow import often
 from tiny_pipelines import PIPELINES, make
 from torch import nn
@@ -26,6 +27,7 @@ from branchgrpo.machine.findings import is_small
 from branchgrpo.machine.reached import card_share
 from branchgrpo.policy import Ragged
 from branchgrpo.training.config import TrainConfig
+from branchgrpo.training.export import adapter_line, scales, write_lora
 from branchgrpo.training.resolve import resolve
 from branchgrpo.training.trainer import Trainer
 
@@ -403,6 +405,28 @@ def test_lumina2_is_refused_where_it_looks_at_the_step(tmp_path):
     with pytest.raises(ValueError, match="index of the step"):
         policy.self_check(10)
     assert json.dumps(hold(make("lumina2"), height=32, width=32).self_check(4).to_dict())
+
+
+def test_the_adapter_of_a_pipeline_that_loads_none_is_read_by_its_denoiser(tmp_path, monkeypatch):
+    "As how_to_draw.md says it for HunyuanVideo-1.5, whose α is not r here."
+    policy = hold(make("hunyuan-video-1.5"))
+    assert not hasattr(policy.pipeline, "load_lora_weights")
+    target = list(policy.lora_targets)
+    given = LoraConfig(r=2, lora_alpha=6, target_modules=target, init_lora_weights=False)
+    policy.denoiser.add_adapter(given)
+    state = {name: p for name, p in policy.denoiser.named_parameters() if "lora_" in name}
+    (tmp_path / "lora").mkdir()
+    write_lora(policy, tmp_path / "lora", state)
+    monkeypatch.chdir(tmp_path / "lora")
+    read = make("hunyuan-video-1.5")
+    exec(adapter_line(policy), {"pipe": read})
+    adapted = [name for name, part in read.transformer.named_modules() if hasattr(part, "scaling")]
+    assert adapted == list(scales(policy.denoiser))
+    for name in adapted:
+        ours, theirs = (of.get_submodule(name) for of in (policy.denoiser, read.transformer))
+        x = torch.randn(3, ours.in_features, generator=torch.Generator().manual_seed(0))
+        assert gap(ours(x), theirs(x)) < 1e-6
+        assert gap(ours(x), ours.base_layer(x)) > 1e-3
 
 
 DOCUMENTED = ("z-image", "flux2-klein", "sdxl", "sana", "ltx", "hunyuan-video-1.5", "wan2.2")
