@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from branchgrpo.backbones.any_pipeline import AnyPolicy, hold
 from branchgrpo.backbones.loading import load_backbone
 from branchgrpo.backbones.memory import QUANTISED
-from branchgrpo.backbones.self_check import gap, stock_call
+from branchgrpo.backbones.self_check import as_probed, gap, make_probe, norm_of, stock_call
 from branchgrpo.cli import main
 from branchgrpo.evaluation.policies import load_policy
 from branchgrpo.evaluation.sampling import drawing_process
@@ -405,6 +405,15 @@ def test_lumina2_is_refused_where_it_looks_at_the_step(tmp_path):
     with pytest.raises(ValueError, match="index of the step"):
         policy.self_check(10)
     assert json.dumps(hold(make("lumina2"), height=32, width=32).self_check(4).to_dict())
+
+
+def test_a_new_adapter_has_a_gradient_where_the_check_looks():
+    "In HunyuanVideo-1.5 nothing reads the last layer, and the A of a new adapter has none."
+    policy = hold(make("hunyuan-video-1.5"), **PIPELINES["hunyuan-video-1.5"][1])
+    policy.denoiser.add_adapter(LoraConfig(r=2, target_modules=list(policy.lora_targets)))
+    probe = make_probe(policy, steps=4, rows=1)
+    with as_probed(policy, probe.weights):
+        assert norm_of(probe.gradient()[1:]) > 1e-3
 
 
 def test_the_adapter_of_a_pipeline_that_loads_none_is_read_by_its_denoiser(tmp_path, monkeypatch):

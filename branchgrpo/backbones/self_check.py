@@ -273,10 +273,14 @@ def without_checkpointing(denoiser: nn.Module) -> Iterator[bool]:
 
 
 def some_trained(denoiser: nn.Module) -> list[nn.Parameter]:
-    "Return the first, the middle and the last matrix that is trained, or that could be."
+    """Return the first, the middle and the last two matrices that are trained, or that could be.
+
+    Two, since one matrix of a new adapter's pair is 0, and gives the other one no gradient."""
     matrices = [p for p in denoiser.parameters() if p.ndim > 1]
     trained = [p for p in matrices if p.requires_grad] or matrices
-    return [trained[n] for n in sorted({0, len(trained) // 2, len(trained) - 1})] if trained else []
+    middle = len(trained) // 2
+    places = {0, 1, middle, middle + 1, len(trained) - 2, len(trained) - 1}
+    return [trained[n] for n in sorted(places) if 0 <= n < len(trained)]
 
 
 @dataclass
