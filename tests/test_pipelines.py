@@ -1,6 +1,7 @@
 """A policy of any pipeline: it trains one that nobody knows, and refuses what it cannot follow."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
 from diffusers.utils.torch_utils import randn_tensor
+from peft import LoraConfig
 from slow import often
 from tiny_pipelines import PIPELINES, make
 from torch import nn
@@ -16,12 +18,17 @@ from torch.utils.checkpoint import checkpoint
 
 from branchgrpo.backbones.any_pipeline import AnyPolicy, hold
 from branchgrpo.backbones.loading import load_backbone
-from branchgrpo.backbones.self_check import gap, stock_call
+from branchgrpo.backbones.memory import QUANTISED
+from branchgrpo.backbones.self_check import as_probed, gap, make_probe, norm_of, stock_call
 from branchgrpo.cli import main
 from branchgrpo.evaluation.policies import load_policy
 from branchgrpo.evaluation.sampling import drawing_process
+from branchgrpo.machine.findings import is_small
+from branchgrpo.machine.reached import card_share
 from branchgrpo.policy import Ragged
 from branchgrpo.training.config import TrainConfig
+from branchgrpo.training.export import adapter_line, scales, write_lora
+from branchgrpo.training.resolve import resolve
 from branchgrpo.training.trainer import Trainer
 
 PROMPTS = ["a red cat", "two blue birds over the sea", "x", "a green house beside a tree"]
@@ -284,6 +291,53 @@ def test_what_the_pipeline_does_not_take_is_refused():
         _ = hold(strange("even"), height=9, width=8).latent_shape
 
 
+def saved(name, folder):
+    "Save a tiny pipeline; return the fields by which a run finds it in its size."
+    make(name).save_pretrained(folder)
+    return {"backbone": str(folder)} | PIPELINES[name][1]
+
+
+def test_a_pipeline_that_is_not_counted_has_no_share_of_a_card(tmp_path):
+    given = saved("z-image", tmp_path / "base")
+    s = replace(resolve(TrainConfig()), **given)
+    assert not is_small(s.backbone)
+    assert card_share(s, torch.device("cuda")) is None
+    of_object = replace(s, backbone="ZImagePipeline")  # as a run names a pipeline that it is given
+    assert card_share(of_object, torch.device("cuda")) is None
+
+
+INT8 = {"lora_rank": 2, "mixed_precision": "bf16", "base_dtype": "int8"}
+
+
+def test_int8_without_its_package_is_refused_before_training(tmp_path, monkeypatch):
+    monkeypatch.setitem(QUANTISED, "int8", ("a_package_of_nobody", 1.0))
+    given = SMALL | INT8 | saved("z-image", tmp_path / "base")
+    with pytest.raises(ValueError, match="^base_dtype: 'int8' needs a_package_of_nobody; pip"):
+        Trainer(TrainConfig(output=str(tmp_path / "run"), **given), reward=redness, prompts=PROMPTS)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_an_adapter_over_int8_trains(tmp_path):
+    pytest.importorskip("torchao")
+    given = SMALL | INT8 | saved("z-image", tmp_path / "base")
+    config = TrainConfig(output=str(tmp_path / "run"), **given)
+    run = Trainer(config, reward=redness, prompts=PROMPTS).fit(quiet=True)
+    assert all(row["grad_norm"] > 0 for row in run.metrics)
+    assert [row["rollout_mismatch"] for row in run.metrics] == [0, 0]
+
+
+@pytest.mark.slow
+def test_bfloat16_passes_the_check_with_its_limits(tmp_path):
+    changes = {"lora_rank": 2, "mixed_precision": "bf16", "base_dtype": "bfloat16"}
+    given = SMALL | changes | saved("z-image", tmp_path / "base")
+    config = TrainConfig(output=str(tmp_path / "run"), gradient_checkpointing=True, **given)
+    run = Trainer(config, reward=redness, prompts=PROMPTS).fit(quiet=True)
+    assert all(row["grad_norm"] > 0 for row in run.metrics)
+    assert [row["rollout_mismatch"] for row in run.metrics] == [0, 0]
+    assert run.info["checks"][0]["found"]["checkpointing"] < 1e-3
+
+
 @pytest.mark.slow
 def test_an_expert_that_stays_frozen_is_named(tmp_path):
     pipeline = make("wan2.2")
@@ -337,10 +391,12 @@ def test_pipelines_of_no_family_agree_with_themselves(name):
 
 
 @pytest.mark.slow
-def test_chroma_is_refused_under_checkpointing_for_what_diffusers_drops(tmp_path):
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_chroma_is_refused_under_checkpointing_for_what_diffusers_drops(dtype, tmp_path):
+    "It changes the gradient by 6 %, which no rounding hides."
     changes = {"height": 16, "width": 16, "gradient_checkpointing": True}
     with pytest.raises(ValueError, match="checkpointing changes the gradient.*ChromaTransformer"):
-        trainer(tmp_path / "run", make("chroma"), **changes)
+        trainer(tmp_path / "run", make("chroma").to(dtype), **changes)
 
 
 @pytest.mark.slow
@@ -349,6 +405,37 @@ def test_lumina2_is_refused_where_it_looks_at_the_step(tmp_path):
     with pytest.raises(ValueError, match="index of the step"):
         policy.self_check(10)
     assert json.dumps(hold(make("lumina2"), height=32, width=32).self_check(4).to_dict())
+
+
+def test_a_new_adapter_has_a_gradient_where_the_check_looks():
+    "In HunyuanVideo-1.5 nothing reads the last layer, and the A of a new adapter has none."
+    policy = hold(make("hunyuan-video-1.5"), **PIPELINES["hunyuan-video-1.5"][1])
+    policy.denoiser.add_adapter(LoraConfig(r=2, target_modules=list(policy.lora_targets)))
+    probe = make_probe(policy, steps=4, rows=1)
+    with as_probed(policy, probe.weights):
+        assert norm_of(probe.gradient()[1:]) > 1e-3
+
+
+def test_the_adapter_of_a_pipeline_that_loads_none_is_read_by_its_denoiser(tmp_path, monkeypatch):
+    "As how_to_draw.md says it for HunyuanVideo-1.5, whose α is not r here."
+    policy = hold(make("hunyuan-video-1.5"))
+    assert not hasattr(policy.pipeline, "load_lora_weights")
+    target = list(policy.lora_targets)
+    given = LoraConfig(r=2, lora_alpha=6, target_modules=target, init_lora_weights=False)
+    policy.denoiser.add_adapter(given)
+    state = {name: p for name, p in policy.denoiser.named_parameters() if "lora_" in name}
+    (tmp_path / "lora").mkdir()
+    write_lora(policy, tmp_path / "lora", state)
+    monkeypatch.chdir(tmp_path / "lora")
+    read = make("hunyuan-video-1.5")
+    exec(adapter_line(policy), {"pipe": read})
+    adapted = [name for name, part in read.transformer.named_modules() if hasattr(part, "scaling")]
+    assert adapted == list(scales(policy.denoiser))
+    for name in adapted:
+        ours, theirs = (of.get_submodule(name) for of in (policy.denoiser, read.transformer))
+        x = torch.randn(3, ours.in_features, generator=torch.Generator().manual_seed(0))
+        assert gap(ours(x), theirs(x)) < 1e-6
+        assert gap(ours(x), ours.base_layer(x)) > 1e-3
 
 
 DOCUMENTED = ("z-image", "flux2-klein", "sdxl", "sana", "ltx", "hunyuan-video-1.5", "wan2.2")
