@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING
 
 from ..files import from_here
 from ..messages import count_of
-from ..prompts import PromptSet
 from .runs import Run
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+    from branchgrpo.prompts import PromptSet
 
 # %% ../../nbs/training/20_summary.ipynb #fe65968f
 def prompt_rewards(run: Run, iteration: float) -> list[float | None]:
@@ -78,7 +79,7 @@ def last_words(run: Run, prompt: str) -> list[str]:
     return lines
 
 # %% ../../nbs/training/20_summary.ipynb #488aa326
-def end_lines(run: Run, prompts: PromptSet, iteration: int) -> list[str]:
+def end_lines(run: Run, prompts: "PromptSet", iteration: int) -> list[str]:
     """Return what a training ends with; of a run that was finished before, at `iteration` 0 of this
     process, that nothing was trained."""
     begin = [] if iteration else ["this run was finished already: nothing was trained"]
