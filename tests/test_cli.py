@@ -203,10 +203,10 @@ LISTS = [("recipes",), ("recipes", "pro-grpo"), ("rewards",), ("models",), ("pro
 
 @pytest.mark.parametrize("words", LISTS, ids=str)
 def test_json_says_what_the_text_says(words, capsys):
-    code, text, _ = called(capsys, *words)
-    assert code == 0
-    code, said, _ = called(capsys, *words, "--json")
-    assert code == 0
+    code, text, error = called(capsys, *words)
+    assert code == 0, error
+    code, said, error = called(capsys, *words, "--json")
+    assert code == 0, error
     table = json.loads(said, parse_constant=pytest.fail)  # no NaN, no Infinity
     if len(words) == 1:
         assert [row["name"] for row in table] == [line.split()[0] for line in text.splitlines()]

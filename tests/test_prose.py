@@ -166,7 +166,11 @@ def test_every_command_of_ours_is_valid(place, monkeypatch):
         given = given_by(line)
         if line.split()[0] in ("train", "doctor"):
             known = given.keys() & TrainConfig.__dataclass_fields__.keys()
-            resolve(TrainConfig.from_dict({name: given[name] for name in known}))
+            try:
+                resolve(TrainConfig.from_dict({name: given[name] for name in known}))
+            except ValueError as error:
+                # a model of the hub that no family here knows: the command is right
+                assert "could not be fetched" in str(error)
         if line.startswith("reproduce "):
             kinds = (PageOptions, SlurmOptions)
             pages, slurm = (
