@@ -7,6 +7,7 @@ __all__ = ['FOLDERS', 'AGAIN', 'base_of', 'licence_of', 'task_of', 'card_data', 
            'shared_settings', 'recipe_lines', 'write_pictures', 'write_card']
 
 # %% ../../nbs/training/25_card.ipynb #948ac13b
+import contextlib
 import json
 import re
 import shutil
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from .. import __version__, recipes
 from ..analysis.statistics import t_interval
 from ..backbones.names import is_hub_model, local_file
-from ..files import yaml_of
+from ..files import parse_table, yaml_of
 from ..messages import count_of
 from ..policy import Policy
 from .config import Settings
@@ -40,15 +41,11 @@ def licence_of(where: str) -> dict[str, str]:
     is on this machine or states one.
 
     `where`: a folder or a hub name."""
-    from huggingface_hub import metadata_load
-    from yaml import YAMLError
-
+    place = local_file(where, "README.md")
+    head = re.match(r"---\n(.*?)\n---\n", place.read_text("utf-8"), re.DOTALL) if place else None
     table = {}
-    if place := local_file(where, "README.md"):
-        try:
-            table = metadata_load(place) or {}
-        except (YAMLError, ValueError):
-            table = {}
+    with contextlib.suppress(ValueError):
+        table = parse_table(head[1]) if head else {}
     stated = {name: table[name] for name in table if name.startswith("license")}
     if stated.get("license"):
         return stated
