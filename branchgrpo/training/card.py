@@ -44,8 +44,8 @@ def licence_of(where: str) -> dict[str, str]:
     place = local_file(where, "README.md")
     head = re.match(r"---\n(.*?)\n---\n", place.read_text("utf-8"), re.DOTALL) if place else None
     table = {}
-    with contextlib.suppress(ValueError):
-        table = parse_table(head[1]) if head else {}
+    with contextlib.suppress(ValueError, TypeError):
+        table = dict(parse_table(head[1]) or {}) if head else {}
     stated = {name: table[name] for name in table if name.startswith("license")}
     if stated.get("license"):
         return stated
