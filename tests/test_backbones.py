@@ -1,23 +1,28 @@
 """Every family trains through the same trainer, and its results load in plain diffusers."""
 
 import json
+import re
 import shutil
 import sys
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from commands import run as run_python
+from peft import LoraConfig
 from safetensors.torch import load_file
 from slow import often
 
-from branchgrpo.backbones.names import TINY, folder_of
+from branchgrpo.backbones.names import FAMILIES, TINY, folder_of
+from branchgrpo.backbones.pipeline import published_pipeline
 from branchgrpo.evaluation.policies import load_policy
 from branchgrpo.evaluation.sampling import sample_block
 from branchgrpo.noise import Noise
 from branchgrpo.training.config import TrainConfig
-from branchgrpo.training.export import how_to_draw
+from branchgrpo.training.export import comfyui_note, write_lora
 from branchgrpo.training.resolve import resolve
 from branchgrpo.training.trainer import Trainer
 
@@ -188,13 +193,44 @@ def test_the_doctor_knows_it(backbone):
     assert estimate(s).tflop > 0
 
 
-KNOWN_TO_COMFYUI = {"tiny-flux": True, "tiny-sd3": True, "tiny-sd": False, "tiny-wan": False}
+COMFYUI = json.loads((Path(__file__).parent / "golden/comfyui.json").read_text())
 
 
-@pytest.mark.parametrize("backbone, known", KNOWN_TO_COMFYUI.items())
-def test_an_adapter_says_which_program_does_not_know_its_names(tmp_path, backbone, known):
-    trainer = Trainer(config(tmp_path / "run", backbone, lora_rank=4, iterations=1))
-    for rank in (0, 4):
-        settings = replace(trainer.settings, lora_rank=rank)
-        text = how_to_draw(trainer.policy, settings, trainer.policy.pipeline.scheduler)
-        assert ("ComfyUI does not know them" in text) == (rank > 0 and not known)
+@pytest.mark.parametrize("pipeline", COMFYUI["layers"])
+def test_comfyui_knows_the_name_of_every_adapted_layer(pipeline):
+    known = set(COMFYUI["layers"][pipeline])
+    family = FAMILIES.get(pipeline)
+    denoiser = getattr(published_pipeline(family), family.component)
+    ends = tuple(f".{target}" for target in family.lora_targets)
+    layers = [name for name, _ in denoiser.named_modules() if name.endswith(ends)]
+    names = [family.comfyui_name(layer) for layer in layers]
+    assert layers and len(set(names)) == len(names)
+    for name in names:
+        assert name in known or re.sub(r"(?<=blocks\.)\d+(?=\.)", "N", name) in known, name
+
+
+@pytest.mark.parametrize("backbone", ["tiny-sd", "tiny-wan", "tiny-sd3"])
+def test_an_adapter_for_comfyui_draws_as_the_one_for_diffusers(tmp_path, backbone):
+    scaled = load_policy(backbone, guidance_scale=3.0)
+    targets = list(scaled.lora_targets)
+    wide = LoraConfig(r=4, lora_alpha=10, target_modules=targets, init_lora_weights=False)
+    scaled.denoiser.add_adapter(wide)
+    write_lora(scaled, tmp_path, scaled.denoiser.state_dict())
+    file = tmp_path / "comfyui.safetensors"
+    assert file.exists() == (backbone != "tiny-sd3")
+    assert (f"`{file.name}`" in comfyui_note(scaled)) == file.exists()
+    if not file.exists():
+        return
+    ends = tuple(end for pair in COMFYUI["factors"] for end in pair)
+    assert all(key.endswith(ends) for key in load_file(file))
+    plain = load_policy(backbone, guidance_scale=3.0)
+    plain.pipeline.load_lora_weights(tmp_path, weight_name=file.name)
+    prompt = ["a red 3" if backbone == "tiny-sd" else "a 3 moves up"]
+    drawn = [sample_block(policy, prompt, [0], 2, 0) for policy in (scaled, plain)]
+    torch.testing.assert_close(drawn[1], drawn[0], atol=1e-5, rtol=0)
+    untouched = sample_block(load_policy(backbone, guidance_scale=3.0), prompt, [0], 2, 0)
+    assert (drawn[0] - untouched).abs().max() > 1e-3
+
+
+def test_a_pipeline_without_a_family_says_that_comfyui_was_not_looked_up():
+    assert "was not looked up" in comfyui_note(SimpleNamespace(component="transformer"))

@@ -28,8 +28,8 @@ class FamilyDefaults:
     guidance = 1.0  # guidance scale if none is given
     guidance_name = "guidance_scale"  # what the pipeline's call names it
     lora_targets = ATTENTION  # layers that an adapter changes
-    # programs that do not know the names that diffusers gives these layers
-    adapter_unread_by: tuple[str, ...] = ()
+    # function: diffusers' name of such a layer -> ComfyUI's; none: it was not looked up
+    comfyui_name: Callable[[str], str] | None = None
     patch = 2  # latent pixels per side of a token
     # what the denoiser's configuration calls the most tokens per side; none: there is no limit
     most_tokens = None

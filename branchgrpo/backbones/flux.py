@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .comfyui import diffusers_name
 from .declarations import JOINT_ATTENTION
 from .pipeline import PackedPolicy
 
@@ -61,6 +62,7 @@ class FluxPolicy(PackedPolicy):
 
     guidance = 3.5
     lora_targets = JOINT_ATTENTION
+    comfyui_name = staticmethod(diffusers_name)
     text_lengths = (512, 512)
     long_tokenizer = "tokenizer_2"
     parts = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .comfyui import diffusers_name
 from .declarations import JOINT_ATTENTION
 from .decoding import decode_by_channel
 from .pipeline import PackedPolicy, guided
@@ -81,6 +82,7 @@ class QwenImagePolicy(PackedPolicy):
     text_lengths = (512, 1024)
     negative_prompt = " "
     lora_targets = JOINT_ATTENTION
+    comfyui_name = staticmethod(diffusers_name)
     parts = ("text_encoder", "tokenizer")
     flags = ("guidance_embeds", "use_additional_t_cond")  # further inputs
     published = ("QwenImageTransformer2DModel", {})

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .comfyui import kohya_name
 from .pipeline import ImagePolicy, guided
 from .schedulers import check_divisible, scheduler_error, signal_levels
 
@@ -92,8 +93,7 @@ class SDPolicy(ImagePolicy):
     negative_prompt = ""
     parts = ("text_encoder", "tokenizer")
     unused = ("image_encoder", "feature_extractor", "safety_checker")
-    # its comfy/lora.py (commit 17358c8) knows kohya's names of a U-Net's layers
-    adapter_unread_by = ("ComfyUI",)
+    comfyui_name = staticmethod(kohya_name)
     # further inputs
     flags = (
         "time_cond_proj_dim",

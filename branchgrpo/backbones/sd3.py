@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .comfyui import diffusers_name
 from .declarations import JOINT_ATTENTION
 from .pipeline import ImagePolicy, guided
 from .schedulers import size_shift
@@ -70,6 +71,7 @@ class SD3Policy(ImagePolicy):
     sized_by_files = True
     most_tokens = "pos_embed_max_size"
     lora_targets = JOINT_ATTENTION
+    comfyui_name = staticmethod(diffusers_name)
     text_lengths = (256, 512)  # of T5; CLIP reads 77
     long_tokenizer = "tokenizer_3"
     text_from_recipe = True

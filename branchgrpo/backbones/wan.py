@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .comfyui import wan_name
 from .decoding import decode_by_channel
 from .pipeline import PipelinePolicy, guided
 
@@ -82,8 +83,7 @@ class WanPolicy(PipelinePolicy):
     text_lengths = (512, 512)
     negative_prompt = ""
     parts = ("text_encoder", "tokenizer")
-    # its comfy/lora.py (commit 17358c8) knows the names of Wan's own code
-    adapter_unread_by = ("ComfyUI",)
+    comfyui_name = staticmethod(wan_name)
     # a time per token (Wan2.2 5B); without a first frame all are equal
     unused = ("expand_timesteps",)
     # of 1.3B

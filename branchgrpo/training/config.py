@@ -53,6 +53,8 @@ class RecordSettings:
     tree_every: int | None = bounded(None, 0)
     # none, or any that accelerate knows: wandb, trackio, mlflow, comet_ml
     tracker: str = "tensorboard"
+    # upload the result at the end, as owner/name; a new repository is private
+    push_to_hub: str | None = None
 
 # %% ../../nbs/training/00_config.ipynb #d701018d
 @dataclass(frozen=True)

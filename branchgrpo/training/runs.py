@@ -262,7 +262,7 @@ def check_folder(path: str | Path) -> None:
     check_output(path)
 
 # %% ../../nbs/training/09_runs.ipynb #c86f1101
-FREE = ("iterations", "tree_every")  # settings that may differ when a run continues
+FREE = ("iterations", "tree_every", "push_to_hub")  # settings that may differ when a run continues
 
 
 def changed_code(old: dict[str, str], new: dict[str, str]) -> str:

@@ -70,6 +70,10 @@ def configs_of(given: dict[str, Any]) -> list[TrainConfig]:
             " the two"
         )
     base = TrainConfig.from_dict({name: value for name, value in given.items() if name != "seeds"})
+    if base.push_to_hub and len(seeds) > 1:
+        raise ValueError(
+            f"push_to_hub: {len(seeds)} seeds would overwrite each other; push one run"
+        )
     return [replace(base, seed=seed, output=seed_folder(base.output, seed)) for seed in seeds]
 
 # %% ../../nbs/training/17_seeds.ipynb #bf0bfaeb

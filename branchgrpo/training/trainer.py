@@ -10,6 +10,7 @@ __all__ = ['SHOWN', 'LOG_EVERY', 'KEPT', 'COUNTED', 'masked_std', 'reward_metric
 import builtins
 import contextlib
 import dataclasses
+import functools
 import math
 import multiprocessing
 import sys
@@ -23,6 +24,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from tqdm import tqdm
 
+from ..backbones.distilled import distilled_line
 from ..credit import flat_groups
 from ..policy import Policy
 from ..files import refusals_in_words
@@ -32,6 +34,7 @@ from ..own_calls import NUMBERS, as_before, copied
 from ..prompts import load_prompts
 from ..rewards.contract import Reward, tell_frame_rate
 from ..rewards.scorer import Scorer
+from .card import write_card
 from .checks import checks_of, policy_and_sizes
 from .checkpoints import Progress, Saver, delete_old, load_checkpoint
 from .checkpoint_files import remove_leftovers
@@ -49,6 +52,7 @@ from .resolve import check_model, fit_of, given_policy, resolve
 from .runs import Run, RunLock, check_folder, open_run, prompts_of_run, rewind
 from .stop import Preempted, StopSignal
 from .scoring import make_scorers
+from .sharing import check_push, push
 from .speed import gathered, use_one_thread
 from .summary import end_lines, tell_script
 from .tracking import TrackedRun
@@ -141,7 +145,11 @@ class ProgressBar(Callback):
         self.said = time.monotonic()
         delay, disable = (math.inf, False) if self.in_log else (0.0, None if shows else True)
         first = trainer.progress.iteration
-        for line in (trainer.base, *trainer.checks) if shows and not in_notebook() else ():
+        for line in (
+            (trainer.base, trainer.distilled, *trainer.checks)
+            if shows and not in_notebook()
+            else ()
+        ):
             if line:
                 print(line, file=sys.stderr, flush=True)
         if shows and trainer.accelerator.device.type == "cuda":
@@ -235,6 +243,7 @@ class Iterations:
             s.output, load_prompts(s.prompts if prompts is None else prompts)
         )
         self.accelerator: Accelerator = make_accelerator(s)
+        from_main(self.accelerator, lambda: check_push(s.push_to_hub))
         self.policy, self.scorer, self.held_out = open_models(s, self.accelerator, policy, reward)
         use_one_thread(self.policy.denoiser, self.accelerator.device)
         self.policy.first_frames = self.prompts.first_frames
@@ -254,6 +263,7 @@ class Iterations:
         )
         self.learner = make_learner(self.policy, s, self.accelerator)
         self.checks = checks_of(s, self.policy, self.accelerator)
+        self.distilled = distilled_line(self.policy, s.backbone)
         tracking = [] if s.tracker == "none" else [Tracking()]
         self.callbacks: list[Callback] = [ProgressBar(), *tracking, *callbacks]
         self.progress = Progress()
@@ -406,7 +416,8 @@ class ResumableRun(Iterations):
 
     def close(self, run: Run) -> None:
         "Write the result and mark the run as finished."
-        export(self.learner, run.path, self.settings.ema_used)
+        card = functools.partial(write_card, self.policy, self.settings, run)
+        export(self.learner, run.path, self.settings.ema_used, card)
         settings = run.info["settings"] | {"iterations": self.settings.iterations}
         from_main(self.accelerator, lambda: run.set_state(state="finished", settings=settings))
 
@@ -421,19 +432,30 @@ class Trainer(ResumableRun):
     `policy`, `reward`, `prompts`: objects in place of the config's names; `callbacks` watch the
     run."""
 
+    shared: str | None = None  # the result's address on the hub, once it is there
+
     def fit(self, quiet: bool = False) -> Run:
         """Train to the end, from a checkpoint if there is one; say in a script how it ended, unless
         `quiet`.
 
         Raises `Preempted` after a signal, with all saved."""
         run = self.train()
+        self.share(run)
         if not quiet:
             tell_script(self.end_lines(run), self.accelerator)
         return run
 
     def end_lines(self, run: Run) -> list[str]:
         "Return what the training ends with, line by line."
-        return end_lines(run, self.prompts, self.progress.iteration)
+        lines = end_lines(run, self.prompts, self.progress.iteration)
+        return [*lines, f"on the hub: {self.shared}"] if self.shared else lines
+
+    def share(self, run: Run) -> None:
+        "Upload the result to the hub, if the settings ask for it."
+        name = self.settings.push_to_hub
+        if name:
+            result = run.path / ("lora" if self.settings.lora_rank else "model")
+            self.shared = from_main(self.accelerator, lambda: push(result, name))
 
     def train(self) -> Run:
         "Train to the end: the loop."
