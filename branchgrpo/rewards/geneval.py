@@ -127,7 +127,7 @@ class GenEvalReward:
         for prompt, row in zip(prompts, rows):
             if "include" not in row:
                 raise ValueError(
-                    f"reward: 'geneval' needs the field 'include' beside the prompt {prompt[:60]!r};"
+                    f"reward: 'geneval' needs the field 'include' with the prompt {prompt[:60]!r};"
                     " train on GenEval's evaluation_metadata.jsonl"
                 )
         return torch.tensor(

@@ -27,7 +27,7 @@ def wanted_text(prompt: str) -> str:
 
     Raises `ValueError` if a prompt has none.
     """
-    found = re.search(r'"([^"]*\S[^"]*)"|“([^”]*\S[^”]*)”', prompt)
+    found = re.search(r'"\s*([^"\s][^"]*)"|“\s*([^”\s][^”]*)”', prompt)
     if not found:
         raise ValueError(f"reward: 'ocr' needs a text in quotation marks, not {prompt[:80]!r}")
     return found[1] or found[2]
