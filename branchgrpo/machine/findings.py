@@ -31,9 +31,9 @@ from ..backbones.names import family, folder_of, is_hub_model, local_file, used_
 from .gpus import Gpus
 from ..own import is_own_name
 from ..prompts import PAPER_SETS, load_prompts, remarks
+from ..registry import import_target
 from ..rewards.clip import AestheticReward, WEIGHTS
 from ..rewards.names import Entry, split_name, terms
-from ..rewards.unified import UnifiedReward
 from ..rewards.videoalign import base_model, last_checkpoint
 from ..temporary import instead
 from ..training.config import Settings, listed
@@ -172,10 +172,11 @@ def lora_finding(name: str) -> Finding:
         return Finding("missing", f"adapter {name}", advice)
 
 # %% ../../nbs/machine/05_findings.ipynb #8fc98373
-def server_finding(what: str, address: str) -> Finding:
-    "Report whether a reward's server answers."
+def server_finding(what: str, entry: Entry, address: str) -> Finding:
+    "Report whether the server of a reward answers."
     try:
-        return Finding("ok", what, f"{UnifiedReward(address, timeout=2).status} from {address}")
+        status = import_target(entry.target)(address, timeout=2).status
+        return Finding("ok", what, f"{status} from {address}")
     except ValueError as error:
         return Finding("missing", what, str(error).removeprefix("reward: "))
 
@@ -241,10 +242,14 @@ def reward_finding(name: str) -> Finding:
     what = f"reward {name}"
     if not isinstance(entry, Entry):
         return Finding("ok", what, "your own code")
+    if name == "ocr":
+        return package_finding("rapidocr-onnxruntime")
     if place is None or is_packaged(place):
         return Finding("ok", what, "in the package")
+    if is_own_name(place):
+        return Finding("ok", what, "your own code")
     if place.startswith("http"):
-        return server_finding(what, place)
+        return server_finding(what, entry, place)
     if name.partition(":")[0] == "videoalign":
         return video_finding(what, place)
     if steps := missing_steps(name, place):

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['TESTBED', 'REWARDS', 'LARGEST_WEIGHT', 'LONGEST', 'Entry', 'about', 'parameters', 'makes_reward', 'build_reward',
            'check_call', 'make', 'Named', 'place_of', 'split_name', 'terms', 'load_one', 'load_reward', 'check_name',
-           'reward_name', 'source_digest']
+           'reward_name', 'own_part', 'source_digest']
 
 # %% ../../nbs/rewards/02_names.ipynb #a0a66434
 import inspect
@@ -70,6 +70,31 @@ REWARDS = Registry(
             "branchgrpo.rewards.unified:UnifiedReward",
             "http://localhost:8080/v1",
             "UnifiedReward on a server: 1 to 5",
+        ),
+        "server": Entry(
+            "branchgrpo.rewards.http:HTTPReward",
+            "http://localhost:8000",
+            "your program on a server: any numbers",
+        ),
+        "server-raw": Entry(
+            "branchgrpo.rewards.http:RawHTTPReward",
+            "http://localhost:8000",
+            "as server, which gets float32 numbers, not PNGs",
+        ),
+        "yes-no": Entry(
+            "branchgrpo.rewards.judge:YesNoReward",
+            "http://localhost:8080/v1",
+            "probability of a judge's yes, on a server: 0 to 1",
+        ),
+        "ocr": Entry(
+            "branchgrpo.rewards.ocr:OCRReward",
+            None,
+            "share of the text in quotation marks that is read: 0 to 1",
+        ),
+        "geneval": Entry(
+            "branchgrpo.rewards.geneval:GenEvalReward",
+            "my_detector.py:detect",
+            "GenEval's check with your detector: 0 or 1",
         ),
         "videoalign": Entry(
             "branchgrpo.rewards.videoalign:VideoAlignReward",
@@ -335,6 +360,14 @@ def reward_name(reward: str | Reward) -> str:
     return reward.name if isinstance(reward, Checked) else object_name(reward)
 
 # %% ../../nbs/rewards/02_names.ipynb #eec7747f
+def own_part(named: Named) -> Any:
+    "Return what of a named reward may be yours: its entry, or the function that an entry calls."
+    where = named.where or ""
+    return (
+        import_own(where) if isinstance(named.entry, Entry) and is_own_name(where) else named.entry
+    )
+
+
 def source_digest(reward: str | Reward) -> str | None:
     """Return a digest of the source of your own functions and classes in a reward, for the key of a
     cached run.
@@ -342,7 +375,7 @@ def source_digest(reward: str | Reward) -> str | None:
     `None` for a name that holds only entries of the table and folders.
     """
     if isinstance(reward, str):
-        parts = [split_name(part).entry for _, part in terms(reward)[0]]
+        parts = [own_part(split_name(part)) for _, part in terms(reward)[0]]
     elif isinstance(reward, RewardSum):
         parts = [member for _, member in reward.members.values()]
     else:

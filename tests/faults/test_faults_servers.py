@@ -21,7 +21,7 @@ from PIL import Image
 from test_training import SMALL
 
 from branchgrpo import cli
-from branchgrpo.rewards import scorer, unified
+from branchgrpo.rewards import scorer, servers
 from branchgrpo.rewards.addresses import TOKEN
 from branchgrpo.rewards.scorer import Scorer, in_background
 from branchgrpo.rewards.unified import UnifiedReward
@@ -38,7 +38,7 @@ LOADED = 30  # seconds that a machine under load may add
 def short_waits(monkeypatch):
     "Half a second before the second try is long for a test."
     monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.01)
-    monkeypatch.setattr(unified, "LONGEST_WAIT", 0.5)
+    monkeypatch.setattr(servers, "LONGEST_WAIT", 0.5)
 
 
 def chat(text):
@@ -287,7 +287,7 @@ def test_a_server_that_dies_and_comes_back(serve, monkeypatch, noted):
     """Meanwhile nobody listens, which fails in no time: the tries do not run out before the server
     is back."""
     monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.5)
-    monkeypatch.setattr(unified, "LONGEST_WAIT", 8.0)
+    monkeypatch.setattr(servers, "LONGEST_WAIT", 8.0)
     first = serve(
         lambda connection, n, body: (
             connection.sendall(answer()) if n < 3 else with_reset(connection)
