@@ -54,7 +54,7 @@ def rapid_reader() -> Reader:
     Raises `ValueError` if it is not installed.
     """
     try:
-        from rapidocr_onnxruntime import RapidOCR
+        from rapidocr_onnxruntime import RapidOCR  # pyrefly: ignore[missing-import]
     except ImportError as error:
         raise ValueError(
             f"reward: 'ocr' needs a further package ({error}); pip install 'branchgrpo[ocr]'"
