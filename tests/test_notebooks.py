@@ -17,7 +17,7 @@ from fastcore.nbio import md_frontmatter
 from nbdev import test as nbdev_test
 from nbdev.config import get_config
 
-from branchgrpo.registry import Registry
+from branchgrpo.registry import Registry, installed_in
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -68,6 +68,7 @@ def as_before():
     for registry, entries in known:
         registry.entries = entries
     sys.path[:], sys.modules["__main__"] = folders, modules["__main__"]
+    installed_in.cache_clear()  # a lesson may have installed a package of its own
     for module in sys.modules.keys() - modules.keys():
         if not (getattr(sys.modules[module], "__file__", None) or sys.prefix).startswith(INSTALLED):
             del sys.modules[module]  # a file that the lesson wrote

@@ -18,16 +18,18 @@ NAMED = re.compile(r"(?<![a-z])(turbo|schnell|lightning|lcm|sprint|hyper|dmd2?|[
 
 def step_distillation(pipeline: Any, name: str) -> str | None:
     "Return the fact that says that a pipeline was distilled to few steps, or None."
-    scheduler = type(pipeline.scheduler).__name__
-    if scheduler in FEW_STEPS:
-        return f"its scheduler is {scheduler}"
+    scheduler = getattr(pipeline, "scheduler", None)  # a policy of your own may have none
+    if type(scheduler).__name__ in FEW_STEPS:
+        return f"its scheduler is {type(scheduler).__name__}"
     if getattr(pipeline, "config", {}).get("is_distilled"):
         return "its files say is_distilled"
     parts = (getattr(pipeline, part, None) for part in ("transformer", "unet"))
-    denoiser = next(part for part in parts if part is not None)
+    denoiser = next((part for part in parts if part is not None), None)
+    if scheduler is None or denoiser is None:
+        return None
     if denoiser.config.get("time_cond_proj_dim"):
         return "its U-Net has the guidance input of a latent consistency model"
-    plain = not pipeline.scheduler.config.get("use_dynamic_shifting")
+    plain = not scheduler.config.get("use_dynamic_shifting")
     plain = plain and not denoiser.config.get("guidance_embeds")
     if plain and type(pipeline).__name__ == "FluxPipeline":
         return "a FLUX.1 without guidance input and shift is schnell"

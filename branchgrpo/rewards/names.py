@@ -117,6 +117,11 @@ REWARDS = Registry(
             f"{TESTBED}/tiny-geneval",
             "share of a caption found right: 0 to 1",
         ),
+        "cards-geneval": Entry(
+            "branchgrpo.testbed.card_readers:CardReward",
+            f"{TESTBED}/cards-geneval",
+            "share of a caption found right, on cards: 0 to 1",
+        ),
         "tiny-aesthetic": Entry(
             _AESTHETIC, f"{TESTBED}/tiny-aesthetic", "aesthetic, testbed: 1 to 10"
         ),
