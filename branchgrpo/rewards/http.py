@@ -10,7 +10,6 @@ import asyncio
 import base64
 import json
 
-import httpx
 import torch
 from torch import Tensor
 
@@ -87,8 +86,8 @@ class HTTPReward(ServerReward):
     async def ask(self, batch: Batch) -> list[float]:
         body = await asyncio.to_thread(self.pixels, batch.images)
         body |= {"prompts": batch.prompts, "metadata": batch.metadata}
-        answer = await self.client.post("/score", cast_to=httpx.Response, body=body)
-        return read_scores(answer.text, len(batch.prompts), self.address)
+        answer = await self.client.post("/score", cast_to=str, body=body)
+        return read_scores(answer, len(batch.prompts), self.address)
 
 
 class RawHTTPReward(HTTPReward):

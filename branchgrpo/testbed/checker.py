@@ -182,30 +182,39 @@ class VerifiableReward:
     """The expected share of a caption that a cell reader finds right, in [0, 1]; `folder` holds its
     weights."""
 
+    name = "tiny-geneval"
+    shape = "(B, 3, 32, 32)"  # of images
+    untrained = staticmethod(reward_net)
+    cut = staticmethod(cut_cells)
+
     def __init__(self, folder: str | Path, device: torch.device | str = "cpu"):
         self.device = torch.device(device)
-        self.net = load_frozen(reward_net(), folder).to(self.device)
+        self.net = load_frozen(self.untrained(), folder).to(self.device)
+
+    def takes(self, images: Tensor) -> bool:
+        "Return whether images have a shape that is read."
+        return images.ndim == 4
 
     def read(self, images: Tensor) -> list[Tensor]:  # (B, 9, 11), (B, 9, 5), (B, 9, 3)
-        "Return the logits of digit, colour and texture of each cell of images `(B, 3, 32, 32)`."
-        cells = cut_cells(images.float().to(self.device)).flatten(0, 1)
+        "Return the logits of digit, colour and texture of each cell of images."
+        cells = self.cut(images.float().to(self.device)).flatten(0, 1)
         return [logit.unflatten(0, (len(images), 9)) for logit in self.net(cells)]
 
     def __call__(
         self, images: Tensor, prompts: list[str], metadata: list[dict] | None = None
     ) -> Tensor:
-        """Score images `(B, 3, 32, 32)`: `(B,)`.
+        """Score images of `shape`: `(B,)`.
 
         Raises `ValueError` on clips and on captions of other scenes.
         """
-        if images.ndim != 4:
+        if not self.takes(images):
             raise ValueError(
-                f"reward: tiny-geneval scores images (B, 3, 32, 32), not {tuple(images.shape)};"
+                f"reward: {self.name} scores images {self.shape}, not {tuple(images.shape)};"
                 " tiny-clip takes clips, too"
             )
         try:
             return expected_right(self.read(images), prompts)
         except ValueError as error:
             raise ValueError(
-                f"reward: tiny-geneval reads captions of digits ({error}); tiny-clip takes any text"
+                f"reward: {self.name} reads captions of digits ({error}); tiny-clip takes any text"
             ) from None

@@ -4,14 +4,15 @@
 
 # %% auto #0
 __all__ = ['SIZE', 'CELL', 'GLYPH', 'GLYPH_COLOURS', 'TEXTURES', 'RELATIONS', 'GLYPH_COUNTS', 'CELLS', 'LAYOUT_PLACES', 'SPLITS',
-           'RELATION_WORDS', 'PLURALS', 'CAPTION_WORDS', 'TEXT_LENGTH', 'Glyph', 'Scene', 'parse_glyph',
-           'parse_caption', 'handwriting', 'texture_masks', 'draw_glyph', 'render', 'is_test', 'draw_name',
-           'random_glyph', 'random_scene', 'scenes', 'misheard', 'learn_merges', 'clip_tokenizer', 't5_tokenizer']
+           'DrawGlyph', 'RELATION_WORDS', 'PLURALS', 'CAPTION_WORDS', 'TEXT_LENGTH', 'Glyph', 'Scene', 'parse_glyph',
+           'parse_caption', 'handwriting', 'texture_masks', 'draw_glyph', 'drawn_scenes', 'render', 'is_test',
+           'draw_name', 'random_glyph', 'random_scene', 'scenes', 'misheard', 'learn_merges', 'clip_tokenizer',
+           't5_tokenizer']
 
 # %% ../../nbs/testbed/01_digits.ipynb #3eccceef
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -180,19 +181,29 @@ def draw_glyph(
     image[:, y : y + GLYPH, x : x + GLYPH].lerp_(colour, ink[None])
 
 # %% ../../nbs/testbed/01_digits.ipynb #17c45f03
+DrawGlyph = Callable[[Tensor, Glyph, str, str, np.random.Generator], None]
+
+
+def drawn_scenes(
+    scenes: list[Scene], draw: DrawGlyph, side: int, split: str, seed: int
+) -> Tensor:  # (B, 3, side, side) in [0, 1]
+    "Return images of `scenes` on light paper; `draw` adds one glyph to one image."
+    rng = np.random.default_rng(seed)
+    paper = torch.tensor(rng.uniform(0.90, 0.97, len(scenes)), dtype=torch.float32)
+    images = paper[:, None, None, None].repeat(1, 3, side, side)
+    for image, scene in zip(images, scenes):
+        for glyph, place in zip(scene.glyphs, scene.places):
+            draw(image, glyph, place, split, rng)
+    return images
+
+
 def render(
     scenes: list[Scene],
     split: str = "train",  # whose handwriting
     seed: int = 0,  # the same seed draws the same images
 ) -> Tensor:  # (B, 3, 32, 32) in [0, 1]
     "Return images of `scenes`."
-    rng = np.random.default_rng(seed)
-    paper = torch.tensor(rng.uniform(0.90, 0.97, len(scenes)), dtype=torch.float32)
-    images = paper[:, None, None, None].repeat(1, 3, SIZE, SIZE)
-    for image, scene in zip(images, scenes):
-        for glyph, place in zip(scene.glyphs, scene.places):
-            draw_glyph(image, glyph, place, split, rng)
-    return images
+    return drawn_scenes(scenes, draw_glyph, SIZE, split, seed)
 
 # %% ../../nbs/testbed/01_digits.ipynb #ebf76eba
 def is_test(caption: str) -> bool:
