@@ -60,7 +60,8 @@ def card_share(s: Settings, device: torch.device, processes: int = 1) -> CardSha
         if is_small(s.backbone):
             return None
         _, cost = counted_policy(s)
-    except (OSError, ValueError):  # a policy that was given as an object
+        tflops = processes * multiplied(device)
+    # a policy that was given as an object; a card without room for the products
+    except (OSError, ValueError, torch.OutOfMemoryError):
         return None
-    tflops = processes * multiplied(device)
     return CardShare(cost.forward, training_flops(cost, s), tflops)
