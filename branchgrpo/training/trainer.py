@@ -145,12 +145,8 @@ class ProgressBar(Callback):
         self.said = time.monotonic()
         delay, disable = (math.inf, False) if self.in_log else (0.0, None if shows else True)
         first = trainer.progress.iteration
-        for line in (
-            (trainer.base, trainer.distilled, *trainer.checks)
-            if shows and not in_notebook()
-            else ()
-        ):
-            if line:
+        if shows and not in_notebook():
+            for line in filter(None, (trainer.base, trainer.distilled, *trainer.checks)):
                 print(line, file=sys.stderr, flush=True)
         if shows and trainer.accelerator.device.type == "cuda":
             # not above: it counts, and a run on a CPU needs no counts
