@@ -128,14 +128,12 @@ def pipeline_error(name: str, error: Exception) -> ValueError:
 def read_index(folder: str) -> Any:
     """Return a pipeline's `model_index.json`, of a folder or of a hub name, without an import of
     the pipelines."""
-    if Path(folder).is_dir():
-        return json.loads((Path(folder) / "model_index.json").read_text(encoding="utf-8"))
-    from diffusers.configuration_utils import ConfigMixin
+    from huggingface_hub import hf_hub_download
 
-    class Index(ConfigMixin):
-        config_name = "model_index.json"
-
-    return Index.load_config(folder)
+    index = Path(folder, "model_index.json")
+    if not Path(folder).is_dir():
+        index = Path(hf_hub_download(folder, index.name))
+    return json.loads(index.read_text(encoding="utf-8"))
 
 # %% ../../nbs/backbones/11_names.ipynb #68e3d23c
 # what serves a pipeline that no family knows: (its class, its parts, its scheduler's configuration)
