@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__, recipes
-from ..analysis.statistics import t_interval
 from ..backbones.names import is_hub_model, local_file
 from ..files import parse_table, yaml_of
 from ..messages import count_of
@@ -84,6 +83,8 @@ def evaluated(run: Run) -> list[dict]:
 
 def change_text(run: Run, first: dict, last: dict) -> str:
     "Return how the held-out reward changed from one evaluation to another, with its interval."
+    from branchgrpo.analysis.statistics import t_interval  # scipy, which a training does not need
+
     text = f"Held-out reward: {first['eval_reward']:.4f} → {last['eval_reward']:.4f}."
     before, after = (prompt_rewards(run, row["iteration"]) for row in (first, last))
     pairs = [pair for pair in zip(before, after) if None not in pair]
