@@ -1,17 +1,13 @@
-"""Measure on a GPU: three calls of ten minutes on one H100 or H200, without network and without
-real weights.
+"""Does it work on a GPU? Every family, command and stop, on one H100 or H200, without network and
+without real weights. What it costs there, tests/gpu_steps.py measures.
 
-    python tests/gpu_bench.py smoke    --json figures/gpu/smoke.json
-    python tests/gpu_bench.py train    --json figures/gpu/train.json
-    python tests/gpu_bench.py variants --json figures/gpu/variants.json
-    python tests/gpu_bench.py first-half-hour --json figures/gpu/first.json    # again, until every
-    step is done
+    python tests/gpu_bench.py smoke --json figures/gpu/smoke.json
+    python tests/gpu_bench.py first-half-hour --json figures/gpu/first-half-hour.json
 
-smoke     every family and many recipes through fit, evaluate, save, resume and export; rollout
-mismatch by batch sizes train     FLUX.1-dev at 720², LoRA 32: floors, rollout and update of five
-recipes; SD3.5-Medium with Pro-GRPO's funnel variants  attention kernels, compiled blocks,
-checkpointing, casts, decoding of 1 to 64 images first-half-hour  the three above and more, in steps
-with a time limit each; the same call goes on where it stopped
+smoke            every family and many recipes through fit, evaluate, save, resume and export;
+                 rollout mismatch by batch sizes
+first-half-hour  smoke and more, in steps with a time limit each; the same call goes on where it
+                 stopped, until every step is done
 
 The json is written after every line, so what a time limit cuts off is kept; a part that fails
 leaves its error as a line. `--tiny` runs the same at a small size on any machine.
@@ -22,8 +18,8 @@ others, carry wheels, and set PYTHONPATH to their folder and to this repository'
 
     pip download --no-deps -d wheels diffusers==0.42.1 ruamel.yaml==0.19.1
     python -m pip install -q --no-index --no-deps --target site wheels/*.whl
-    PYTHONPATH=site:. PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 python tests/gpu_bench.py smoke --json
-    smoke.json
+    export PYTHONPATH=site:. PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
+    python tests/gpu_bench.py smoke --json smoke.json
 """
 
 import argparse
@@ -46,19 +42,17 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from gpu_models import RandomReward, flux, sd, sd3, wan, without_adapter
+from gpu_models import RandomReward, sd, wan, without_adapter
 from torch._dynamo.utils import counters
 
 from branchgrpo import cli
 from branchgrpo.machine.bench import interleaved, seconds_of
-from branchgrpo.machine.estimate import calls_after_pruning
-from branchgrpo.planning import plan_of
 from branchgrpo.prompts import PromptSet
 from branchgrpo.testbed.making import quiet
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.learner import autocast
 from branchgrpo.training.runs import Run, environment
-from branchgrpo.training.speed import compile_blocks, set_attention, use_tf32
+from branchgrpo.training.speed import compile_blocks
 from branchgrpo.training.trainer import Trainer
 from branchgrpo.training.update import (
     MISMATCH_LIMIT,
@@ -73,7 +67,6 @@ PROMPTS = PromptSet([f"prompt {n}" for n in range(64)], [f"test {n}" for n in ra
 SHORT = {"steps": 6, "splits": (0, 2)}  # 17 calls: enough for a mismatch
 TINY = {"steps": 3, "splits": (0, 1)}
 # the claim first
-FLUX_RECIPES = ("branchgrpo", "dancegrpo", "branchgrpo-mix", "branchgrpo-deppru", "mixgrpo")
 
 
 class Lines:
@@ -160,11 +153,6 @@ def large(lines: Lines, policy, reward, **changes) -> Trainer:
     )
 
 
-def short(lines: Lines, policy, reward, **changes) -> Trainer:
-    "Return a trainer like `large` with few denoiser calls."
-    return large(lines, policy, reward, **(TINY if lines.tiny else SHORT) | changes)
-
-
 def call(policy, batch: int, backward: bool = False):
     "Return a job: one denoiser call of a batch, with its backward."
     x = torch.randn(batch, *policy.latent_shape, device=DEVICE)
@@ -199,11 +187,8 @@ def per_latent(policy, batch: int, backward: bool = False, rounds: int = 3) -> f
     return took
 
 
-def iteration(
-    trainer: Trainer, lines: Lines, table: str, name: str, floors: dict[str, float] | None = None
-) -> None:
-    """Add the line of one iteration: seconds of its parts, peaks, mismatch; and its ratios to the
-    floors."""
+def iteration(trainer: Trainer, lines: Lines, table: str, name: str) -> None:
+    "Add the line of one iteration: seconds of its parts, peaks, mismatch."
     start = time.perf_counter()
     x, rollout_peak = peak_memory(lambda: trainer.collect(0))
     middle = time.perf_counter()
@@ -223,12 +208,6 @@ def iteration(
     line |= {"update": end - middle, "decode": decode, "reward": reward}
     line |= {"rollout_peak_gb": rollout_peak, "update_peak_gb": update_peak}
     line |= {key: float(stats[key]) for key in ("rollout_mismatch", "clip_fraction", "grad_norm")}
-    if floors:
-        scoring = (decode + reward) * (1 + x.previews / len(images))
-        line["rollout_over_floor"] = (middle - start - scoring) / (
-            line["calls"] * floors["forward"]
-        )
-        line["update_over_floor"] = (end - middle) / (line["trained_calls"] * floors["backward"])
     lines.add(table, name=name, **line)
 
 
@@ -355,182 +334,6 @@ def smoke(lines: Lines) -> None:
     lines.attempt("compiled", "tiny-flux", lambda: compiled_run(lines), 30)
 
 
-def floors_of(lines: Lines, name: str, policy, batches: tuple[int, ...]) -> dict[str, float]:
-    "Add seconds per latent of calls by batch size; return the least of each kind."
-    found = {"forward": [], "backward": []}
-    for kind, values in found.items():
-        for batch in batches if kind == "forward" else batches[:3]:
-            took = lines.attempt(
-                "floors",
-                f"{name} {kind} {batch}",
-                partial(per_latent, policy, batch, kind == "backward"),
-            )
-            if took:
-                lines.add("floors", name=name, kind=kind, batch=batch, seconds_per_latent=took)
-                values.append(took)
-    return {kind: min(values) for kind, values in found.items() if values}
-
-
-def trees(lines: Lines, reward) -> None:
-    """Add FLUX.1-dev at 720² with an adapter of rank 32: floors by batch, and an iteration of each
-    recipe."""
-    policy = flux(DEVICE, 64 if lines.tiny else 720, lines.tiny)
-    size = sum(p.numel() for p in policy.denoiser.parameters()) / 1e9
-    lines.add("machine", name="FLUX.1-dev, billion weights", value=size)
-    large(lines, policy, reward)
-    floors = floors_of(lines, "FLUX.1-dev", policy, (1, 2) if lines.tiny else (1, 2, 4, 8))
-    for recipe in FLUX_RECIPES[:1] if lines.tiny else FLUX_RECIPES:
-        trainer = large(lines, policy, reward, recipe=recipe)
-        plan = plan_of(trainer.settings, 0)
-        trained = calls_after_pruning(trainer.settings, plan)
-        needed = plan.denoiser_calls * floors["forward"] + trained * floors["backward"]
-        job = partial(iteration, trainer, lines, "FLUX.1-dev", recipe, floors)
-        lines.attempt("FLUX.1-dev", recipe, job, 0 if lines.tiny else 1.2 * needed)
-
-
-def funnel(lines: Lines, reward, prompts: int = 1, **changes) -> None:
-    "Add SD3.5-Medium with Pro-GRPO's funnel: 48 chains, cut to 24 and 12."
-    policy = sd3(DEVICE, 64 if lines.tiny else 512, lines.tiny)
-    chains = {"roots": 4, "prune_at": {1: 2}, "splits": ()} if lines.tiny else {}
-    chains |= {"prompts_per_iteration": prompts, "max_batch": 2 if lines.tiny else 12} | changes
-    trainer = large(lines, policy, reward, recipe="pro-grpo", **chains)
-    floors = (
-        floors_of(lines, "SD3.5-M", policy, (1, 2) if lines.tiny else (1, 4, 12))
-        if not changes
-        else None
-    )
-    name = " ".join(["pro-grpo", f"{prompts} prompts" * (prompts > 1), str(changes or "")]).strip()
-    iteration(trainer, lines, "SD3.5-M", name, floors)
-
-
-def train(lines: Lines) -> None:
-    "The real architectures with random weights: what an iteration costs, and over its floor."
-    roofs(lines)
-    reward = RandomReward(DEVICE, lines.tiny)
-    lines.attempt("FLUX.1-dev", "all", lambda: trees(lines, reward))
-    lines.attempt("SD3.5-M", "pro-grpo", lambda: funnel(lines, reward), 0 if lines.tiny else 60)
-
-
-def kernels(lines: Lines, policy, batch: int) -> None:
-    """Add by attention kernel seconds per latent, without and with gradient, and whether the
-    gradient is finite."""
-    trained = [p for p in policy.denoiser.parameters() if p.requires_grad]
-    # what may break the process last
-    for name in ("native", "_native_flash", "_native_efficient", "_native_cudnn"):
-
-        def job(name=name):
-            set_attention(policy.denoiser, name)
-            took = {
-                "forward": per_latent(policy, batch),
-                "with_backward": per_latent(policy, batch, True),
-            }
-            call(policy, batch, True)()
-            finite = all(bool(p.grad.isfinite().all()) for p in trained if p.grad is not None)
-            lines.add("attention", name=name, batch=batch, **took, finite=finite)
-
-        lines.attempt("attention", name, job)
-    policy.denoiser.zero_grad()
-    set_attention(policy.denoiser, "native")
-
-
-def casts(lines: Lines, policy, batch: int) -> None:
-    "Add seconds per latent of the frozen model with and without autocast."
-    with torch.autocast(DEVICE.type, enabled=False), torch.no_grad():
-        x = torch.randn(batch, *policy.latent_shape, device=DEVICE)
-        rows = policy.encode(["x"] * batch)
-        bare = interleaved({"call": lambda: policy.predict(x, torch.tensor(0.5), rows)}, 3, DEVICE)[
-            "call"
-        ]
-    lines.add("casts", name="frozen, no autocast", seconds_per_latent=bare / batch)
-    lines.add("casts", name="frozen, autocast", seconds_per_latent=per_latent(policy, batch))
-
-
-def decoding(lines: Lines, policy) -> None:
-    "Add seconds and peak memory of decoding, by the number of images and by images per call."
-    for count, size in ((1, 1), (4, 4), (16, 16), (32, 32), (64, 64), (64, None)):
-        if lines.tiny and count > 4:
-            continue
-        latents = torch.randn(count, *policy.latent_shape, device=DEVICE)
-
-        def job(latents=latents, size=size):
-            more = () if size is None else (size,)
-            took, peak = peak_memory(
-                lambda: seconds_of(lambda: policy.decode(latents, *more), DEVICE)
-            )
-            lines.add(
-                "decode", name=f"{len(latents)} images", per_call=size, seconds=took, peak_gb=peak
-            )
-
-        lines.attempt("decode", f"{count} images", job)
-
-
-def activations(lines: Lines, policy, reward) -> None:
-    "Add seconds and peak memory of one forward and backward, with blocks computed again or not."
-    for name, again in {"every 1": True, "every none": False}.items():
-
-        def job(name=name, again=again):
-            large(lines, policy, reward, gradient_checkpointing=again)
-            took, peak = peak_memory(lambda: per_latent(policy, 1, True, 2))
-            lines.add("checkpoint", name=name, seconds_per_latent=took, peak_gb=peak)
-
-        lines.attempt("checkpoint", name, job, 15)
-
-
-def compiled(lines: Lines, policy, reward, batch: int) -> None:
-    """Add the seconds of compiled blocks: first call, forward, backward; and the mismatch of an
-    iteration."""
-    trainer = short(lines, policy, reward)
-    compile_blocks(policy.denoiser, "eager" if lines.tiny else "inductor")
-    first = seconds_of(call(policy, batch), DEVICE)
-    lines.add(
-        "compiled", name="first call", seconds=first, graphs=counters["stats"]["unique_graphs"]
-    )
-    for backward in (False, True):
-        name = "forward and backward" if backward else "forward"
-        lines.add("compiled", name=name, seconds_per_latent=per_latent(policy, batch, backward))
-    lines.attempt(
-        "compiled",
-        "17 calls",
-        lambda: iteration(trainer, lines, "compiled", "17 calls"),
-        0 if lines.tiny else 90,
-    )
-    lines.add("compiled", name="all", graphs=counters["stats"]["unique_graphs"])
-
-
-def variants(lines: Lines) -> None:
-    "What each setting of speed and memory gives at the real size."
-    policy = flux(DEVICE, 64 if lines.tiny else 720, lines.tiny)
-    batch = 2 if lines.tiny else 4
-    casts(lines, policy, batch)
-    decoding(lines, policy)
-    reward = RandomReward(DEVICE, lines.tiny)
-    images = torch.rand(4 if lines.tiny else 16, 3, 224, 224, device=DEVICE)
-    lines.add(
-        "tf32",
-        name="reward, float32",
-        seconds=interleaved({"r": lambda: reward(images, None)}, 3, DEVICE)["r"],
-    )
-    large(lines, policy, reward)
-    lines.add("casts", name="adapter", seconds_per_latent=per_latent(policy, batch))
-    lines.add("casts", name="adapter, backward", seconds_per_latent=per_latent(policy, batch, True))
-    kernels(lines, policy, batch)
-    activations(lines, policy, reward)
-    for train_batch in (4,) if lines.tiny else (4, 1):
-
-        def job(train_batch=train_batch):
-            trainer = short(lines, policy, reward, train_batch=train_batch)
-            iteration(trainer, lines, "mismatch", f"FLUX.1-dev, train_batch {train_batch}")
-
-        lines.attempt("mismatch", f"train_batch {train_batch}", job, 20)
-    lines.attempt("compiled", "all", lambda: compiled(lines, policy, reward, batch), 60)
-    use_tf32()  # after compiling, which torch before 2.13 refuses once TF32 is on
-    lines.add(
-        "tf32",
-        name="reward, TF32",
-        seconds=interleaved({"r": lambda: reward(images, None)}, 3, DEVICE)["r"],
-    )
-
-
 def by_step(lines: Lines, trainer: Trainer, name: str) -> None:
     "Add the largest |ρ − 1| of every step before an update, and what to do where it is too large."
     learner, s = trainer.learner, trainer.settings
@@ -548,7 +351,10 @@ def by_step(lines: Lines, trainer: Trainer, name: str) -> None:
         else []
     )
     cures += ["--recompute-old"] if cures and s.steps_per_pass > 1 else []
-    values = {"by_step": {step: round(value, 7) for step, value in found.items()}, "worst": worst}
+    values = {
+        "by_step": {str(step): round(value, 7) for step, value in found.items()},
+        "worst": worst,
+    }
     lines.add(
         "guided",
         name=name,
@@ -639,25 +445,6 @@ def commands(lines: Lines) -> None:
     lines.add("commands", name="SIGUSR2, then again", codes=codes, equal_rows=rows[0] == rows[1])
 
 
-def train_flux(lines: Lines) -> None:
-    "FLUX.1-dev at 720² with an adapter."
-    trees(lines, RandomReward(DEVICE, lines.tiny))
-
-
-def small_card(lines: Lines) -> None:
-    """SD3.5-Medium with Pro-GRPO's funnel: one prompt; then 8 in few steps: their peaks decide what
-    24 GB hold."""
-    reward = RandomReward(DEVICE, lines.tiny)
-    funnel(lines, reward)
-    if not lines.tiny:
-        lines.attempt(
-            "SD3.5-M",
-            "8 prompts",
-            lambda: funnel(lines, reward, 8, steps=4, prune_at={1: 24, 2: 12}),
-            60,
-        )
-
-
 def no_errors(found: list[dict]) -> bool:
     return not any("error" in line for line in found)
 
@@ -672,21 +459,11 @@ def commands_work(found: list[dict]) -> bool:
     return no_errors(found) and all(codes + where)
 
 
-def peaks_below(gb: float):
-    peaks = ("rollout_peak_gb", "update_peak_gb")
-    return lambda found: (
-        no_errors(found) and all(line.get(peak, 0) <= gb for line in found for peak in peaks)
-    )
-
-
 STEPS = {  # seconds that a step may take, and what it does
     "start": (120, start),
     "smoke": (400, smoke),
     "commands": (120, commands),
-    "train": (400, train_flux),
-    "small card": (120, small_card),
     "guided": (180, guided),
-    "variants": (300, variants),
 }
 RULES = {  # of a step's lines: whether it holds, and what to do if not
     "start": (trains, "stop, and repair this first: no other step runs"),
@@ -701,13 +478,10 @@ RULES = {  # of a step's lines: whether it holds, and what to do if not
             " long run"
         ),
     ),
-    "train": (peaks_below(40), "correct the doctor's memory, and its speed by the floors"),
-    "small card": (peaks_below(0.9 * 25.7), "a card of 24 GB does not hold what the page says"),
     "guided": (
         lambda found: not any(line.get("stops") for line in found),
         "train only with the remedy of the line",
     ),
-    "variants": (no_errors, "leave the setting off whose line has an error"),
 }
 
 
@@ -752,7 +526,7 @@ def first_half_hour(lines: Lines, steps: list[str] | None = None) -> None:
     signal.signal(signal.SIGALRM, before)
 
 
-PARTS = {"smoke": smoke, "train": train, "variants": variants, "first-half-hour": first_half_hour}
+PARTS = {"smoke": smoke, "first-half-hour": first_half_hour}
 
 
 def main(words: list[str] | None = None) -> dict:

@@ -19,33 +19,8 @@ ROOT = Path(__file__).parents[1]
 
 TABLES = {
     "smoke": {"machine", "runs", "mismatch", "compiled"},
-    "train": {"machine", "floors", "FLUX.1-dev", "SD3.5-M"},
-    "first-half-hour": (
-        {
-            "steps",
-            "machine",
-            "runs",
-            "mismatch",
-            "commands",
-            "floors",
-            "FLUX.1-dev",
-            "SD3.5-M",
-            "guided",
-        }
-        | {"attention", "casts", "decode", "tf32", "checkpoint", "compiled"}
-    ),
-    "variants": {
-        "machine",
-        "attention",
-        "casts",
-        "decode",
-        "tf32",
-        "checkpoint",
-        "compiled",
-        "mismatch",
-    },
+    "first-half-hour": {"steps", "machine", "runs", "mismatch", "compiled", "commands", "guided"},
 }
-NEEDS_A_GPU = {"_native_cudnn", "_native_efficient"}
 CPU = torch.device("cpu")
 
 
@@ -136,21 +111,16 @@ def test_a_part_at_a_small_size(part, tmp_path, capsys):
     gpu_bench.main([part, "--tiny", "--json", str(path)])
     record = json.loads(path.read_text(encoding="utf-8"))
     assert {line["table"] for line in record["lines"]} == TABLES[part]
-    errors = [
-        line for line in record["lines"] if "error" in line and line["name"] not in NEEDS_A_GPU
-    ]
-    assert not errors
+    assert not [line for line in record["lines"] if "error" in line]
     assert record["device"] and record["packages"]["torch"]
     failed = [name for name, step in record.get("steps", {}).items() if not step["holds"]]
-    assert failed in ([], ["variants"]), "the kernels of `variants` need a GPU"
+    assert not failed
     capsys.readouterr()
     shown = page(path.parent, tmp_path)
     printed = capsys.readouterr().out
     assert f"{part}: {record['device']}" in printed and "small sizes, not the real ones" in printed
     assert all(f"\n{table}\n" in printed for table in TABLES[part])
-    assert [row["recipe"] for row in shown["rows"]] == (
-        ["branchgrpo"] if part in ("train", "first-half-hour") else []
-    )
+    assert shown["rows"] == [], "seconds are measured by steps"
 
 
 def test_what_fails_becomes_a_line(tmp_path):
@@ -188,8 +158,8 @@ def test_the_first_half_hour_goes_on_where_it_stopped(tmp_path, monkeypatch):
 
 
 def test_chosen_steps_of_the_first_half_hour_at_a_small_size(tmp_path):
-    """A loan may be shorter than half an hour; a step that was made is not made again, and a start
-    that failed is."""
+    """A step that was made is not made again, and a start that failed is. SD-1.5 and Wan tell their
+    mismatch by step, with the same batches and with others."""
     words = [
         "first-half-hour",
         "--tiny",
@@ -197,7 +167,7 @@ def test_chosen_steps_of_the_first_half_hour_at_a_small_size(tmp_path):
         str(tmp_path / "first.json"),
         "--steps",
         "start",
-        "small card",
+        "guided",
     ]
     (tmp_path / "first.json").write_text(
         json.dumps(gpu_bench.Lines("", True, 1, None).record | {"steps": FAILED})
@@ -205,9 +175,13 @@ def test_chosen_steps_of_the_first_half_hour_at_a_small_size(tmp_path):
     record = gpu_bench.main([*words, "--seconds", "900"])
     assert {name: step["holds"] for name, step in record["steps"].items()} == {
         "start": True,
-        "small card": True,
+        "guided": True,
     }
     assert gpu_bench.main(words)["lines"][:-1] == record["lines"]
+    lines = [line for line in record["lines"] if line["table"] == "guided"]
+    assert len(lines) == 4 and not [line for line in lines if "error" in line], lines
+    assert all(line["by_step"] and isinstance(line["remedy"], list) for line in lines)
+    assert sum(line["worst"] == 0 for line in lines) >= 2, "the same batches, the same kernels"
 
 
 FAILED = {"start": {"seconds": 1, "holds": False}}
@@ -219,13 +193,3 @@ def test_nothing_follows_a_start_that_fails(tmp_path, monkeypatch):
     )
     record = gpu_bench.main(["first-half-hour", "--tiny", "--json", str(tmp_path / "first.json")])
     assert list(record["steps"]) == ["start"] and "repair this first" in str(record["lines"])
-
-
-def test_the_mismatch_of_guided_models_by_step(tmp_path):
-    "SD-1.5 and Wan at a small size, with the same batches and with others."
-    record = gpu_bench.Lines("first-half-hour", True, 500, None)
-    gpu_bench.guided(record)
-    lines = record.record["lines"]
-    assert len(lines) == 4 and not [line for line in lines if "error" in line], lines
-    assert all(line["by_step"] and isinstance(line["remedy"], list) for line in lines)
-    assert sum(line["worst"] == 0 for line in lines) >= 2, "the same batches, the same kernels"
