@@ -38,7 +38,8 @@ from branchgrpo.files import (
 from .machine.gpus import gpus_for
 from .own import is_ours
 from .messages import count_of, docstring_summary, shown, with_setting
-from .settings import as_in_training, bounded, options, variable
+from .settings import as_in_training, options, variable
+from .bounds import bounded
 
 if TYPE_CHECKING:
     from branchgrpo.methods.recipe import Recipe
