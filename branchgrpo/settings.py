@@ -369,7 +369,8 @@ def read_settings(cls: type, values: dict[str, Any]) -> dict[str, Any]:
     stays no value.
 
     Raises `ValueError` naming the field, the value and what is allowed."""
-    types, fields = field_types(cls), cls.__dataclass_fields__  # pyrefly: ignore[missing-attribute]
+    types = field_types(cls)
+    fields = cls.__dataclass_fields__  # pyrefly: ignore[missing-attribute]
     found = {}
     for name, value in values.items():
         check_one_of("setting", name, sorted(types))

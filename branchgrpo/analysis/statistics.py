@@ -176,7 +176,9 @@ def unpaired_difference(ours: list[float], theirs: list[float], level: float = 0
     else:
         tested = ttest_ind(ours, theirs, equal_var=False)
         interval = tested.confidence_interval(level)
-        low, high, p = float(interval.low), float(interval.high), float(tested.pvalue)
+        low = float(interval.low)
+        high = float(interval.high)
+        p = float(tested.pvalue)
     seeds = len(ours) + len(theirs)
     found = "equal" if low == high == 0 else verdict(low, high)
     return {

@@ -19,7 +19,12 @@ import torch
 from torch import Tensor
 
 from ..files import write_atomic, write_text
-from ..methods.of_one_paper import FusionSettings, MaskSettings, ShareSettings, SuspectSettings
+from branchgrpo.methods.of_one_paper import (
+    FusionSettings,
+    MaskSettings,
+    ShareSettings,
+    SuspectSettings,
+)
 from . import exact
 from ..plan import papers_cost
 from ..planning import sampling_process
@@ -129,7 +134,8 @@ def alignment_rows(
         own = value_and_ends(values[label], found[label])
         with np.errstate(divide="ignore", invalid="ignore"):
             ratios = np.nan_to_num(found[label] / found[baseline], nan=0.0)
-        ratio, cost = values[label] / values[baseline], measured[baseline].cost / m.cost
+        ratio = values[label] / values[baseline]
+        cost = measured[baseline].cost / m.cost
         compared = {
             "per_cost": {name: value * 1e6 / m.cost for name, value in own.items()},
             "ratio": value_and_ends(ratio, ratios),

@@ -258,7 +258,8 @@ def part_of(
     name: str, path: Path, folder: Path, figures: str | Path, report: str | Path
 ) -> ReportPart | None:
     "Return the part on the page `name`; None if it has written nothing under `figures`."
-    drawn, jsons = page_files(name, figures, "png"), page_files(name, figures, "json")
+    drawn = page_files(name, figures, "png")
+    jsons = page_files(name, figures, "json")
     if not drawn and not jsons:
         return None
     cells = nbformat.read(path, 4).cells
