@@ -157,6 +157,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                    'branchgrpo/analysis/statistics.py'),
                                                 'branchgrpo.analysis.statistics.decide': ( 'analysis/statistics.html#decide',
                                                                                            'branchgrpo/analysis/statistics.py'),
+                                                'branchgrpo.analysis.statistics.difference_text': ( 'analysis/statistics.html#difference_text',
+                                                                                                    'branchgrpo/analysis/statistics.py'),
                                                 'branchgrpo.analysis.statistics.equivalence_p': ( 'analysis/statistics.html#equivalence_p',
                                                                                                   'branchgrpo/analysis/statistics.py'),
                                                 'branchgrpo.analysis.statistics.fall_verdict': ( 'analysis/statistics.html#fall_verdict',
