@@ -3482,6 +3482,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'branchgrpo/training/credit.py'),
                                             'branchgrpo.training.credit.inverse_step': ( 'training/credit.html#inverse_step',
                                                                                          'branchgrpo/training/credit.py'),
+                                            'branchgrpo.training.credit.kl_mask_of': ( 'training/credit.html#kl_mask_of',
+                                                                                       'branchgrpo/training/credit.py'),
                                             'branchgrpo.training.credit.mask_of_step': ( 'training/credit.html#mask_of_step',
                                                                                          'branchgrpo/training/credit.py'),
                                             'branchgrpo.training.credit.mean_weight': ( 'training/credit.html#mean_weight',
