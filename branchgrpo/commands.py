@@ -38,7 +38,8 @@ from branchgrpo.files import (
 from .machine.gpus import gpus_for
 from .own import is_ours
 from .messages import count_of, docstring_summary, shown, with_setting
-from .settings import as_in_training, bounded, options, variable
+from .settings import as_in_training, options, variable
+from .bounds import bounded
 
 if TYPE_CHECKING:
     from branchgrpo.methods.recipe import Recipe
@@ -182,7 +183,8 @@ def with_model(given: dict[str, Any]) -> dict[str, Any]:
     Raise `ValueError` if both name another one.
     """
     rest = {name: value for name, value in given.items() if name != "model"}
-    model, backbone = given.get("model"), given.get("backbone")
+    model = given.get("model")
+    backbone = given.get("backbone")
     if model is not None and backbone is not None and model != backbone:
         raise ValueError(
             f"backbone: {backbone!r} is not {model!r}, which is named first; name one of them"
@@ -210,9 +212,11 @@ def score(given: dict[str, Any]) -> int:
     where = options(EvaluateOptions, given, required=("output",))
     check_benchmark(where)
     processes = variable("WORLD_SIZE", 1, least=1)
-    rank, local = variable("RANK", 0, most=processes - 1), variable("LOCAL_RANK", 0)
+    rank = variable("RANK", 0, most=processes - 1)
+    local = variable("LOCAL_RANK", 0)
     device = f"cuda:{local}" if torch.cuda.is_available() else "cpu"
-    drawn, place = options(Evaluation, given), Path(where.output)
+    drawn = options(Evaluation, given)
+    place = Path(where.output)
     share = {"rank": rank, "processes": processes, "device": device}
     if is_of_run and "weights" not in given:
         summary = evaluate_run(drawn, place, **share, tell=tell_progress)

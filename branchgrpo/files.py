@@ -137,12 +137,15 @@ def row_of(line: bytes) -> dict | None:
 def read_jsonl(path: str | Path) -> list[dict]:
     "Return the rows of a jsonl file, up to a line that is not whole; none if there is no file."
     path = Path(path)
+    if not path.exists():
+        return []
     rows = []
-    for line in path.read_bytes().split(b"\n") if path.exists() else []:
+    for line in path.read_bytes().split(b"\n"):
         row = row_of(line)
-        if row is None and line.strip():
+        if row is not None:
+            rows.append(row)
+        elif line.strip():
             break
-        rows += [] if row is None else [row]
     return rows
 
 # %% ../nbs/basics/01_files.ipynb #94b841bc
@@ -256,7 +259,8 @@ def check_file(path: str | Path, ending: str = "") -> None:
 # %% ../nbs/basics/01_files.ipynb #b1c46c36
 def free_name(path: str | Path) -> Path:
     "Return `path`, or the first of `name-2.png`, `name-3.png`, … that is not there yet."
-    path, number = Path(path), 1
+    path = Path(path)
+    number = 1
     free = path
     while free.exists() or free.is_symlink():
         number += 1

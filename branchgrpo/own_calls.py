@@ -309,20 +309,16 @@ def as_before(name: str, parts: dict[str, Part] = PARTS) -> Iterator[None]:
     Its random states and variables of the environment are its own, and the next code inside finds
     them. Raises `ValueError` if it leaves inference mode on."""
     before = {what: part.read() for what, part in parts.items()}
-    states, variables, inference = (
-        random_states(),
-        dict(os.environ),
-        torch.is_inference_mode_enabled(),
-    )
+    states = random_states()
+    variables = dict(os.environ)
+    inference = torch.is_inference_mode_enabled()
     set_random_states(LEFT.get("states", states))
     set_variables(LEFT["variables"])
     try:
         yield
     finally:
-        LEFT["states"], LEFT["variables"] = (
-            random_states(),
-            changed_texts(variables, dict(os.environ)),
-        )
+        LEFT["states"] = random_states()
+        LEFT["variables"] = changed_texts(variables, dict(os.environ))
         set_random_states(states)
         put_back(name, parts, before)
         set_variables(changed_texts(dict(os.environ), variables))

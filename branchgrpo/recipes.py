@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['TEXTS', 'FILES', 'BASES', 'RECIPES', 'ON_DIFFUSION', 'stated_in', 'texts_in', 'read_recipe_table', 'sourced',
-           'file_name', 'from_yaml', 'packaged', 'names', 'get', 'written', 'for_diffusion', 'at_kind',
-           'method_settings', 'different_settings', 'nearest']
+           'file_name', 'from_yaml', 'packaged', 'names', 'get', 'written', 'at_kind', 'method_settings',
+           'different_settings', 'nearest']
 
 # %% ../nbs/basics/04_recipes.ipynb #f26b17a4
 import dataclasses
@@ -74,7 +74,8 @@ def sourced(key: str, value: object, path: Path) -> tuple[Any, str]:
     if isinstance(value, dict) and "value" in value:
         for other in value.keys() - {"value", "source"}:
             raise ValueError(f"{key}: {other!r} in {str(path)!r} is not one of value, source")
-        value, source = value["value"], str(value.get("source", source))
+        source = str(value.get("source", source))
+        value = value["value"]
         may_be_none = type(None) in typing.get_args(field_types(MethodSettings)[key])
     if value is None and not may_be_none:
         raise ValueError(
@@ -175,21 +176,17 @@ ON_DIFFUSION: dict[str, Sourced] = {
     "tail_ratio": (0.0, "no solver on a diffusion model"),
 }
 
-
-def for_diffusion() -> list[str]:
-    "Return the names of the recipes that are written for a diffusion model."
-    return [name for name in names() if RECIPES.get(name).values.transition == "ddim"]
-
 # %% ../nbs/basics/04_recipes.ipynb #9aceee97
 def at_kind(recipe: Recipe, kind: str) -> Recipe:
     """Return the recipe with the transition that a model of `kind` (flow or diffusion) has; warn if
     that changes it."""
     if kind == "flow" or recipe.values.transition == "ddim":
         return recipe
+    for_diffusion = [name for name in names() if RECIPES.get(name).values.transition == "ddim"]
     warnings.warn(
         f"recipe: {recipe.name!r} is written for a flow model; on a diffusion model only its"
         " transition changes, and it is no published baseline of one; written for a diffusion"
-        f" model: {', '.join(for_diffusion())}",
+        f" model: {', '.join(for_diffusion)}",
         stacklevel=2,
     )
     return recipe.with_values(ON_DIFFUSION)

@@ -55,10 +55,12 @@ def choose(page, draw, selector):
 def random_change(page, draw):
     """Do what a hand does: press a cell of the grid, move a slider, type a number, choose from a
     list, tick a box."""
-    kind = draw.choice(("cell", "cell", "cell", "range", "number", "select", "checkbox"))
-    selector = {"cell": GRID, "select": "#controls select"}.get(
-        kind, f"#controls input[type={kind}]"
-    )
+    kind = draw.choice(("cell", "cell", "cell", "range", "number", "select", "checkbox", "fan"))
+    selector = {
+        "cell": GRID,
+        "select": "#controls select",
+        "fan": "#step input[type=text]",
+    }.get(kind, f"#controls input[type={kind}]")
     field = choose(page, draw, selector)
     if field is None:
         return
@@ -67,6 +69,10 @@ def random_change(page, draw):
     elif kind == "select":
         values = field.locator("option").evaluate_all("all => all.map(e => e.value)")
         field.select_option(draw.choice(values))
+    elif kind == "fan":  # children of each node: as many numbers as nodes, or a line says why not
+        nodes = page.evaluate("() => shown.plan.populations[chosen]")
+        field.fill(", ".join(str(draw.randint(1, 3)) for _ in range(nodes)))
+        field.press("Enter")
     elif kind == "range":
         field.focus()
         for _ in range(draw.randint(1, 4)):

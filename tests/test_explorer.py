@@ -17,11 +17,13 @@ from branchgrpo.plan import RolloutPlan, plan_cost
 from branchgrpo.planning import at_places, plan_of, window_steps
 from branchgrpo.pruning import PruningOptions, keep_edges
 from branchgrpo.site.explorer import (
+    SHAPES,
     explorer_page,
     explorer_part,
     plan_fields,
     plan_state,
     recipe_state,
+    shape_entry,
 )
 from branchgrpo.tree import Tree
 
@@ -175,6 +177,18 @@ def library_tree(plan, grown):
     tree = Tree.from_plan(plan)
     tree.parents = [torch.tensor([up]) for up in grown["parents"]]
     return tree, torch.tensor([grown["rewards"]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_shape_of_no_paper_is_counted_as_the_library_counts_it(js, name):
+    plan, entry = SHAPES[name][1], shape_entry(name)
+    outcome = js("(state) => Plan.outcome(state, 1)", entry["state"])
+    expected = plan_cost(plan)
+    assert outcome["planned"]["calls"] == expected.calls
+    assert outcome["planned"]["trained_edges"] == expected.trained_edges
+    assert outcome["cost"]["leaves"] == plan.leaves
+    assert max(map(len, outcome["tree"]["parents"][1:])) == max(plan.populations)
+    assert f'"name": "{name}"' in explorer_page()
 
 
 @pytest.mark.parametrize("rule", ["re-root", "resample"])

@@ -6,11 +6,11 @@
 __all__ = ['HOLDS', 'FAILS', 'SAME', 'OPEN', 'MARGIN', 'HIGHER', 'LOWER', 'UNCLEAR', 'mean_p', 't_interval', 'mean_interval',
            'Pair', 'equivalence_p', 'possible', 'decide', 'verdict', 'paired_difference', 'unmeasured', 'fall_verdict',
            'unpaired_difference', 'power', 'seeds_needed', 'with_false_discovery', 'spent', 'sequence',
-           'bootstrap_ends']
+           'bootstrap_ends', 'difference_text']
 
 # %% ../../nbs/analysis/04_statistics.ipynb #88fff99f
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 
@@ -176,7 +176,9 @@ def unpaired_difference(ours: list[float], theirs: list[float], level: float = 0
     else:
         tested = ttest_ind(ours, theirs, equal_var=False)
         interval = tested.confidence_interval(level)
-        low, high, p = float(interval.low), float(interval.high), float(tested.pvalue)
+        low = float(interval.low)
+        high = float(interval.high)
+        p = float(tested.pvalue)
     seeds = len(ours) + len(theirs)
     found = "equal" if low == high == 0 else verdict(low, high)
     return {
@@ -258,3 +260,10 @@ def bootstrap_ends(values: np.ndarray, draws: int, rng: np.random.Generator) -> 
     redrawn = values[rng.integers(len(values), size=(draws, len(values)))]
     low, high = np.quantile(redrawn.mean(1), (0.025, 0.975))
     return float(low), float(high)
+
+# %% ../../nbs/analysis/04_statistics.ipynb #9df5fcda
+def difference_text(tested: Mapping) -> str:
+    "Return a tested difference with its interval, as text; a dash if it was not measured."
+    if tested["difference"] is None:
+        return "–"
+    return f"{tested['difference']:+.4f} [{tested['low']:+.4f}, {tested['high']:+.4f}]"

@@ -152,10 +152,12 @@ def block_rows(evaluator: Evaluator, block: Block) -> list[dict[str, Any]]:
     """Sample and score one block; return one row per image, with its file and, of a clip, its
     frames and their rate."""
     e = evaluator.evaluation
-    policy, scorers = evaluator.policy, evaluator.scorers
+    policy = evaluator.policy
+    scorers = evaluator.scorers
     texts = [evaluator.prompts[n // e.samples] for n in block.places]
     latents = sample_latents(policy, texts, block.places, evaluator.steps, evaluator.seed)
-    prompts, numbers = texts[: block.kept], list(block.places[: block.kept])
+    prompts = texts[: block.kept]
+    numbers = list(block.places[: block.kept])
     images, waiting = draw_and_score(
         policy, latents[: block.kept], prompts, scorers, evaluator.prompt_set
     )

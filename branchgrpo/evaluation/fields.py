@@ -13,7 +13,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..messages import with_setting
-from ..settings import as_in_training, bounded, read_settings
+from ..settings import as_in_training, read_settings
+from ..bounds import bounded
 
 if TYPE_CHECKING:
     from branchgrpo.policy import Policy

@@ -3,7 +3,7 @@
 
 const $ = (id) => document.getElementById(id);
 const copyOf = (x) => JSON.parse(JSON.stringify(x));
-const recipes = Object.fromEntries(DATA.recipes.map((r) => [r.name, r]));
+const recipes = Object.fromEntries([...DATA.recipes, ...DATA.shapes].map((r) => [r.name, r])); // what a tree starts from
 const comma = (n) => Math.round(n).toLocaleString("en-US");
 const short = (n) => (n >= 100 ? comma(n) : Number(n.toFixed(n >= 10 ? 1 : 2)).toString());
 const SVG = "http://www.w3.org/2000/svg";
@@ -482,11 +482,11 @@ const usesWindow = () =>
   state.noise.includes("window") || state.split_at !== "hand" || state.side_at === "window" || state.prune === "depth-window";
 
 function buildControls() {
-  const group = (title, ...parts) => fill(make("fieldset"), make("legend", {}, title), ...parts);
+  const fields = (title, ...parts) => fill(make("fieldset"), make("legend", {}, title), ...parts);
   const by = { hand: "by hand", window: "all of the window" };
   fill(
     $("controls"),
-    group(
+    fields(
       "The tree",
       slider("steps T", get("steps"), setSteps, () => [2, Math.max(60, state.steps)]),
       number("roots: first noises", get("roots"), put("roots"), 512),
@@ -496,24 +496,24 @@ function buildControls() {
       pick("side branches", { hand: "none, or by hand", window: "in the window", all: "at every step" }, get("side_at"), setSideAt),
       when(() => state.side_at === "hand", fill(make("div", { class: "row" }), make("span", {}, "side branch at the chosen step"), press("Add", () => addSide()))),
     ),
-    group(
+    fields(
       "Noise",
       pick("steps with noise", { all: "all", window: "the window", "splits+window": "splits and window", hand: "by hand" }, get("noise"), setNoiseMode),
       check("the last step draws noise", get("noisy_last"), put("noisy_last")),
     ),
-    when(usesWindow, group(
+    when(usesWindow, fields(
       "The window",
       slider("first step", get("window_start"), put("window_start"), () => [0, state.steps - state.window_size]),
       slider("steps inside", get("window_size"), setWindowSize, () => [1, state.steps]),
     )),
-    group(
+    fields(
       "Pruned while they are made",
       make("p", { class: "note", style: "margin:0 0 6px" }, "Set them in the row survivors, or for the chosen step."),
       pick("keep", { ovf: "most spread (ovf)", best: "the best", random: "any (random)", diverse: "ovf and looks",
         "re-root": "only the best (re-root)", resample: "drawn by reward (resample)" }, get("selection"), put("selection")),
       when(() => Plan.keys(state.prune_at).length, press("Remove all pruning steps", () => change((s) => (s.prune_at = {})))),
     ),
-    group(
+    fields(
       "Gradient: pruned afterwards",
       pick("edges", { none: "all with noise", "parent-top1": "best of each family", extreme: "best and worst", "depth-window": "all but the window" }, get("prune"), put("prune")),
       when(() => state.prune === "extreme", number("best and worst: b", get("prune_keep"), put("prune_keep"), 4096)),
@@ -523,12 +523,12 @@ function buildControls() {
       check("KL to a reference model", get("reference"), put("reference")),
       when(() => state.gradient !== null, press("Train every step with noise", () => change((s) => (s.gradient = null)))),
     ),
-    group(
+    fields(
       "Previews",
       pick("complete and score", { none: "nothing", x0: "x̂₀: one step", ode: "all steps left", "ode/2": "half the steps", hand: "as the recipe" }, previewWord, setPreviews),
       when(() => !["none", "hand"].includes(previewWord()), pick("latents", { drawn: "around steps with noise", after: "after steps with noise", hand: "depths by hand" }, get("preview_at"), put("preview_at"))),
     ),
-    group("Rewards", press("Draw other rewards", () => change(() => (seed += 1)))),
+    fields("Rewards", press("Draw other rewards", () => change(() => (seed += 1)))),
   );
 }
 
@@ -789,15 +789,15 @@ function watchTheme() {
   $("theme").onclick = () => useTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
 }
 
-function options(select) {
-  fill(select, ...DATA.recipes.map((r) => make("option", { value: r.name }, r.name)));
-}
+const options = (entries) => entries.map((r) => make("option", { value: r.name }, r.name));
+
+const group = (title, entries) => fill(make("optgroup", { label: title }), ...options(entries));
 
 function begun() {
   watchTheme();
   document.body.classList.toggle("embedded", self !== top);
-  options($("recipe"));
-  options($("other"));
+  fill($("recipe"), ...options(DATA.recipes), group("Shapes of no paper", DATA.shapes));
+  fill($("other"), ...options(DATA.recipes));
   $("recipe").onchange = () => begin($("recipe").value);
   $("again").onclick = () => begin(base);
   $("other").onchange = () => compareWith($("other").value);

@@ -123,7 +123,8 @@ def report_facts(root: Path = ROOT) -> dict[str, Any]:
 def harm_words(record: dict[str, Any]) -> str:
     """Return how many of the scores that were not trained fell, and on which task the largest part
     of them."""
-    fell, asked = Counter(), Counter()
+    fell = Counter()
+    asked = Counter()
     for task, changes in record["changes"].items():
         others = [change["verdict"] for change in changes if not change["trained"]]
         asked[task] = len(others)

@@ -50,7 +50,8 @@ def measured_average(trainer: Trainer, after: int = 0) -> tuple[float, bool]:
 
     Return their decay then, and whether evaluations take them.
     """
-    ema, parameters = trainer.learner.ema, trainer.learner.parameters
+    ema = trainer.learner.ema
+    parameters = trainer.learner.parameters
     name = next(iter(parameters))
     while ema.steps < after:
         trainer.step()

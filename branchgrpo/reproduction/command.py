@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..files import REFUSED, check_output, parse_table
 from ..messages import shown
-from ..settings import bounded, options
+from ..settings import options
+from ..bounds import bounded
 
 if TYPE_CHECKING:  # a look at the options needs none of them
     from branchgrpo.reproduction.pages import Job

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..analysis.curves import interpolate, with_cost
 from branchgrpo.analysis.statistics import (
+    difference_text,
     paired_difference,
     fall_verdict,
     mean_interval,
@@ -126,11 +127,9 @@ def claim_line(tested: dict) -> str:
     "Return a tested claim as a line of text."
     budget = f" ({tested['budget']:,.0f})" if tested["budget"] else ""
     key = tested["key"].removeprefix("eval_")
-    interval = "–"
-    if tested["difference"] is not None:
-        interval = f"{tested['difference']:+.4f} [{tested['low']:+.4f}, {tested['high']:+.4f}]"
+    place = tested["at equal"] + budget
     return (
-        f"{tested['claim']:56} {key:22} at equal {tested['at equal'] + budget:36} {interval} "
+        f"{tested['claim']:56} {key:22} at equal {place:36} {difference_text(tested)} "
         f" {tested['verdict']}"
     )
 

@@ -342,7 +342,8 @@ def differing(then: dict, today: dict) -> set[str]:
 def changed_settings(then: dict[str, dict], today: dict[str, dict]) -> tuple[list[str], list[str]]:
     """Return the names of settings that have other values today than in recorded runs, and of those
     that are new."""
-    changed, known = set(), set()
+    changed = set()
+    known = set()
     for settings in then.values():
         known |= settings.keys()
         place = settings["recipe"], settings["seed"]

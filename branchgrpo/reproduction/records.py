@@ -81,7 +81,9 @@ def read_runs(path: str | Path) -> Runs:
     runs: Runs = {}
     for cell in table.to_pylist():
         record = runs.setdefault(cell["label"], {}).setdefault(str(cell["seed"]), {})
-        text, kind, number = cell["text"], cell["kind"], cell["row"]
+        text = cell["text"]
+        kind = cell["kind"]
+        number = cell["row"]
         value = cell["value"] if text is None else json.loads(text)
         if kind == "run":
             record[cell["name"]] = value

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import nbformat
 
-from ..analysis.statistics import fall_verdict
+from ..analysis.statistics import difference_text, fall_verdict
 from ..files import write_text
 from .markdown import PRINTED, cell_text, markdown_table
 from .pages import earlier, jobs, templates
@@ -145,9 +145,7 @@ def verdict_line(tested: dict) -> str:
     if key not in (None, "eval_reward", "reward_std_counted"):
         about = f" in {PRINTED.get(key, key.removeprefix('eval_').removeprefix('reward/'))}"
     at_equal = PRINTED.get(tested["at equal"], tested["at equal"])
-    interval = "–"  # not measured
-    if tested["difference"] is not None:
-        interval = f"{tested['difference']:+.4f} [{tested['low']:+.4f}, {tested['high']:+.4f}]"
+    interval = difference_text(tested)
     if tested.get("p_page") is not None:
         interval += f", p {tested['p_page']:.2g}"
     return f"{tested['claim']}{about}, at equal {at_equal}: {interval}, **{tested['verdict']}**"
@@ -258,7 +256,8 @@ def part_of(
     name: str, path: Path, folder: Path, figures: str | Path, report: str | Path
 ) -> ReportPart | None:
     "Return the part on the page `name`; None if it has written nothing under `figures`."
-    drawn, jsons = page_files(name, figures, "png"), page_files(name, figures, "json")
+    drawn = page_files(name, figures, "png")
+    jsons = page_files(name, figures, "json")
     if not drawn and not jsons:
         return None
     cells = nbformat.read(path, 4).cells

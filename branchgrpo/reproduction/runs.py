@@ -129,7 +129,8 @@ def is_readable(run: Run, checkpoint: bool = True) -> bool:
 
     Raises `OSError` if a file is there and cannot be opened."""
     try:
-        info, rows = run.info, run.metrics
+        info = run.info
+        rows = run.metrics
         if not {"settings", "state"} <= info.keys():
             return False
         if checkpoint and checkpoints_of(run.path) and not has_checkpoint(run):

@@ -221,7 +221,8 @@ def redraw(todo: list[Job], folder: Path, workers: int, keep: bool) -> list[Resu
 
     With `keep`, a page that cannot be drawn so keeps its figures; else it has failed.
     """
-    again, results = [], []
+    again = []
+    results = []
     for job in todo:
         try:
             again.append(redrawn_job(job, folder))

@@ -144,8 +144,9 @@ def submit(arrays: Arrays, folder: str | Path) -> dict[str, list]:
     submitted: dict[str, list] = {}
     for name, (tasks, settings) in arrays.items():
         ids: list[str] = []
-        for jobs in submitted.values() if name == "pages" else ():
-            ids += dict.fromkeys(job.job_id.split("_")[0] for job in jobs)
+        if name == "pages":  # they start when all runs have ended
+            for jobs in submitted.values():
+                ids += dict.fromkeys(job.job_id.split("_")[0] for job in jobs)
         after = {"dependency": ":".join(["afterany", *ids])} if ids else {}
         executor = submitit.SlurmExecutor(folder, max_num_timeout=1000)
         executor.update_parameters(**settings, **after)

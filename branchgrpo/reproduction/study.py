@@ -35,7 +35,8 @@ from branchgrpo.analysis.statistics import (
     spent,
     t_interval,
 )
-from ..settings import Bounds, bounded, read_settings
+from ..settings import read_settings
+from ..bounds import Bounds, bounded
 from ..training.config import TrainConfig
 from ..training.resolve import resolve
 

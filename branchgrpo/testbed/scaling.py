@@ -236,7 +236,8 @@ def at_testbed(recipe: Recipe, backbone: str = "tiny-flux") -> Recipe:
     changes = scaled_merging(recipe, recipe.values.steps, SIZES["steps"][0])
     # all else counts the steps that are left
     merged = sum(count - 1 for count in recipe.values.merged.values())
-    old, new = recipe.values.steps - merged, SIZES["steps"][0] - merged
+    old = recipe.values.steps - merged
+    new = SIZES["steps"][0] - merged
     changes |= (
         scaled_window(recipe, old, new)
         | scaled_pruning(recipe, backbone, new)

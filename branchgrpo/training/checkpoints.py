@@ -121,10 +121,8 @@ def write_checkpoint(folder: Path, learner: Learner, progress: Progress) -> None
         tables = state_of(learner)
         writer = TensorWriter(temporary, tables)
         write_tensors(writer, tables)
-        facts, files = (
-            checkpoint_facts(learner, progress),
-            dict(gather_object(list(writer.files.items()))),
-        )
+        facts = checkpoint_facts(learner, progress)
+        files = dict(gather_object(list(writer.files.items())))
         from_main(accelerator, lambda: put_in_place(temporary, folder, facts, files))
     except OSError:
         if accelerator.is_main_process:

@@ -238,7 +238,8 @@ def encode_ahead(conditioner: Conditioner, prompts: list[str]) -> None:
         missing = store.missing(everyone) if mine else []
         with awake(pipeline, conditioner.device) if missing else nullcontext():
             while any(of_all(len(missing))):
-                now, missing = missing[: store.batch], missing[store.batch :]
+                now = missing[: store.batch]
+                missing = missing[store.batch :]
                 if now:
                     store.ahead(now)
     for part in encoders_of(pipeline):

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..files import read_table
-from ..settings import MethodSettings, bounded, read_settings, without_retired
+from ..settings import MethodSettings, read_settings, without_retired
+from ..bounds import bounded
 
 # %% ../../nbs/training/00_config.ipynb #b2defd2d
 @dataclass(frozen=True)

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['COMFYUI_FILE', 'Card', 'averaged_weights', 'plain_denoiser', 'scales', 'write_comfyui', 'write_lora',
-           'forget_last_call', 'write_model', 'comfyui_note', 'adapter_line', 'how_to_draw', 'write_result',
-           'exported_state', 'export']
+           'forget_last_call', 'write_model', 'comfyui_note', 'adapter_line', 'how_to_draw', 'write_result', 'export']
 
 # %% ../../nbs/training/13_export.ipynb #0f595cca
 from collections.abc import Callable, Iterator
@@ -171,11 +170,9 @@ def adapter_line(policy) -> str:
 
 def how_to_draw(policy, s: Settings, scheduler: object) -> str:
     "Return the Python by which diffusers alone draws a result as the run's evaluations do."
-    steps, kind, dtype = (
-        s.evaluation_steps or s.steps,
-        type(scheduler).__name__,
-        f"dtype={loading_types(s.base_dtype)['dtype']}",
-    )
+    steps = s.evaluation_steps or s.steps
+    kind = type(scheduler).__name__
+    dtype = f"dtype={loading_types(s.base_dtype)['dtype']}"
     base = policy.pipeline.name_or_path if s.lora_rank else "."
     lines = ["import torch", f"from diffusers import DiffusionPipeline, {kind}", ""]
     lines.append(f"pipe = DiffusionPipeline.from_pretrained({base!r}, {dtype})")
@@ -245,13 +242,6 @@ def write_result(
         raise
     replace_folder(temporary, target)
 
-# %% ../../nbs/training/13_export.ipynb #9c388be3
-def exported_state(learner: Learner) -> dict[str, torch.Tensor]:
-    "Return the adapter's weights, or those of the whole denoiser. Collective."
-    if learner.settings.lora_rank:
-        return {name: whole_tensor(p.detach()).cpu() for name, p in learner.parameters.items()}
-    return full_state(learner.policy.denoiser)
-
 # %% ../../nbs/training/13_export.ipynb #d0a73f50
 def export(
     learner: Learner, folder: Path, averaged: bool = False, card: Card | None = None
@@ -263,6 +253,9 @@ def export(
     Collective: all processes gather the weights, the main process writes."""
     target = folder / ("lora" if learner.settings.lora_rank > 0 else "model")
     with averaged_weights(learner, averaged):
-        state = exported_state(learner)
+        if learner.settings.lora_rank:
+            state = {n: whole_tensor(p.detach()).cpu() for n, p in learner.parameters.items()}
+        else:
+            state = full_state(learner.policy.denoiser)
         from_main(learner.accelerator, lambda: write_result(learner, target, state, card))
     return target

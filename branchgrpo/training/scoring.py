@@ -146,9 +146,9 @@ def own_scores(r: RolloutRewards, nodes: Tensor) -> dict[str, Tensor]:
     r.scorer.last_error = ""  # what an earlier call met is not the cause
     with together(r.processes):
         r.images, waiting = decode_and_score(
-            r.policy, nodes.flatten(0, 1), {"": r.scorer}, names, r.size, watch=r.watch
+            r.policy, nodes.flatten(0, 1), {"trained": r.scorer}, names, r.size, watch=r.watch
         )
-        scores = joined_scores(waiting[""], r.scorer, r.watch)
+        scores = joined_scores(waiting["trained"], r.scorer, r.watch)
         wrong = ~finite_rows(r.images).to(r.unscored.device)
         r.leave_out(
             wrong.reshape(nodes.shape[:2]).any(1), "an image, or the latent of one, is not finite"
@@ -177,16 +177,18 @@ def rewards_of_parts(
     "Return rewards (P, W) and parts without missing scores, and mark the prompts that have one."
     shape = next(iter(parts.values())).shape
     trees = [n for n in range(shape[0]) for _ in range(shape[1])]
-    total = r.scorer.total({k: v.flatten() for k, v in parts.items()}, trees)
-    table = parts | {None: total.float().reshape(shape)}
+    flat = {name: scores.flatten() for name, scores in parts.items()}
+    total = r.scorer.total(flat, trees).float().reshape(shape)
     error = f": {r.scorer.last_error}" if r.scorer.last_error else ""
-    for name, scores in table.items():
-        r.leave_out(
-            ~finite_rows(scores), f"{f'reward {name}' if name else 'a reward'} is not finite{error}"
-        )
-    table = {k: t.nan_to_num(0.0, 0.0, 0.0) for k, t in table.items()}
-    table = {k: t.masked_fill(r.unscored[:, None], 0.0) for k, t in table.items()}
-    return table.pop(None), {k: t for k, t in table.items() if k}
+    for name, scores in parts.items():
+        what = f"reward {name}" if name else "a reward"
+        r.leave_out(~finite_rows(scores), f"{what} is not finite{error}")
+    r.leave_out(~finite_rows(total), f"a reward is not finite{error}")
+
+    def known(scores: Tensor) -> Tensor:  # zeros for the prompts that are left out
+        return scores.nan_to_num(0.0, 0.0, 0.0).masked_fill(r.unscored[:, None], 0.0)
+
+    return known(total), {name: known(scores) for name, scores in parts.items() if name}
 
 # %% ../../nbs/training/05_scoring.ipynb #3620aa21
 def first_fault(r: RolloutRewards, accelerator) -> str:

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..files import check_file, from_home, write_text
-from ..settings import bounded, options
+from ..settings import options
+from ..bounds import bounded
 from branchgrpo.viewing.run import (
     COUNTERS,
     METRICS,

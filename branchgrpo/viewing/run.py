@@ -437,10 +437,8 @@ def kept_files(record: Record, folder: str, suffix: str, most: int) -> list[Path
 
 def sample_rows(record: Record) -> list[tuple[int, str]]:
     "Return (iteration, data URI) of some of a run's evaluations."
-    prompts, height = (
-        record.settings.get("evaluation_prompts", SHEET),
-        record.settings.get("height", 0),
-    )
+    prompts = record.settings.get("evaluation_prompts", SHEET)
+    height = record.settings.get("height", 0)
     found = []
     for path in kept_files(record, "samples", ".png", MOST_ROWS):
         with reading(path):
