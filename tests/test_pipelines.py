@@ -294,7 +294,7 @@ def test_what_the_pipeline_does_not_take_is_refused():
 def saved(name, folder):
     "Save a tiny pipeline; return the fields by which a run finds it in its size."
     make(name).save_pretrained(folder)
-    return {"backbone": str(folder)} | PIPELINES[name][1]
+    return {"backbone": str(folder)} | PIPELINES[name]
 
 
 def test_a_pipeline_that_is_not_counted_has_no_share_of_a_card(tmp_path):
@@ -384,7 +384,7 @@ def test_the_families_compute_what_their_pipelines_do(name, full):
 
 @pytest.mark.parametrize("name", often(PIPELINES, ["z-image"]))
 def test_pipelines_of_no_family_agree_with_themselves(name):
-    policy = hold(make(name), **PIPELINES[name][1])
+    policy = hold(make(name), **PIPELINES[name])
     checked = policy.self_check(4)
     assert max(checked.found[what] for what in ("output", "step", "latents", "image")) < 1e-5
     assert isinstance(policy, AnyPolicy)
@@ -409,7 +409,7 @@ def test_lumina2_is_refused_where_it_looks_at_the_step(tmp_path):
 
 def test_a_new_adapter_has_a_gradient_where_the_check_looks():
     "In HunyuanVideo-1.5 nothing reads the last layer, and the A of a new adapter has none."
-    policy = hold(make("hunyuan-video-1.5"), **PIPELINES["hunyuan-video-1.5"][1])
+    policy = hold(make("hunyuan-video-1.5"), **PIPELINES["hunyuan-video-1.5"])
     policy.denoiser.add_adapter(LoraConfig(r=2, target_modules=list(policy.lora_targets)))
     probe = make_probe(policy, steps=4, rows=1)
     with as_probed(policy, probe.weights):
@@ -466,7 +466,7 @@ def test_the_documented_commands_serve_a_pipeline_of_no_family(name, rank, tmp_p
     make(name).save_pretrained("base")
     Path("redness.py").write_text(REWARD)
     Path("prompts.txt").write_text("\n".join(PROMPTS))
-    sizes = [f"--{key}={value}" for key, value in PIPELINES[name][1].items()]
+    sizes = [f"--{key}={value}" for key, value in PIPELINES[name].items()]
     given = [f"--backbone={tmp_path / 'base'}", "--reward=redness.py:redness", *sizes]
     given += ["--prompts=prompts.txt", "--steps=4", "--splits=0,1", "--branch-factor=2"]
     given += ["--prompts-per-iteration=2", "--evaluate-every=1", "--evaluation-prompts=1"]
