@@ -12,7 +12,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from diffusers.utils.torch_utils import randn_tensor
 from peft import LoraConfig
 from slow import often
-from tiny_pipelines import PIPELINES, make
+from tiny_pipelines import PIPELINES, make, picture
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,11 +21,14 @@ from branchgrpo.backbones.loading import load_backbone
 from branchgrpo.backbones.memory import QUANTISED
 from branchgrpo.backbones.self_check import as_probed, gap, make_probe, norm_of, stock_call
 from branchgrpo.cli import main
+from branchgrpo.evaluation.evaluate import Evaluator
+from branchgrpo.evaluation.fields import Evaluation
 from branchgrpo.evaluation.policies import load_policy
 from branchgrpo.evaluation.sampling import drawing_process
 from branchgrpo.machine.findings import is_small
 from branchgrpo.machine.reached import card_share
 from branchgrpo.policy import Ragged
+from branchgrpo.prompts import load_prompts
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.export import adapter_line, scales, write_lora
 from branchgrpo.training.resolve import resolve
@@ -151,6 +154,8 @@ def strange(lie="", scheduler=None):
 def redness(images, prompts):
     return images[:, 0].flatten(1).mean(1) - images[:, 1].flatten(1).mean(1)
 
+
+DOCUMENTED = ("z-image", "flux2-klein", "sdxl", "sana", "ltx", "hunyuan-video-1.5", "wan2.2")
 
 SMALL = {
     "recipe": "branchgrpo",
@@ -382,7 +387,7 @@ def test_the_families_compute_what_their_pipelines_do(name, full):
     assert float((by_hand.decode(x) - driven.decode(x)).abs().max()) < 1e-6
 
 
-@pytest.mark.parametrize("name", often(PIPELINES, ["z-image"]))
+@pytest.mark.parametrize("name", often((*DOCUMENTED, "chroma", "lumina2"), ["z-image"]))
 def test_pipelines_of_no_family_agree_with_themselves(name):
     policy = hold(make(name), **PIPELINES[name])
     checked = policy.self_check(4)
@@ -438,7 +443,6 @@ def test_the_adapter_of_a_pipeline_that_loads_none_is_read_by_its_denoiser(tmp_p
         assert gap(ours(x), ours.base_layer(x)) > 1e-3
 
 
-DOCUMENTED = ("z-image", "flux2-klein", "sdxl", "sana", "ltx", "hunyuan-video-1.5", "wan2.2")
 REWARD = """
 def redness(images, prompts):
     return images[:, 0].flatten(1).mean(1) - images[:, 1].flatten(1).mean(1)
@@ -497,3 +501,66 @@ def test_the_documented_commands_serve_a_pipeline_of_no_family(name, rank, tmp_p
 def renamed(draw):
     "The arguments of a pipeline's call as those of a policy."
     return {("frames" if name == "num_frames" else name): value for name, value in draw.items()}
+
+
+def with_pictures(folder):
+    "Return a set of two prompts of one text with pictures of two sizes, and one of another text."
+    rows = []
+    for n, (text, size) in enumerate([("make it red", 32), ("make it red", 48), ("no sky", 32)]):
+        picture(size, 32, hue=n).save(folder / f"{n}.png")
+        rows.append({"prompt": text, "image": f"{n}.png"})
+    lines = "\n".join(json.dumps(row) for row in rows)
+    (folder / "edits.jsonl").write_text(lines + "\n")
+    return load_prompts(str(folder / "edits.jsonl"))
+
+
+EDITORS = ("flux-kontext", "qwen-image-edit")
+
+
+def editor(name):
+    "Return a policy of a pipeline that edits a picture, without one."
+    return hold(make(name), **{key: v for key, v in PIPELINES[name].items() if key != "image"})
+
+
+@pytest.mark.parametrize("name", often(EDITORS, EDITORS[:1]))
+def test_prompts_with_a_picture_train_evaluate_and_export(name, tmp_path):
+    prompts = with_pictures(tmp_path)
+    policy = editor(name)
+    sizes = {"height": policy.height, "width": policy.width, "embeddings": str(tmp_path / "texts")}
+    config = TrainConfig(output=str(tmp_path / "run"), **SMALL | sizes | {"splits": (0,)})
+    made = Trainer(config, policy=policy, reward=redness, prompts=prompts)
+    run = made.fit(quiet=True)
+    assert [row["rollout_mismatch"] for row in run.metrics] == [0, 0]
+    assert all(row["grad_norm"] > 0 for row in run.metrics)
+    assert len(policy.encoded) == 4  # three pictures and the check's: each is encoded once
+    conditioning = policy.encode(prompts.train[:2])
+    x = torch.randn(1, *policy.latent_shape, generator=torch.Generator().manual_seed(0))
+    both = policy.predict(torch.cat([x, x]), torch.tensor(0.5), conditioning)
+    assert gap(both[:1], both[1:]) > 1e-4  # one text, two pictures
+    evaluation = Evaluation(backbone=name, prompts="edits", steps=4, rewards=("red",))
+    given = {"policy": policy, "prompts": prompts, "rewards": {"red": redness}}
+    assert Evaluator(evaluation, tmp_path / "seen", given=given).run()["images"] == 3
+    drawn = (tmp_path / "run/model/how_to_draw.md").read_text()
+    assert "pipe('a cat', image=picture, **draw)" in drawn
+    record, images = stock_call(policy, prompts.train[1], 4, seed=1)
+    process, latents = drawing_process(policy, 4), record[0].latents
+    row = policy.encode([prompts.train[1]])
+    with torch.no_grad():
+        for i in range(4):
+            output = policy.predict(latents, process.times[i], row)
+            latents = process.step(i, latents, output, False).mean
+        assert float((policy.decode(latents) - policy.as_images(images)).abs().max()) < 1e-5
+
+
+def test_a_pipeline_that_edits_needs_a_picture_for_each_prompt(tmp_path):
+    policy = editor("qwen-image-edit")
+    with pytest.raises(ValueError, match="^prompts: QwenImageEditPipeline draws after a picture;"):
+        trainer(tmp_path / "run", policy, height=32, width=32)
+    assert not (tmp_path / "run").exists()
+
+
+def test_prompts_with_pictures_are_refused_by_a_pipeline_of_texts(tmp_path):
+    config = TrainConfig(output=str(tmp_path / "run"), **SMALL)
+    with pytest.raises(ValueError, match="^prompts: they have pictures, and StrangePipeline is"):
+        Trainer(config, policy=strange(), reward=redness, prompts=with_pictures(tmp_path))
+    assert not (tmp_path / "run").exists()
