@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from branchgrpo.backbones.any_pipeline import AnyPolicy, hold
 from branchgrpo.backbones.loading import load_backbone
 from branchgrpo.backbones.memory import QUANTISED
+from branchgrpo.backbones.qwen_image import QwenImagePolicy
 from branchgrpo.backbones.self_check import as_probed, gap, make_probe, norm_of, stock_call
 from branchgrpo.cli import main
 from branchgrpo.evaluation.evaluate import Evaluator
@@ -363,18 +364,35 @@ def gradient_of(policy, latents, time, conditioning):
     return torch.cat(grads)
 
 
-OURS = ("tiny-flux", "tiny-sd3", "tiny-sd", "tiny-wan")
+OURS = ("tiny-flux", "tiny-sd3", "tiny-sd", "tiny-wan", "tiny-wan-i2v", "qwen-image")
+
+
+def by_its_class(name, full):
+    "Return a policy of a family that has a class here."
+    if name != "qwen-image":
+        return load_backbone(name, guidance_grad=full)
+    policy = QwenImagePolicy(make(name), 32, 32, 4.0, full)
+    policy.set_text(400, "bad quality")
+    return policy
+
+
+def first_frames(prompts):
+    "Return a frame of noise for each prompt, in 8 bits."
+    seeds = [torch.Generator().manual_seed(len(prompt)) for prompt in prompts]
+    return [torch.randint(0, 256, (3, 24, 40), generator=seed) / 255 for seed in seeds]
 
 
 @pytest.mark.parametrize("name", often(OURS, ["tiny-sd3"]))
 @pytest.mark.parametrize("full", often((False, True), [False]))
 def test_the_families_compute_what_their_pipelines_do(name, full):
-    by_hand = load_backbone(name, guidance_grad=full)
+    by_hand = by_its_class(name, full)
     call = by_hand.drawing(4)
     del call["num_inference_steps"]
     driven = hold(
         by_hand.pipeline, guidance_grad=full, **call | {"frames": call.pop("num_frames", None)}
     )
+    if name == "tiny-wan-i2v":
+        by_hand.first_frames = driven.first_frames = first_frames
     prompts = ["a red 3", "two green 5s", "a red 3"]
     x = torch.randn(3, *by_hand.latent_shape, generator=torch.Generator().manual_seed(0))
     for ours, theirs in zip(by_hand.own_levels(4), driven.own_levels(4)):
