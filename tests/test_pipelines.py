@@ -12,6 +12,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from diffusers.utils.torch_utils import randn_tensor
 from peft import LoraConfig
 from slow import often
+from test_sharding import BEGIN, END, processes
 from tiny_pipelines import PIPELINES, make, picture
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -30,6 +31,7 @@ from branchgrpo.machine.findings import is_small
 from branchgrpo.machine.reached import card_share
 from branchgrpo.policy import Ragged
 from branchgrpo.prompts import load_prompts
+from branchgrpo.training.checks import check_run
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.export import adapter_line, scales, write_lora
 from branchgrpo.training.resolve import resolve
@@ -582,3 +584,50 @@ def test_prompts_with_pictures_are_refused_by_a_pipeline_of_texts(tmp_path):
     with pytest.raises(ValueError, match="^prompts: they have pictures, and StrangePipeline is"):
         Trainer(config, policy=strange(), reward=redness, prompts=with_pictures(tmp_path))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_run_with_offload_trains_a_pipeline_of_no_family(tmp_path):
+    given = SMALL | saved("z-image", tmp_path / "base") | {"iterations": 1, "offload": True}
+    config = TrainConfig(output=str(tmp_path / "run"), vae_tiling=True, **given)
+    run = Trainer(config, reward=redness, prompts=PROMPTS).fit(quiet=True)
+    assert run.metrics[0]["rollout_mismatch"] == 0
+
+
+TRAINED_BY_ALL = """
+run = t.fit(quiet=True)
+row = run.metrics[-1]
+result = {name: torch.tensor(row[name]) for name in ("rollout_mismatch", "grad_norm")}
+result |= {"sharded": torch.tensor(len(sharded_parts(t.policy.denoiser)))}
+result |= {f"w.{name}": value for name, value in everything(t.learner.parameters).items()}
+if rank == 0: torch.save(result, out)
+t.accelerator.wait_for_everyone()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ("none", "full"))
+def test_two_processes_train_a_pipeline_of_no_family(sharding, tmp_path):
+    table = json.loads(json.dumps(SMALL | saved("z-image", tmp_path / "base")))
+    table |= {"iterations": 1, "reward": "tiny-clip", "prompts": "digits", "sharding": sharding}
+    found = {}
+    for count in (1, 2):
+        more = {"output": str(tmp_path / f"run{count}")}
+        more |= {} if count == 2 else {"sharding": "none"}
+        code = BEGIN + TRAINED_BY_ALL + END
+        found[count] = processes(count, code, table | more, tmp_path / f"{count}.pt")
+    assert (found[2]["sharded"] > 0) == (sharding == "full")
+    assert found[2]["rollout_mismatch"] < 1e-5
+    assert gap(found[2]["grad_norm"], found[1]["grad_norm"]) < 1e-3
+    for name, value in found[1].items():
+        assert not name.startswith("w.") or gap(found[2][name], value) < 1e-3, name
+
+
+def test_two_experts_refuse_several_processes_before_a_run():
+    policy = hold(make("wan2.2"), **PIPELINES["wan2.2"])
+    s = replace(resolve(TrainConfig(steps=4, splits=(0, 1))), **PIPELINES["wan2.2"])
+    notes = check_run(s, policy)
+    assert "is drawn by transformer_2, which is frozen, and trains nothing" in notes[0]
+    for asked in ({"processes": 2}, {"s": replace(s, sharding="full")}):
+        with pytest.raises(ValueError, match="has two denoisers, and trains in one process only"):
+            check_run(**{"s": s, "policy": policy} | asked)

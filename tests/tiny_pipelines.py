@@ -59,6 +59,10 @@ class PictureProcessor(transformers.Qwen2VLProcessor):
     def check_argument_for_proper_class(self, argument_name, argument):
         return type(argument)
 
+    def save_pretrained(self, save_directory, **more):
+        self.tokenizer.save_pretrained(save_directory)
+        self.image_processor.save_pretrained(save_directory)
+
 
 def picture_processor():
     pictures = Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=56 * 56)
