@@ -12,20 +12,26 @@ from diffusers.models.modeling_utils import ModelMixin
 from diffusers.utils.torch_utils import randn_tensor
 from peft import LoraConfig
 from slow import often
-from tiny_pipelines import PIPELINES, make
+from test_sharding import BEGIN, END, processes
+from tiny_pipelines import PIPELINES, make, picture
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from branchgrpo.backbones.any_pipeline import AnyPolicy, hold
 from branchgrpo.backbones.loading import load_backbone
 from branchgrpo.backbones.memory import QUANTISED
+from branchgrpo.backbones.qwen_image import QwenImagePolicy
 from branchgrpo.backbones.self_check import as_probed, gap, make_probe, norm_of, stock_call
 from branchgrpo.cli import main
+from branchgrpo.evaluation.evaluate import Evaluator
+from branchgrpo.evaluation.fields import Evaluation
 from branchgrpo.evaluation.policies import load_policy
 from branchgrpo.evaluation.sampling import drawing_process
 from branchgrpo.machine.findings import is_small
 from branchgrpo.machine.reached import card_share
 from branchgrpo.policy import Ragged
+from branchgrpo.prompts import load_prompts
+from branchgrpo.training.checks import check_run
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.export import adapter_line, scales, write_lora
 from branchgrpo.training.resolve import resolve
@@ -151,6 +157,8 @@ def strange(lie="", scheduler=None):
 def redness(images, prompts):
     return images[:, 0].flatten(1).mean(1) - images[:, 1].flatten(1).mean(1)
 
+
+DOCUMENTED = ("z-image", "flux2-klein", "sdxl", "sana", "ltx", "hunyuan-video-1.5", "wan2.2")
 
 SMALL = {
     "recipe": "branchgrpo",
@@ -294,7 +302,7 @@ def test_what_the_pipeline_does_not_take_is_refused():
 def saved(name, folder):
     "Save a tiny pipeline; return the fields by which a run finds it in its size."
     make(name).save_pretrained(folder)
-    return {"backbone": str(folder)} | PIPELINES[name][1]
+    return {"backbone": str(folder)} | PIPELINES[name]
 
 
 def test_a_pipeline_that_is_not_counted_has_no_share_of_a_card(tmp_path):
@@ -358,18 +366,35 @@ def gradient_of(policy, latents, time, conditioning):
     return torch.cat(grads)
 
 
-OURS = ("tiny-flux", "tiny-sd3", "tiny-sd", "tiny-wan")
+OURS = ("tiny-flux", "tiny-sd3", "tiny-sd", "tiny-wan", "tiny-wan-i2v", "qwen-image")
+
+
+def by_its_class(name, full):
+    "Return a policy of a family that has a class here."
+    if name != "qwen-image":
+        return load_backbone(name, guidance_grad=full)
+    policy = QwenImagePolicy(make(name), 32, 32, 4.0, full)
+    policy.set_text(400, "bad quality")
+    return policy
+
+
+def first_frames(prompts):
+    "Return a frame of noise for each prompt, in 8 bits."
+    seeds = [torch.Generator().manual_seed(len(prompt)) for prompt in prompts]
+    return [torch.randint(0, 256, (3, 24, 40), generator=seed) / 255 for seed in seeds]
 
 
 @pytest.mark.parametrize("name", often(OURS, ["tiny-sd3"]))
 @pytest.mark.parametrize("full", often((False, True), [False]))
 def test_the_families_compute_what_their_pipelines_do(name, full):
-    by_hand = load_backbone(name, guidance_grad=full)
+    by_hand = by_its_class(name, full)
     call = by_hand.drawing(4)
     del call["num_inference_steps"]
     driven = hold(
         by_hand.pipeline, guidance_grad=full, **call | {"frames": call.pop("num_frames", None)}
     )
+    if name == "tiny-wan-i2v":
+        by_hand.first_frames = driven.first_frames = first_frames
     prompts = ["a red 3", "two green 5s", "a red 3"]
     x = torch.randn(3, *by_hand.latent_shape, generator=torch.Generator().manual_seed(0))
     for ours, theirs in zip(by_hand.own_levels(4), driven.own_levels(4)):
@@ -382,9 +407,9 @@ def test_the_families_compute_what_their_pipelines_do(name, full):
     assert float((by_hand.decode(x) - driven.decode(x)).abs().max()) < 1e-6
 
 
-@pytest.mark.parametrize("name", often(PIPELINES, ["z-image"]))
+@pytest.mark.parametrize("name", often((*DOCUMENTED, "chroma", "lumina2"), ["z-image"]))
 def test_pipelines_of_no_family_agree_with_themselves(name):
-    policy = hold(make(name), **PIPELINES[name][1])
+    policy = hold(make(name), **PIPELINES[name])
     checked = policy.self_check(4)
     assert max(checked.found[what] for what in ("output", "step", "latents", "image")) < 1e-5
     assert isinstance(policy, AnyPolicy)
@@ -409,7 +434,7 @@ def test_lumina2_is_refused_where_it_looks_at_the_step(tmp_path):
 
 def test_a_new_adapter_has_a_gradient_where_the_check_looks():
     "In HunyuanVideo-1.5 nothing reads the last layer, and the A of a new adapter has none."
-    policy = hold(make("hunyuan-video-1.5"), **PIPELINES["hunyuan-video-1.5"][1])
+    policy = hold(make("hunyuan-video-1.5"), **PIPELINES["hunyuan-video-1.5"])
     policy.denoiser.add_adapter(LoraConfig(r=2, target_modules=list(policy.lora_targets)))
     probe = make_probe(policy, steps=4, rows=1)
     with as_probed(policy, probe.weights):
@@ -438,7 +463,6 @@ def test_the_adapter_of_a_pipeline_that_loads_none_is_read_by_its_denoiser(tmp_p
         assert gap(ours(x), ours.base_layer(x)) > 1e-3
 
 
-DOCUMENTED = ("z-image", "flux2-klein", "sdxl", "sana", "ltx", "hunyuan-video-1.5", "wan2.2")
 REWARD = """
 def redness(images, prompts):
     return images[:, 0].flatten(1).mean(1) - images[:, 1].flatten(1).mean(1)
@@ -466,7 +490,7 @@ def test_the_documented_commands_serve_a_pipeline_of_no_family(name, rank, tmp_p
     make(name).save_pretrained("base")
     Path("redness.py").write_text(REWARD)
     Path("prompts.txt").write_text("\n".join(PROMPTS))
-    sizes = [f"--{key}={value}" for key, value in PIPELINES[name][1].items()]
+    sizes = [f"--{key}={value}" for key, value in PIPELINES[name].items()]
     given = [f"--backbone={tmp_path / 'base'}", "--reward=redness.py:redness", *sizes]
     given += ["--prompts=prompts.txt", "--steps=4", "--splits=0,1", "--branch-factor=2"]
     given += ["--prompts-per-iteration=2", "--evaluate-every=1", "--evaluation-prompts=1"]
@@ -497,3 +521,113 @@ def test_the_documented_commands_serve_a_pipeline_of_no_family(name, rank, tmp_p
 def renamed(draw):
     "The arguments of a pipeline's call as those of a policy."
     return {("frames" if name == "num_frames" else name): value for name, value in draw.items()}
+
+
+def with_pictures(folder):
+    "Return a set of two prompts of one text with pictures of two sizes, and one of another text."
+    rows = []
+    for n, (text, size) in enumerate([("make it red", 32), ("make it red", 48), ("no sky", 32)]):
+        picture(size, 32, hue=n).save(folder / f"{n}.png")
+        rows.append({"prompt": text, "image": f"{n}.png"})
+    lines = "\n".join(json.dumps(row) for row in rows)
+    (folder / "edits.jsonl").write_text(lines + "\n")
+    return load_prompts(str(folder / "edits.jsonl"))
+
+
+EDITORS = ("flux-kontext", "qwen-image-edit")
+
+
+def editor(name):
+    "Return a policy of a pipeline that edits a picture, without one."
+    return hold(make(name), **{key: v for key, v in PIPELINES[name].items() if key != "image"})
+
+
+@pytest.mark.parametrize("name", often(EDITORS, EDITORS[:1]))
+def test_prompts_with_a_picture_train_evaluate_and_export(name, tmp_path):
+    prompts = with_pictures(tmp_path)
+    policy = editor(name)
+    sizes = {"height": policy.height, "width": policy.width, "embeddings": str(tmp_path / "texts")}
+    config = TrainConfig(output=str(tmp_path / "run"), **SMALL | sizes | {"splits": (0,)})
+    made = Trainer(config, policy=policy, reward=redness, prompts=prompts)
+    run = made.fit(quiet=True)
+    assert [row["rollout_mismatch"] for row in run.metrics] == [0, 0]
+    assert all(row["grad_norm"] > 0 for row in run.metrics)
+    assert len(policy.encoded) == 4  # three pictures and the check's: each is encoded once
+    conditioning = policy.encode(prompts.train[:2])
+    x = torch.randn(1, *policy.latent_shape, generator=torch.Generator().manual_seed(0))
+    both = policy.predict(torch.cat([x, x]), torch.tensor(0.5), conditioning)
+    assert gap(both[:1], both[1:]) > 1e-4  # one text, two pictures
+    evaluation = Evaluation(backbone=name, prompts="edits", steps=4, rewards=("red",))
+    given = {"policy": policy, "prompts": prompts, "rewards": {"red": redness}}
+    assert Evaluator(evaluation, tmp_path / "seen", given=given).run()["images"] == 3
+    drawn = (tmp_path / "run/model/how_to_draw.md").read_text()
+    assert "pipe('a cat', image=picture, **draw)" in drawn
+    record, images = stock_call(policy, prompts.train[1], 4, seed=1)
+    process, latents = drawing_process(policy, 4), record[0].latents
+    row = policy.encode([prompts.train[1]])
+    with torch.no_grad():
+        for i in range(4):
+            output = policy.predict(latents, process.times[i], row)
+            latents = process.step(i, latents, output, False).mean
+        assert float((policy.decode(latents) - policy.as_images(images)).abs().max()) < 1e-5
+
+
+def test_a_pipeline_that_edits_needs_a_picture_for_each_prompt(tmp_path):
+    policy = editor("qwen-image-edit")
+    with pytest.raises(ValueError, match="^prompts: QwenImageEditPipeline draws after a picture;"):
+        trainer(tmp_path / "run", policy, height=32, width=32)
+    assert not (tmp_path / "run").exists()
+
+
+def test_prompts_with_pictures_are_refused_by_a_pipeline_of_texts(tmp_path):
+    config = TrainConfig(output=str(tmp_path / "run"), **SMALL)
+    with pytest.raises(ValueError, match="^prompts: they have pictures, and StrangePipeline is"):
+        Trainer(config, policy=strange(), reward=redness, prompts=with_pictures(tmp_path))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_run_with_offload_trains_a_pipeline_of_no_family(tmp_path):
+    given = SMALL | saved("z-image", tmp_path / "base") | {"iterations": 1, "offload": True}
+    config = TrainConfig(output=str(tmp_path / "run"), vae_tiling=True, **given)
+    run = Trainer(config, reward=redness, prompts=PROMPTS).fit(quiet=True)
+    assert run.metrics[0]["rollout_mismatch"] == 0
+
+
+TRAINED_BY_ALL = """
+run = t.fit(quiet=True)
+row = run.metrics[-1]
+result = {name: torch.tensor(row[name]) for name in ("rollout_mismatch", "grad_norm")}
+result |= {"sharded": torch.tensor(len(sharded_parts(t.policy.denoiser)))}
+result |= {f"w.{name}": value for name, value in everything(t.learner.parameters).items()}
+if rank == 0: torch.save(result, out)
+t.accelerator.wait_for_everyone()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ("none", "full"))
+def test_two_processes_train_a_pipeline_of_no_family(sharding, tmp_path):
+    table = json.loads(json.dumps(SMALL | saved("z-image", tmp_path / "base")))
+    table |= {"iterations": 1, "reward": "tiny-clip", "prompts": "digits", "sharding": sharding}
+    found = {}
+    for count in (1, 2):
+        more = {"output": str(tmp_path / f"run{count}")}
+        more |= {} if count == 2 else {"sharding": "none"}
+        code = BEGIN + TRAINED_BY_ALL + END
+        found[count] = processes(count, code, table | more, tmp_path / f"{count}.pt")
+    assert (found[2]["sharded"] > 0) == (sharding == "full")
+    assert found[2]["rollout_mismatch"] < 1e-5
+    assert gap(found[2]["grad_norm"], found[1]["grad_norm"]) < 1e-3
+    for name, value in found[1].items():
+        assert not name.startswith("w.") or gap(found[2][name], value) < 1e-3, name
+
+
+def test_two_experts_refuse_several_processes_before_a_run():
+    policy = hold(make("wan2.2"), **PIPELINES["wan2.2"])
+    s = replace(resolve(TrainConfig(steps=4, splits=(0, 1))), **PIPELINES["wan2.2"])
+    notes = check_run(s, policy)
+    assert "is drawn by transformer_2, which is frozen, and trains nothing" in notes[0]
+    for asked in ({"processes": 2}, {"s": replace(s, sharding="full")}):
+        with pytest.raises(ValueError, match="has two denoisers, and trains in one process only"):
+            check_run(**{"s": s, "policy": policy} | asked)

@@ -44,6 +44,7 @@ class FamilyDefaults:
     negative_prompt: str | None = None
     encoded_by: tuple[str, ...] = ()  # parts that `encode` asks, besides the text encoders
     needs_encoders = False  # in every process, also where prompts are stored embeddings
+    shows = ""  # how a call of the pipeline says the picture that comes with a prompt
     fps = None  # frames per second of a clip; none: images
     # function: P prompts -> P first frames (3, H, W) in [0, 1], for image-to-video
     first_frames = None

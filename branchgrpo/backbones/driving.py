@@ -12,7 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -130,6 +130,7 @@ class Loop:
     pipeline: Any
     scheduler: Any  # that takes its steps
     denoisers: dict[str, Any]  # modules by their names in the pipeline
+    parts: dict[str, Any] = field(default_factory=dict)  # what else is always in place
 
     @property
     def device(self) -> torch.device:
@@ -149,6 +150,7 @@ class Loop:
         more: dict[str, Any] = {"return_dict": False} if "return_dict" in takes else {}
         if "generator" in takes:  # the caller's random numbers stay as they are
             more["generator"] = torch.Generator().manual_seed(0)
+        parts = self.parts | parts
         parts.setdefault("scheduler", with_steps(self.scheduler, on_step, times))
         for name, module in self.denoisers.items():
             parts[name] = StandIn(module, functools.partial(denoise, name))

@@ -206,6 +206,7 @@ class WanImagePolicy(WanPolicy):
 
     parts = ("text_encoder", "tokenizer", "image_encoder", "image_processor")
     encoded_by = ("image_encoder", "vae")
+    shows = ", image=frame"
     optional = ("image_encoder", "image_processor")
     unused = ()  # with a first frame the times of `expand_timesteps` differ
     flags = ("pos_embed_seq_len",)  # a first and a last frame

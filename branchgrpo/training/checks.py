@@ -47,10 +47,13 @@ def check_run(s: Settings, policy: AnyPolicy, processes: int = 1) -> list[str]:
     """Return what a run should know of its pipeline.
 
     Raises `ValueError` if it asks for what a policy of any pipeline does not have."""
-    name = type(policy.pipeline).__name__
-    if policy.first_frames is not None:
-        raise ValueError(f"prompts: they have first frames, and {name} is driven by texts alone")
-    if s.embeddings and policy.learned.texts is None:
+    name, learned = type(policy.pipeline).__name__, policy.learned
+    if policy.first_frames is not None and not policy.takes_pictures:
+        raise ValueError(f"prompts: they have pictures, and {name} is driven by texts alone")
+    if policy.pictured and policy.first_frames is None:
+        where = "lines of a .jsonl file with 'prompt' and 'image'"
+        raise ValueError(f"prompts: {name} draws after a picture; each prompt needs one ({where})")
+    if s.embeddings and learned.texts is None:
         what = f"{name} encodes texts of different lengths in different forms"
         raise ValueError(f"embeddings: {s.embeddings!r} cannot hold them, since {what}")
     left = untrained_steps(policy, s)
