@@ -1,6 +1,7 @@
 """Notebooks are the source: they run, they are clean, and the modules are exactly what they
 export."""
 
+import base64
 import builtins
 import json
 import os
@@ -191,6 +192,27 @@ def test_pages_have_no_outputs():
     assert [
         name(path) for path in TEMPLATES if any(cell.get("outputs") for cell in cells(path))
     ] == []
+
+
+def picture_sizes(path):
+    "Return the bytes of every picture that a notebook stores."
+    sizes = []
+    for cell in cells(path):
+        for output in cell.get("outputs", []):
+            picture = output.get("data", {}).get("image/png")
+            if picture:
+                sizes.append(len(base64.b64decode("".join(picture))))
+    return sizes
+
+
+def test_every_lesson_of_the_course_stores_small_pictures_and_exports_nothing():
+    course = [path for path in LESSONS if path.parent.name == "course"]
+    assert len(course) == 11
+    assert [name(path) for path in course if not picture_sizes(path)] == []
+    assert max(max(picture_sizes(path)) for path in course) <= 120_000
+    assert sum(path.stat().st_size for path in course) <= 2_500_000
+    exporting = [path for path in course if "#| export" in path.read_text(encoding="utf-8")]
+    assert [name(path) for path in exporting] == []
 
 
 def test_every_notebook_names_its_kernel():
