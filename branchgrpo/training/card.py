@@ -54,9 +54,8 @@ def licence_of(where: str) -> dict[str, str]:
 # %% ../../nbs/training/25_card.ipynb #23cd6df1
 def task_of(policy: Policy) -> str:
     "Return what a model does, in the hub's words."
-    if getattr(policy, "fps", None) is None:
-        return "text-to-image"
-    return "image-to-video" if getattr(policy, "encoded_by", ()) else "text-to-video"
+    made = "image" if getattr(policy, "fps", None) is None else "video"
+    return f"{'image' if getattr(policy, 'shows', '') else 'text'}-to-{made}"
 
 
 def card_data(policy: Policy, s: Settings) -> "ModelCardData":

@@ -189,11 +189,8 @@ def how_to_draw(policy, s: Settings, scheduler: object) -> str:
         lines.append(
             f"pipe.scheduler.set_timesteps = partial(pipe.scheduler.set_timesteps, {sigmas})"
         )
-    frame, made = (
-        ("", "images")
-        if policy.fps is None
-        else (", image=frame" if policy.encoded_by else "", "frames")
-    )
+    frame = policy.shows
+    made = "images" if policy.fps is None else "frames"
     lines += [f"draw = {policy.drawing(steps)}", f"drawn = pipe('a cat'{frame}, **draw).{made}[0]"]
     code = "\n".join(lines)
     rounded = f"\nThe run decoded in {s.vae_dtype}, and these lines decode in {s.base_dtype}.\n"
