@@ -331,9 +331,7 @@ def kl_mask_of(s: Settings, accelerator: Accelerator, x: Experience) -> list[Ten
     so; None: all. Collective."""
     for name in KL_MASKS.names():
         rule = KL_MASKS.get(name)
-        mask = rule(
-            s, x.tree, x.rewards, x.unscored, parts=x.reward_parts, accelerator=accelerator
-        )
+        mask = rule(s, x.tree, x.rewards, x.unscored, parts=x.reward_parts, accelerator=accelerator)
         if mask is not None:
             return mask
     return None
