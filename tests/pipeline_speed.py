@@ -14,7 +14,7 @@ from test_pipelines import OURS, by_its_class, first_frames
 from branchgrpo.backbones.any_pipeline import hold
 from branchgrpo.machine.bench import interleaved
 
-ROUNDS = 9
+ROUNDS = 5
 PROMPTS = ["a red 3", "two green 5s", "a red 3", "a red 3"]
 
 
