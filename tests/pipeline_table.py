@@ -149,5 +149,7 @@ if __name__ == "__main__":
         table[name] = row_of(name)
         print(json.dumps(table[name]), flush=True)
         rows = {known: table[known] for known in PIPELINES if known in table}
-        record = {"diffusers": diffusers.__version__, "torch": torch.__version__, "rows": rows}
+        whole = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+        made = {"diffusers": diffusers.__version__, "torch": torch.__version__, "rows": rows}
+        record = whole | made
         RECORD.write_text(json.dumps(record, indent=1) + "\n")

@@ -863,7 +863,7 @@ class AnyPolicy(PipelinePolicy):
         return f"{prompt}\0{name} {sorted(given.items())}{of_picture}"
 
     @property
-    def shows(self) -> str:
+    def shows(self) -> str:  # pyrefly: ignore[bad-override]
         "How a call of the pipeline says its picture; nothing without one."
         return ", image=picture" if self.pictured or "image" in self.arguments else ""
 
