@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..backbones.declarations import declared
-from ..backbones.names import TINY, family
+from ..backbones.names import PACKAGED, family
 from .policies import is_run
 from ..prompts import load_prompts
 from ..registry import import_target
@@ -40,8 +40,8 @@ def known_to(name: str) -> tuple[str, tuple[str, str, str] | None]:
     """Return the backbone behind a name or a run's folder, and its row of `KNOWN` if it is in the
     package."""
     backbone = recorded_run(name, "backbone")["settings"].get("backbone") if is_run(name) else name
-    clips = backbone in TINY and bool(declared(family(backbone), "default_frames"))
-    return backbone, KNOWN[clips] if backbone in TINY else None
+    clips = backbone in PACKAGED and bool(declared(family(backbone), "default_frames"))
+    return backbone, KNOWN[clips] if backbone in PACKAGED else None
 
 # %% ../../nbs/evaluation/09_captions.ipynb #75b3ac8b
 def cannot_draw(name: str, prompts: Sequence[str]) -> str | None:

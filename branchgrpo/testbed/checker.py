@@ -17,7 +17,15 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from .digits import CELL, CELLS, GLYPH_COLOURS, Scene, TEXTURES, parse_caption
+from branchgrpo.testbed.digits import (
+    CELL,
+    CELLS,
+    GLYPH_COLOURS,
+    SIZE,
+    TEXTURES,
+    Scene,
+    parse_caption,
+)
 
 # %% ../../nbs/testbed/02_checker.ipynb #9550972c
 CELL_MARGIN = 2  # pixels around a cell
@@ -192,8 +200,8 @@ class VerifiableReward:
         self.net = load_frozen(self.untrained(), folder).to(self.device)
 
     def takes(self, images: Tensor) -> bool:
-        "Return whether images have a shape that is read."
-        return images.ndim == 4
+        "Return whether images have a shape that is read: not clips, and no larger images."
+        return images.ndim == 4 and images.shape[-1] <= SIZE
 
     def read(self, images: Tensor) -> list[Tensor]:  # (B, 9, 11), (B, 9, 5), (B, 9, 3)
         "Return the logits of digit, colour and texture of each cell of images."
@@ -210,7 +218,7 @@ class VerifiableReward:
         if not self.takes(images):
             raise ValueError(
                 f"reward: {self.name} scores images {self.shape}, not {tuple(images.shape)};"
-                " tiny-clip takes clips, too"
+                " tiny-clip takes clips, too, and cards-geneval digits on cards"
             )
         try:
             return expected_right(self.read(images), prompts)

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..prompts import PromptSet
-from .checker import CELL_MARGIN, check, load_checker
+from .card_readers import check_scenes
+from .checker import CELL_MARGIN, load_checker
 from branchgrpo.testbed.digits import (
     CAPTION_WORDS,
     CELL,
@@ -332,7 +333,7 @@ def digit_prompts(
     are left out."""
     held_out = distinct_captions(kind, skip + test, "test")[skip:]
     return PromptSet(
-        list(distinct_captions(kind, train, "train")), list(held_out), check, shuffled=True
+        list(distinct_captions(kind, train, "train")), list(held_out), check_scenes, shuffled=True
     )
 
 # %% ../../nbs/testbed/03_clips.ipynb #74bef5c9
