@@ -33,5 +33,5 @@ def test_the_checker_of_cards_judges_a_training(tmp_path):
     config = TrainConfig(backbone="cards-sd3", output=str(tmp_path / "run"), **QUICK)
     run = Trainer(config).fit()
     evaluations = [row for row in rows(run.path) if "eval_reward" in row]
-    assert {"eval_digit", "eval_all"} <= evaluations[-1].keys()
+    assert {"eval_check_digit", "eval_check_all"} <= evaluations[-1].keys()
     assert 0 < evaluations[-1]["eval_reward"] < 1
