@@ -82,7 +82,7 @@ for _name, (_, _scale) in OWN_GUIDANCE.items():
         "guidance_scale": (_scale, "testbed: the model's own"),
         "text_length": (None, "testbed: the 12 tokens of its tokenizers"),
         "prompts_per_iteration": (12, TUNED_CARDS),
-        "learning_rate": (5e-4, TUNED_CARDS),
+        "learning_rate": (2.5e-4, TUNED_CARDS),
     }
 ITERATIONS = 10  # the papers' iterations per one of the testbed: 300 / 30
 ETA_OF_TRANSITION: dict[str, Sourced] = {  # the other transitions keep their own noise
