@@ -37,12 +37,10 @@ class MicroBatch(Edges):
     old_log_probs: Tensor | None = None  # (E,) of the first pass, or of the rollout
     old_means: Tensor | None = None  # (E, …) of the first pass, if a rule needs them
 
-    def first_pass(self, dist: Gaussian, log_probs: Tensor, with_means: bool) -> Tensor:
-        """Return the log-densities of the first pass; if this is it, keep them, and the means if a
-        rule needs them."""
-        if self.old_log_probs is None:
-            self.old_log_probs = log_probs.detach()
-            self.old_means = dist.mean.detach() if with_means else None
+    def keep_old(self, dist: Gaussian, log_probs: Tensor, with_means: bool) -> Tensor:
+        "Keep log-densities as the old ones, with the means if a rule needs them; return them."
+        self.old_log_probs = log_probs.detach()
+        self.old_means = dist.mean.detach() if with_means else None
         return self.old_log_probs
 
 # %% ../../nbs/training/08_update.ipynb #8b072e44
@@ -141,8 +139,10 @@ def edge_terms(learner: Learner, x: Experience, batch: MicroBatch) -> EdgeTerms:
     parents = revisited(learner, x, batch, learner.policy)
     dist = parents.at(batch.parent)  # of every edge
     log_probs = dist.log_prob(batch.of(x.tree.latents))
-    # log ρ = log π_θ − log π_old
-    log_ratio = log_probs - batch.first_pass(dist, log_probs, needs_means(s.ratio, s.loss))
+    old = batch.old_log_probs
+    if old is None:  # the first pass of these edges: the policy has not moved yet
+        old = batch.keep_old(dist, log_probs, needs_means(s.ratio, s.loss))
+    log_ratio = log_probs - old  # log ρ = log π_θ − log π_old
     scaled = ratio.function(log_ratio, dist, batch.old_means)
     # −min(ρA, clip(ρ)A), or another rule
     options = LossOptions(dist, batch.old_means, s.clip_range, s.kl_limit)
@@ -286,7 +286,7 @@ def keep_old(learner: Learner, x: Experience, later: list[MicroBatch]) -> None:
             continue
         with autocast(learner):
             dist = revisited(learner, x, batch, learner.policy).at(batch.parent)
-        batch.first_pass(dist, dist.log_prob(batch.of(x.tree.latents)), with_means)
+        batch.keep_old(dist, dist.log_prob(batch.of(x.tree.latents)), with_means)
 
 # %% ../../nbs/training/08_update.ipynb #f740ddf7
 def loss_divisor(learner: Learner, x: Experience) -> float:
