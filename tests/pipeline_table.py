@@ -24,6 +24,7 @@ from tiny_pipelines import RECORD as DESCRIBED
 from branchgrpo.backbones.any_pipeline import AnyPolicy, hold
 from branchgrpo.messages import reason
 from branchgrpo.training.config import TrainConfig
+from branchgrpo.training.stop import Preempted
 from branchgrpo.training.trainer import Trainer
 
 RECORD = Path(__file__).parent / "golden/pipelines.json"
@@ -134,6 +135,8 @@ def row_of(name: str) -> dict[str, Any]:
         row["refused"] = str(error)
     except Late:
         row["late"] = f"it took more than {SECONDS} s here"
+    except Preempted:  # the table was stopped, and goes on here later
+        raise
     except Exception as error:
         row["failed"] = f"{type(error).__name__}: {reason(error)}"
         row["at"] = traceback.format_exc(limit=-2)
