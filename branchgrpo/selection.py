@@ -145,7 +145,7 @@ def may_repeat(rule: Callable) -> Callable:
 
 def repeats_nodes(rule: str) -> bool:
     "Return whether the selection `rule` may keep a node several times."
-    return rule in SELECTIONS.names() and getattr(SELECTIONS.get(rule), "may_repeat", False)
+    return SELECTIONS.has(rule) and getattr(SELECTIONS.get(rule), "may_repeat", False)
 
 
 @SELECTIONS.register("re-root")

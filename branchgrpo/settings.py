@@ -217,8 +217,8 @@ class PlanSettings:
     branch_factor: int = from_recipe(1, 65_536, off=2)
     # steps at which branches with noise leave a chain; all; window
     side: tuple[int, ...] | str = from_recipe(off=())
-    prune_at: dict[int, int] = from_recipe(off={})  # pruning steps and survivors, e.g. 5:24,7:12
-    # how a pruning step chooses: ovf, random, best, …, my_file.py:f
+    prune_at: dict[int, int] = from_recipe(off={})  # steps, and the nodes that go on: 5:24,7:12
+    # how such a step chooses them: ovf, random, best, resample, …, my_file.py:f
     selection: str = from_recipe(off="ovf")
     stochastic: str = from_recipe(off="all")  # steps that draw noise: all, window, splits+window
     # scored completions of a latent: none, x0, ode, ode/2, 5; joined by +

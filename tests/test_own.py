@@ -414,6 +414,37 @@ def test_a_wrong_result_is_one_line_at_the_first_call(tmp_path, setting, name, m
         trainer(tmp_path / "run", **more, **{setting: f"{tmp_path}/returns.py:{name}"}).fit()
 
 
+REPEATS = """
+from branchgrpo.selection import may_repeat
+
+
+@may_repeat
+def first_again(rewards, k, generators):
+    return rewards.argmax(-1, keepdim=True).expand(-1, k)
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"selection": "repeats.py:first_again", "steps": 6, "prune_at": {5: 3}},
+            "keeps nodes several times, and step 5 of prune_at draws no noise",
+        ),
+        (
+            {"group_selection": "repeats.py:first_again", "group_keep": 2},
+            "keeps some nodes several times, and a group has each image once",
+        ),
+    ],
+)
+def test_the_mark_of_a_rule_counts_in_a_file_of_yours(tmp_path, monkeypatch, given, message):
+    "A rule that may keep a node several times is checked as one of the package is."
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "repeats.py").write_text(REPEATS)
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path / "run", **given)
+
+
 FLAGS = (
     "--steps 4 --splits 0,1 --iterations 1 --prompts-per-iteration 1 --evaluate-every 0 --tracker"
     " none"
