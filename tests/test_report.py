@@ -10,6 +10,7 @@ import pytest
 from branchgrpo.reproduction.answers import CLOSING, OPENING, first_answers, written_report
 from branchgrpo.reproduction.pages import jobs, planned_runs, templates
 from branchgrpo.reproduction.records import read_record
+from branchgrpo.reproduction.report import write_page
 from branchgrpo.reproduction.runs import cache_key
 from branchgrpo.training.resolve import resolve
 
@@ -57,6 +58,18 @@ def test_a_page_is_marked_if_and_only_if_its_runs_are_earlier(page):
         )
     elif recorded is not None:
         assert MARK not in section(page), "it trains nothing"
+
+
+def test_the_reports_on_pages_are_what_the_pages_and_their_records_say(tmp_path, monkeypatch):
+    "A page whose words change leaves no command of the README with a changed file behind."
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures/testbed").symlink_to(ROOT / "figures/testbed")
+    (tmp_path / "reproduce").symlink_to(ROOT / "reproduce")
+    monkeypatch.chdir(tmp_path)
+    write_page()
+    for path in sorted(tmp_path.glob("figures/*.md")):
+        shown = (ROOT / "figures" / path.name).read_text(encoding="utf-8")
+        assert path.read_text(encoding="utf-8") == shown, "`make figures` is due"
 
 
 def test_the_written_report_is_made_from_the_records():
