@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['DENOISERS', 'PROBES', 'PRECISIONS', 'STEPS', 'KEPT', 'kind_of_scheduler', 'defaults_of', 'any_family', 'family_of',
            'Learned', 'rows_given', 'SeenStep', 'picture_row', 'as_pil', 'probe_picture', 'place_among', 'remembering',
-           'text_row', 'prompt_in', 'encode_any', 'shown', 'texts_of', 'never', 'recorder', 'player', 'stub', 'real',
-           'call_groups', 'given_rows', 'pipeline_times', 'predict_alike', 'predict_any', 'decode_any', 'decode_batch',
-           'as_images', 'set_scheduler', 'levels_of_any', 'process_of_any', 'attention_layers', 'called_wrongly',
-           'one_step', 'alone_pattern', 'patterns_of', 'text_patterns', 'learn', 'check_image_shape', 'random_rows',
-           'raised', 'guidance_weights', 'AnyPolicy', 'hold']
+           'text_row', 'prompt_in', 'encode_any', 'picture_part', 'texts_of', 'never', 'recorder', 'player', 'stub',
+           'real', 'call_groups', 'given_rows', 'pipeline_times', 'predict_alike', 'predict_any', 'decode_any',
+           'decode_batch', 'as_images', 'set_scheduler', 'levels_of_any', 'process_of_any', 'attention_layers',
+           'called_wrongly', 'one_step', 'alone_pattern', 'patterns_of', 'text_patterns', 'learn', 'check_image_shape',
+           'random_rows', 'raised', 'guidance_weights', 'AnyPolicy', 'hold']
 
 # %% ../../nbs/backbones/18_any_pipeline.ipynb #6fc56c77
 import functools
@@ -230,9 +230,9 @@ def encode_any(policy: "AnyPolicy", prompts: list[str]) -> dict[str, Any]:
     rows = []
     for prompt in prompts:
         if patterns is None:
-            rows.append({"prompt": text_row(prompt)} | shown(policy, prompt))
+            rows.append({"prompt": text_row(prompt)} | picture_part(policy, prompt))
             continue
-        row = shown(policy, prompt)
+        row = picture_part(policy, prompt)
         for n, tree in enumerate(texts_of(policy, [prompt])):
             try:
                 row |= patterns[n].named(tree, f"text{n}-")
@@ -244,7 +244,7 @@ def encode_any(policy: "AnyPolicy", prompts: list[str]) -> dict[str, Any]:
     return {name: stacked([row[name] for row in rows], policy.device) for name in rows[0]}
 
 
-def shown(policy: "AnyPolicy", prompt: str) -> dict[str, Tensor]:
+def picture_part(policy: "AnyPolicy", prompt: str) -> dict[str, Tensor]:
     "Return the part of a prompt's row that is its picture; nothing without pictures."
     picture = policy.picture_of(prompt)
     return {} if picture is None else {"picture": picture}

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from .trees import pyplot
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,7 +46,8 @@ def draw_samples(
     size: float = 0.95,  # side of an image, in inches
 ) -> "Figure":
     "Draw images in rows of `columns`, large enough to be read, each under its title."
-    plt = pyplot()
+    import matplotlib.pyplot as plt  # not above: many import this and draw nothing
+
     count = math.ceil(len(images) / columns)
     height = size + (0.25 if titles else 0.05)
     fig, axes = plt.subplots(
