@@ -30,8 +30,8 @@ quickstart: .venv/.base  ## train BranchGRPO and DanceGRPO on tiny-sd3 (3 minute
 lab: env  ## JupyterLab, at the first page
 	$(BIN)/jupyter lab --ServerApp.root_dir="$(CURDIR)" nbs/index.ipynb
 
-site: env  ## all notebooks, results, reference and explorer as pages: _site/index.html (about a minute)
-	@echo "Writing all pages: about a minute."
+site: env  ## all notebooks, results, reference and explorer as pages: _site/index.html (2 to 4 minutes)
+	@echo "Writing all pages: 2 to 4 minutes."
 	@rm -rf _site build/site docs/reference
 	$(BIN)/sphinx-build -W --keep-going -q -j auto -c docs -d build/site/doctrees . build/site/html
 	@mv build/site/html _site
