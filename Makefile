@@ -22,7 +22,7 @@ env: .venv/.stamp  ## make .venv with everything in it
 	@$(BIN)/python -m compileall -q -q -j 0 .venv/lib || true  # on all cores, and pip would use one
 	@touch $@
 
-quickstart: .venv/.base  ## train BranchGRPO and DanceGRPO on tiny-sd3 (3 minutes on two quiet cores, with installing)
+quickstart: .venv/.base  ## train BranchGRPO and DanceGRPO on tiny-sd3 (3 to 5 minutes on two cores, with installing)
 	@echo "Training BranchGRPO and DanceGRPO on tiny-sd3, 20 iterations each: about 2 minutes on two quiet cores, 4 on busy ones."
 	@$(BIN)/branchgrpo reproduce quickstart --scale quickstart --jobs 2
 	@echo "figures: runs/quickstart/figures/   executed notebook: runs/reproduce/quickstart/quickstart.ipynb"
