@@ -18,6 +18,14 @@ def test_the_readme_is_the_front_of_the_first_notebook():
     assert readme(FIRST) == README, "run `make report`"
 
 
+def test_the_front_counts_the_pipelines_of_the_record():
+    rows = json.loads((ROOT / "tests/golden/pipelines.json").read_text())["rows"].values()
+    trained = sum("mismatch" in row for row in rows)
+    front = " ".join(README.split())
+    assert f"Of {len(rows)} pipelines tried" in front
+    assert f"{trained} agree with themselves" in front
+
+
 def text_of(path):
     "The text of a page without its code."
     text = path.read_text(encoding="utf-8")

@@ -137,10 +137,10 @@ def pipeline_error(name: str, error: Exception) -> ValueError:
 def read_index(folder: str) -> Any:
     """Return a pipeline's `model_index.json`, of a folder or of a hub name, without an import of
     the pipelines."""
-    from huggingface_hub import hf_hub_download
-
     index = Path(folder, "model_index.json")
     if not Path(folder).is_dir():
+        from huggingface_hub import hf_hub_download  # not above: a folder needs no hub
+
         index = Path(hf_hub_download(folder, index.name))
     return json.loads(index.read_text(encoding="utf-8"))
 
