@@ -66,7 +66,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PROMPTS = PromptSet([f"prompt {n}" for n in range(64)], [f"test {n}" for n in range(16)])
 SHORT = {"steps": 6, "splits": (0, 2)}  # 17 calls: enough for a mismatch
 TINY = {"steps": 3, "splits": (0, 1)}
-# the claim first
+MODEL = {"backbone": "tiny-flux", "reward": "tiny-clip"}  # the reward takes any text
 
 
 class Lines:
@@ -276,9 +276,8 @@ def whole_run(lines: Lines, backbone: str, recipe: str, precision: str, more: di
 
 def mismatch(lines: Lines, more: dict) -> None:
     "Add an iteration of tiny-flux whose update has other batches or kernels than its rollout."
-    table = {"prompts_per_iteration": 2, "max_batch": 4, "mixed_precision": "bf16"} | (
-        TINY if lines.tiny else SHORT
-    )
+    table = {"prompts_per_iteration": 2, "max_batch": 4, "mixed_precision": "bf16"}
+    table |= MODEL | (TINY if lines.tiny else SHORT)
     iteration(
         Trainer(config_of(**table | more)),
         lines,
@@ -290,9 +289,9 @@ def mismatch(lines: Lines, more: dict) -> None:
 def compiled_run(lines: Lines) -> None:
     "Add how many graphs are compiled in each of three iterations: only the first may compile."
     backend = "eager" if lines.tiny else "inductor"
-    trainer = Trainer(
-        config_of(prompts_per_iteration=2, max_batch=4, **TINY if lines.tiny else SHORT)
-    )
+    table = {"prompts_per_iteration": 2, "max_batch": 4}
+    table |= MODEL | (TINY if lines.tiny else SHORT)
+    trainer = Trainer(config_of(**table))
     compile_blocks(trainer.policy.denoiser, backend)
     graphs = [counters["stats"]["unique_graphs"]]
     for _ in range(3):
