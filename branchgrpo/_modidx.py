@@ -1881,6 +1881,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'branchgrpo.pruning.edges_kept': ('pruning.html#edges_kept', 'branchgrpo/pruning.py'),
                                     'branchgrpo.pruning.extreme': ('pruning.html#extreme', 'branchgrpo/pruning.py'),
                                     'branchgrpo.pruning.keep_edges': ('pruning.html#keep_edges', 'branchgrpo/pruning.py'),
+                                    'branchgrpo.pruning.parent_first': ('pruning.html#parent_first', 'branchgrpo/pruning.py'),
                                     'branchgrpo.pruning.parent_top1': ('pruning.html#parent_top1', 'branchgrpo/pruning.py'),
                                     'branchgrpo.pruning.paths': ('pruning.html#paths', 'branchgrpo/pruning.py'),
                                     'branchgrpo.pruning.random_steps': ('pruning.html#random_steps', 'branchgrpo/pruning.py')},

@@ -274,7 +274,7 @@ class SelectionSettings:
     # leaves that count: all, ovf, random, best, diverse, my_file.py:f
     group_selection: str = from_recipe(off="all")
     group_keep: int = from_recipe(0, off=0)  # how many leaves count
-    # trained edges: none, parent-top1, extreme, depth-window, my_file.py:f
+    # trained edges: none, parent-top1, parent-first, extreme, depth-window, my_file.py:f
     prune: str = from_recipe(off="none")
     prune_keep: int = from_recipe(1, off=4)  # b of extreme: best and worst leaves kept
 

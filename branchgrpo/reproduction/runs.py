@@ -20,7 +20,7 @@ from typing import Any
 
 
 from ..files import name_part, write_text
-from .records import ROWS, read_runs
+from .records import ORIGIN, ROWS, read_runs
 from ..settings import RETIRED, field_types
 from ..training.checkpoint_files import NUMBERS
 from ..training.checkpoint_files import checkpoints_of, newest
@@ -193,7 +193,7 @@ def write_run(folder: Path, table: Path, record: dict[str, Any]) -> None:
     for name in ROWS:
         run.write_rows(name, record[name])
     write_text(beside / "run.json", "{}")
-    kept = {name: record.get(name) for name in ("settings", "device")}
+    kept = {name: record.get(name) for name in ("settings", *ORIGIN)}
     run.set_state(**kept, state="finished", recorded_in=str(table))
     try:
         beside.rename(folder)

@@ -20,7 +20,7 @@ import subprocess
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -378,6 +378,7 @@ def open_run(
     table = {
         "settings": settings,
         "state": "started",
+        "began": datetime.now(UTC).isoformat(timespec="seconds"),
         **environment(),
         "origins": origins_of(settings, run.path),
     }
