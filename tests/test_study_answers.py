@@ -1,7 +1,9 @@
-"""The registered study's answers, worked out again from its raw record, without any of the study's
-code."""
+"""The registered studies' answers, worked out again from their raw records, without any of the
+study's code; and no run of a control began before its registration."""
 
 import json
+import subprocess
+from datetime import datetime
 from itertools import takewhile
 from pathlib import Path
 
@@ -16,10 +18,10 @@ SETTINGS = ["kl", "roots", "branch_factor", "splits", "prompts_per_iteration"]
 COUNTERS = ["iteration", "denoiser_calls", "trained_calls", "eval_reward"]
 
 
-def curves() -> dict:
+def curves(page: str) -> dict:
     """Return each run's evaluations by label and seed: the reward, and the cost by the engine's and
     the papers' count."""
-    table = pd.read_parquet(ROOT / "figures/testbed/runs/study_answers.parquet")
+    table = pd.read_parquet(ROOT / f"figures/testbed/runs/{page}.parquet")
     table = table[table.name.isin([*SETTINGS, *COUNTERS, "edges"])]
     table["value"] = table.text.map(json.loads, na_action="ignore").fillna(table.value)
     runs = {}
@@ -83,10 +85,20 @@ def answer(claim: dict, runs: dict, seeds: list[int], level: float) -> str:
     return next((word for word, p in shown.items() if max(p) <= level), "undecided")
 
 
-def test_the_answers_follow_from_the_registration_and_the_record():
+STUDIES = {
+    "registered": "study_answers",
+    "registered_control": "study_control",
+    "registered_reasons": "study_control",
+}
+
+
+@pytest.mark.parametrize("file", STUDIES)
+def test_the_answers_follow_from_the_registration_and_the_record(file):
     "Seeds, shares, intervals, p values and the answer of every claim that has runs."
-    plan, runs = YAML(typ="safe").load(ROOT / "reproduce/registered.yaml"), curves()
-    answers = json.loads((ROOT / "figures/testbed/study_answers.json").read_text())["answers"]
+    page = STUDIES[file]
+    plan, runs = YAML(typ="safe").load(ROOT / f"reproduce/{file}.yaml"), curves(page)
+    said_there = json.loads((ROOT / f"figures/testbed/{page}.json").read_text())["answers"]
+    answers = [said for said in said_there if said["claim"] in plan["claims"]]
     last, again = (
         plan["looks"][-1],
         [claim["again"] for claim in plan["claims"].values() if "again" in claim],
@@ -117,6 +129,10 @@ def test_the_answers_follow_from_the_registration_and_the_record():
             expected |= {
                 "p_zero": test.pvalue,
                 "p_margin": p_above(values + claim["margin"] * gains),
+                "p_same": max(
+                    p_above(values + claim["margin"] * gains),
+                    p_above(claim["margin"] * gains - values),
+                ),
             }
             expected |= {"reward": mean, "budget": budget}
             assert known == pytest.approx(expected, rel=1e-6, abs=1e-12), (said["claim"], count)
@@ -124,3 +140,32 @@ def test_the_answers_follow_from_the_registration_and_the_record():
             assert (said["answer"], said["decided_at"], len(said["found"])) == (word, at, 3), said[
                 "claim"
             ]
+
+
+def committed(path: str) -> datetime | None:
+    "Return when a file was first committed; None without the history of this repository."
+    history = subprocess.run(
+        ["git", "log", "--diff-filter=A", "--format=%cI", "--", path],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    dates = history.stdout.split()
+    return datetime.fromisoformat(dates[-1]) if dates else None
+
+
+@pytest.mark.parametrize("file", ["registered_control", "registered_reasons"])
+def test_no_run_of_a_control_began_before_its_registration(file):
+    "Every run that no earlier study had says when it began, and with which commit."
+    registered = committed(f"reproduce/{file}.yaml")
+    if registered is None:
+        pytest.skip("no history of this repository")
+    plan = YAML(typ="safe").load(ROOT / f"reproduce/{file}.yaml")
+    table = pd.read_parquet(ROOT / "figures/testbed/runs/study_control.parquet")
+    facts = table[table.kind == "run"].pivot(index=["label", "seed"], columns="name", values="text")
+    own = [f"{task}: {name}" for task, about in plan["tasks"].items() for name in about["recipes"]]
+    new = facts[[label in own and label != "groups: pro-grpo" for label, _ in facts.index]]
+    assert len(new)
+    for place, run in new.iterrows():
+        assert datetime.fromisoformat(json.loads(run.began)) > registered, place
+        assert json.loads(run.commit), place

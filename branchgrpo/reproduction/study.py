@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['REGISTERED', 'COUNTS', 'Curve', 'Curves', 'NOT_RUN', 'NOT_LEARNED', 'Claim', 'Task', 'Registration', 'read_claim',
-           'read_registration', 'StudyArms', 'with_counts', 'budget_of', 'pair_of', 'counts_of', 'p_values',
-           'seeds_made', 'why_not', 'Difference', 'Answer', 'differences', 'answers', 'change_table', 'percent',
-           'with_interval']
+           'read_registration', 'StudyArms', 'JointArms', 'with_counts', 'budget_of', 'pair_of', 'counts_of',
+           'p_values', 'seeds_made', 'why_not', 'Difference', 'Answer', 'differences', 'answers', 'change_table',
+           'percent', 'with_interval', 'both_endpoints']
 
 # %% ../../nbs/reproduction/12_study.ipynb #42ef97b9
 import dataclasses
@@ -29,6 +29,7 @@ from branchgrpo.analysis.statistics import (
     OPEN,
     Pair,
     decide,
+    equivalence_p,
     mean_p,
     possible,
     sequence,
@@ -190,6 +191,29 @@ class StudyArms:
             resolve(config)  # raises on a wrong setting
         return dict(sorted(places.items(), key=lambda item: item[0][1]))
 
+# %% ../../nbs/reproduction/12_study.ipynb #684d1c16
+@dataclass(frozen=True)
+class JointArms:
+    "The runs of several registrations; one that two of them need is made once."
+
+    parts: Sequence[StudyArms]
+
+    @property
+    def runs(self) -> str:
+        "The folder of cached runs."
+        return self.parts[0].runs
+
+    def configs(self) -> dict[tuple[str, int], TrainConfig]:
+        """Return `{(task: recipe, seed): config}`, seed by seed.
+
+        Raises `ValueError` as `StudyArms.configs` does, or if one name has two configs."""
+        places: dict[tuple[str, int], TrainConfig] = {}
+        for part in self.parts:
+            for place, config in part.configs().items():
+                if places.setdefault(place, config) != config:
+                    raise ValueError(f"tasks: {place[0]!r} has other settings in two files")
+        return dict(sorted(places.items(), key=lambda item: item[0][1]))
+
 # %% ../../nbs/reproduction/12_study.ipynb #8087bca7
 # an axis of a curve, and whose it is
 COUNTS = {"cost": "the engine's count", "nfe": "the papers' count"}
@@ -290,6 +314,7 @@ class Difference:
     reward: float  # the same difference in the reward's own unit
     p_zero: float  # that it is not zero, two-sided
     p_margin: float  # that it is above minus the margin, one-sided
+    p_same: float  # that it lies within the margin, on either side
     budget: float  # of the other method's training, as a share
 
 
@@ -327,6 +352,7 @@ def differences(claim: Claim, curves: Curves, seeds: list[int]) -> dict[str, Dif
             reward=float(values.mean()),
             p_zero=mean_p(values),
             p_margin=pair.above(-claim.margin),
+            p_same=equivalence_p(pair, claim.margin),
             budget=float(share_of_budget),
         )
     return found
@@ -405,3 +431,16 @@ def with_interval(found: Difference) -> str:
     "Return a difference with its interval: +12 % [−4, +29]."
     ends = (percent(value).removesuffix(" %") for value in (found.low, found.high))
     return f"{percent(found.share)} [{', '.join(ends)}]"
+
+# %% ../../nbs/reproduction/12_study.ipynb #da46d194
+def both_endpoints(claim: Claim, curves: Curves) -> dict[str, str | int]:
+    """Return the differences of a claim's methods at the end and at equal cost, by both counts, in
+    words, on all seeds that its recipes share; empty if there are too few."""
+    made = sorted(set.intersection(*(set(curves.get(recipe, ())) for recipe in claim.recipes)))
+    if why_not(claim, curves, made):
+        return {}
+    found = differences(claim, curves, made)
+    titles = {"end": "at the end", "cost": "equal cost, engine's", "nfe": "equal cost, papers'"}
+    texts = {title: with_interval(found[axis]) for axis, title in titles.items()}
+    budget = f"{100 * found['cost'].budget:.0f} %"
+    return texts | {"budget": budget, "seeds": len(made)}
