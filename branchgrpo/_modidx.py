@@ -2109,6 +2109,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                    'branchgrpo/reproduction/figures.py'),
                                                  'branchgrpo.reproduction.figures.log_axis': ( 'reproduction/figures.html#log_axis',
                                                                                                'branchgrpo/reproduction/figures.py'),
+                                                 'branchgrpo.reproduction.figures.mark_image': ( 'reproduction/figures.html#mark_image',
+                                                                                                 'branchgrpo/reproduction/figures.py'),
                                                  'branchgrpo.reproduction.figures.methods_below_base': ( 'reproduction/figures.html#methods_below_base',
                                                                                                          'branchgrpo/reproduction/figures.py'),
                                                  'branchgrpo.reproduction.figures.name_methods_below_base': ( 'reproduction/figures.html#name_methods_below_base',

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FEW', 'MANY', 'SECONDS', 'THREE_AXES', 'end_bar', 'draw_line', 'plot_curve', 'log_axis', 'ordered_legend',
-           'side_by_side', 'own_recipes', 'reward_label', 'draw_curves', 'methods_below_base',
+           'mark_image', 'side_by_side', 'own_recipes', 'reward_label', 'draw_curves', 'methods_below_base',
            'name_methods_below_base', 'comparison_panels', 'forest_panel', 'claim_rows']
 
 # %% ../../nbs/reproduction/11_figures.ipynb #5fcf5f2b
@@ -109,6 +109,14 @@ def ordered_legend(ax: Axes, on: Axes | None = None, **options) -> None:
         (on or ax).legend(handles, labels, **options)
 
 # %% ../../nbs/reproduction/11_figures.ipynb #553ff7f7
+def mark_image(ax: Axes, is_right: bool) -> None:
+    "Put ✓ or ✗ into the lower right corner of an image."
+    mark, colour = ("✓", "#009E73") if is_right else ("✗", "#D55E00")
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+    places = {"transform": ax.transAxes, "ha": "right", "va": "bottom"}
+    ax.text(0.97, 0.03, mark, color=colour, bbox=box, **places)
+
+
 def side_by_side(
     columns: dict, captions: list[str], size: float = 1.0, right: dict | None = None
 ) -> Figure:
@@ -127,18 +135,7 @@ def side_by_side(
             ax.axis("off")
         truths = right.get(title, []) if right else []
         for ax, is_right in zip(axes[:, j], truths):
-            mark, colour = ("✓", "#009E73") if is_right else ("✗", "#D55E00")
-            box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
-            ax.text(
-                0.97,
-                0.03,
-                mark,
-                transform=ax.transAxes,
-                ha="right",
-                va="bottom",
-                color=colour,
-                bbox=box,
-            )
+            mark_image(ax, is_right)
     for ax, caption in zip(axes[:, 0], captions):
         plain = {"fontsize": 7, "parse_math": False}  # a prompt may hold a $
         ax.text(-0.08, 0.5, caption, transform=ax.transAxes, ha="right", va="center", **plain)
