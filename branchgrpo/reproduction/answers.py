@@ -263,6 +263,7 @@ def report_facts(root: Path = ROOT) -> dict[str, Any]:
     said = {
         "rows": rows,
         "control_rows": control_rows,
+        "pairs": {row["methods"]: row for row in facts["control"]["pairs"]},
         "printed": printed,
         "how_many": how_many(record["answers"]),
         "found": {r["claim"].name: f"{shown_answer(r)}{short_found(r)}" for r in rows},
