@@ -3,7 +3,6 @@ all."""
 
 import json
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -171,7 +170,9 @@ trainer.fit({})
 def test_a_script_is_told_how_its_training_ended(tmp_path, given):
     "On standard error, so that what it prints stays alone."
     words = [sys.executable, "-c", SCRIPT.format(given)]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout) == (0, "mine alone\n"), done.stderr
-    told = "held-out reward" in done.stderr and "next:\n  branchgrpo view run\n" in done.stderr
-    assert told == (not given), done.stderr
+    with open(tmp_path / "out", "w") as out, open(tmp_path / "err", "w") as err:
+        code = popen(words, cwd=tmp_path, stdout=out, stderr=err).wait(timeout=300)
+    said, errors = (tmp_path / "out").read_text(), (tmp_path / "err").read_text()
+    assert (code, said) == (0, "mine alone\n"), errors
+    told = "held-out reward" in errors and "next:\n  branchgrpo view run\n" in errors
+    assert told == (not given), errors
