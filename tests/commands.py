@@ -33,6 +33,7 @@ server.set_forkserver_preload(
             "papermill",
             "matplotlib.pyplot",
             "scipy.stats",
+            "ruamel.yaml",
             "sklearn.datasets",
         ),
     ]
