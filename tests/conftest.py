@@ -12,9 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # several processes run the suite
 # the suite compares bits of a CPU; tests/gpu_bench.py uses a GPU
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 HERE = Path(__file__).parent
-# The libraries make a million objects that live to the end. Looking for garbage among them took a
-# sixth of their import's processor time; after the collection of the tests they are left out.
-gc.set_threshold(20_000, 20, 20)
+gc.set_threshold(20_000, 20, 20)  # tests make many objects and little garbage
 
 
 @pytest.fixture(scope="session")
@@ -77,6 +75,16 @@ def pytest_collection_modifyitems(config, items):
     items[:] = list(itertools.chain(*(items[first::processes] for first in range(processes))))
 
 
-def pytest_collection_finish(session):
-    "What was imported until now is not looked at for garbage any more."
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session):
+    """Look for no garbage while the tests import the libraries, nor among what these hold.
+
+    They make a million objects that live to the end; looking among them took a sixth of the
+    imports' processor time.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
