@@ -86,5 +86,6 @@ def pytest_collection(session):
     try:
         return (yield)
     finally:
+        gc.collect()
         gc.freeze()
         gc.enable()
