@@ -4,6 +4,7 @@ library's fork server."""
 import atexit
 import contextlib
 import ctypes
+import gc
 import multiprocessing
 import os
 import runpy
@@ -11,7 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from multiprocessing import reduction
+from multiprocessing import forkserver, reduction
 from pathlib import Path
 from types import ModuleType
 
@@ -32,6 +33,7 @@ server.set_forkserver_preload(
             "papermill",
             "matplotlib.pyplot",
             "scipy.stats",
+            "ruamel.yaml",
             "sklearn.datasets",
         ),
     ]
@@ -43,7 +45,22 @@ def fixed_variables(environment):
     return {key: value for key, value in environment.items() if key.startswith(FIXED)}
 
 
-START = fixed_variables(os.environ)
+AT_START = dict(os.environ)
+START = fixed_variables(AT_START)
+
+
+def preloaded():
+    """Return a context whose processes start with the libraries imported, and with the variables
+    of this module's import."""
+    now = dict(os.environ)
+    try:
+        os.environ.clear()
+        os.environ.update(AT_START)
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(now)
+    return server
 
 
 class Passed:
@@ -62,6 +79,7 @@ def _number(copy):
 
 def _become(words, environment, folder, out, err):
     "Be `python WORDS`, in a session of its own."
+    gc.freeze()  # what the fork server has imported is no garbage, and stays shared
     os.setsid()
     # end with the fork server, which ends with the tests
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)

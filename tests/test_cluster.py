@@ -4,7 +4,6 @@ their lock."""
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -13,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import submitit
+from commands import popen
 from filelock import FileLock, Timeout
 from slow import often
 from small import wait_for
@@ -110,7 +110,7 @@ with lock, lock_files(lock) as files:
 def test_a_launched_training_holds_its_lock_after_a_kill(tmp_path):
     "Nobody else may train a run while the training of a killed command still saves."
     log, lock = tmp_path / "log.txt", FileLock(tmp_path / "run.lock")
-    command = subprocess.Popen([sys.executable, "-c", HOLDER], cwd=tmp_path, start_new_session=True)
+    command = popen([sys.executable, "-c", HOLDER], cwd=tmp_path)
     until = time.time() + 60
     while not (log.exists() and "trains" in log.read_text()) and time.time() < until:
         time.sleep(0.1)

@@ -10,15 +10,18 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib
 import matplotlib.pyplot as plt
 import pytest
+from commands import preloaded
 from fastcore.nbio import md_frontmatter
 from nbdev import test as nbdev_test
 from nbdev.config import get_config
 
 from branchgrpo.registry import Registry, installed_in
+from branchgrpo.reproduction import workers
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -82,7 +85,12 @@ def as_before():
 
 @pytest.fixture
 def run_lesson(as_before, monkeypatch):
-    "Run the cells of a lesson, as nbdev-test does, in this process: run_lesson(path, flags)."
+    """Run the cells of a lesson, as nbdev-test does, in this process: run_lesson(path, flags).
+
+    Its workers are fresh processes that need not import the libraries again.
+    """
+    contexts = SimpleNamespace(get_context=lambda _: preloaded())
+    monkeypatch.setattr(workers, "multiprocessing", contexts)
     monkeypatch.chdir(ROOT / "nbs")
     monkeypatch.setenv("PATH", f"{BIN}:{os.environ['PATH']}")
 

@@ -6,7 +6,6 @@ import re
 import shutil
 from pathlib import Path
 
-import pytest
 from sphinx.cmd.build import build_main
 from sphinx.util.matching import patfilter
 
@@ -146,11 +145,18 @@ def test_a_small_site_is_built(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    "text", ["[nowhere](b.ipynb)", "[no such place](index.ipynb#nothing)", "# One\n\n#### Four"]
-)
-def test_what_is_wrong_ends_the_build(tmp_path, text):
-    assert build(small_repository(tmp_path / "r", text), tmp_path / "site") != 0
+WRONG = {  # a text, and what its warning says
+    "[nowhere](b.ipynb)": "b.ipynb",
+    "[no such place](index.ipynb#nothing)": "nothing",
+    "# One\n\n#### Four": "header",
+}
+
+
+def test_what_is_wrong_ends_the_build(tmp_path, capsys):
+    "One build names them all: a warning is an error."
+    assert build(small_repository(tmp_path / "r", "\n\n".join(WRONG)), tmp_path / "site") != 0
+    warned = [line for line in capsys.readouterr().err.splitlines() if "WARNING" in line]
+    assert not [said for said in WRONG.values() if not any(said in line for line in warned)], warned
 
 
 def test_the_explorer_has_no_link_that_only_the_site_can_follow():

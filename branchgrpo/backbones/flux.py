@@ -42,14 +42,15 @@ def predict_flux(policy, latents: Tensor, time: Tensor, conditioning: dict[str, 
     "Return the velocity `(B, N, C)` of packed `latents` at noise level `time`."
     embeds = conditioning["prompt_embeds"]
     row = latents.new_ones(len(latents), dtype=torch.float32)
+    dtype = policy.dtype  # asked once, since it looks at every module
     return policy.call(
-        hidden_states=latents.to(policy.dtype),
-        timestep=(row * time).to(policy.dtype),
+        hidden_states=latents.to(dtype),
+        timestep=(row * time).to(dtype),
         guidance=row * policy.guidance_scale if policy.denoiser.config.guidance_embeds else None,
         pooled_projections=conditioning["pooled"],
         encoder_hidden_states=embeds,
-        img_ids=image_ids(policy.grid, latents.device).to(policy.dtype),
-        txt_ids=torch.zeros(embeds.shape[1], 3, device=latents.device, dtype=policy.dtype),
+        img_ids=image_ids(policy.grid, latents.device).to(dtype),
+        txt_ids=torch.zeros(embeds.shape[1], 3, device=latents.device, dtype=dtype),
         return_dict=False,
     )[0]
 
