@@ -23,7 +23,7 @@ import nbformat
 from jinja2 import Environment, StrictUndefined
 
 import branchgrpo
-from ..analysis.statistics import FAILS, HOLDS, LOWER, SAME
+from ..analysis.statistics import FAILS, HOLDS, LOWER, OPEN, SAME
 from ..files import write_text
 from .proof import proof_words, proofs
 from .report import seeds_text
@@ -264,6 +264,15 @@ def report_facts(root: Path = ROOT) -> dict[str, Any]:
         "rows": rows,
         "control_rows": control_rows,
         "pairs": {row["methods"]: row for row in facts["control"]["pairs"]},
+        "pairs_of_study": {
+            f"{row['methods']}, {row['task']}": row["at the end"] for row in record["pairs"]
+        },
+        "printed_short": {name: text.partition(":")[0] for name, text in printed.items()},
+        "waiting": ", ".join(
+            f"`{r['claim'].name}`"
+            for r in rows
+            if r["answer"] == OPEN and r["claim"].again and not r["first"]
+        ),
         "printed": printed,
         "how_many": how_many(record["answers"]),
         "found": {r["claim"].name: f"{shown_answer(r)}{short_found(r)}" for r in rows},
