@@ -88,7 +88,7 @@ def tree_and_edges(name: str, iteration: int = 0) -> tuple[Tree, list[Tensor]]:
     leaf_mask = counted_leaves(s, rewards, torch.zeros(1, dtype=torch.bool), noise, seen)
     return tree, trained_edges(s, tree, rewards, leaf_mask, noise)
 
-# %% ../../nbs/methods/22_pictures.ipynb #53423da7
+# %% ../../nbs/methods/22_pictures.ipynb #dbef4fe7
 def draw_plans(*names: str, iteration: int = 0) -> Figure:
     "Draw the plans of some recipes beside each other, with their calls and trained edges."
     width = {1: 4.5}.get(len(names), 9.0)
@@ -107,9 +107,12 @@ def draw_plans(*names: str, iteration: int = 0) -> Figure:
         if tree.plan.prune_at:
             marked.add("pruned")
     shown = [kind for kind in EDGE_NAMES if kind in kinds]
-    options = {"loc": "upper right", "bbox_to_anchor": (1.0, -0.45), "ncols": 4, "fontsize": 9}
+    options = {"loc": "upper right", "bbox_to_anchor": (1.0, -0.34), "ncols": 4, "fontsize": 9}
     plan_legend(axes[0, -1], *marked, kinds=shown, **options)
+    legend = axes[0, -1].get_legend()
+    legend.set_in_layout(False)  # it is wider than its panel
     fig.tight_layout()
+    legend.set_in_layout(True)
     return fig
 
 # %% ../../nbs/methods/22_pictures.ipynb #340c8e2f
@@ -159,7 +162,7 @@ def draw_before_and_after(name: str, iterations: int = 16) -> Figure:
     )
     return draw_samples(images, titles, rows=["before", "after"])
 
-# %% ../../nbs/methods/22_pictures.ipynb #d6c25e6d
+# %% ../../nbs/methods/22_pictures.ipynb #cc94a024
 TESTBED = Path("../../figures/testbed")  # as a page in nbs/methods sees it
 
 
@@ -180,9 +183,11 @@ def draw_study(task: str, *names: str) -> Figure:
     groups = [study_group(task, name) for name in names]
     seeds = ", ".join(f"{group.label} {len(group.curves)}" for group in groups)
     print(f"task {task}; seeds: {seeds}")
-    return draw_learning(groups, "eval_reward", "reward, held-out captions")
+    fig = draw_learning(groups, "eval_reward", "reward, held-out captions")
+    fig.axes[1].set_xlabel("cost, in calls of the model")
+    return fig
 
-# %% ../../nbs/methods/22_pictures.ipynb #d488b651
+# %% ../../nbs/methods/22_pictures.ipynb #eac2db17
 HEALTHY = {  # metric: what is healthy, and what to do if it is not
     "reward_std": (
         "above 0, and no sudden fall",
@@ -192,7 +197,7 @@ HEALTHY = {  # metric: what is healthy, and what to do if it is not
         "near 0",
         "these prompts teach nothing: a reward of finer scores, more images, or a larger `eta`",
     ),
-    "clip_fraction": ("0.02 to 0.2 here, at the start below", "near 1: a smaller learning rate"),
+    "clip_fraction": ("far below 1", "near 1: a smaller learning rate"),
     "grad_norm": ("of one size", "a jump by ten: look at this iteration's rewards"),
     "kl": ("grows slowly from 0", "it grows fast: a smaller learning rate, or a larger `kl`"),
     "ess": ("well above 1", "one leaf decides: a smaller `beta`"),
