@@ -63,16 +63,17 @@ def draw_group(ax: Axes, group: Group, metric: str, x: str, colour: str) -> End:
 
 
 def name_lines(ax: Axes, ends: dict[str, End], colours: dict[str, str]) -> None:
-    "Write the names of lines beside their ends, in the colours of the lines."
+    """Write the names of lines at their ends, in the colours of the lines: beside the longest,
+    above those that end before."""
     low, high = ax.get_ylim()
+    longest = max(end for end, _ in ends.values())
     heights = spread_apart([y for _, y in ends.values()], 0.075 * (high - low))
-    for (label, (end, _)), height in zip(ends.items(), heights):
-        place = {
-            "xytext": (6, 0),
-            "textcoords": "offset points",
-            "va": "center",
-            "annotation_clip": False,
-        }
+    for (label, (end, y)), height in zip(ends.items(), heights):
+        place = {"xytext": (6, 0), "ha": "left", "va": "center"}
+        if end < 0.95 * longest:  # beside it, another line may go on
+            place = {"xytext": (2, 5), "ha": "right", "va": "bottom"}
+            height = y
+        place |= {"textcoords": "offset points", "annotation_clip": False}
         ax.annotate(label, (end, height), color=colours[label], parse_math=False, **place)
 
 

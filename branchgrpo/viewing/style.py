@@ -143,15 +143,17 @@ def use_style() -> None:
 MOST = 20_000  # colours of a picture that a palette can stand for
 
 
-def save_small_png(fig: Figure, target: str | Path | BinaryIO, colours: int, **options) -> None:
-    """Write a figure as a PNG with a palette, a third of the size; one of very many colours keeps
-    them all."""
+def save_small_png(
+    fig: Figure, target: str | Path | BinaryIO, colours: int, *, most: int = MOST, **options
+) -> None:
+    """Write a figure as a PNG with a palette, a third of the size; one of more than
+    `most` colours keeps them all."""
     from PIL import Image
 
     full = BytesIO()
     fig.savefig(full, format="png", bbox_inches="tight", **options)
     image = Image.open(full).convert("RGB")
-    if image.getcolors(MOST):
+    if image.getcolors(most):
         image = image.quantize(
             colours, kmeans=1
         )  # without it, one pale band may get another's colour
@@ -170,12 +172,12 @@ def save_figure(fig: Figure, path: str | Path) -> None:
     os.replace(temporary, path.with_suffix(".png"))
 
 # %% ../../nbs/viewing/00_style.ipynb #0f6313c7
-def small_figure(fig: Figure, dpi: int = 72, colours: int = 96):
+def small_figure(fig: Figure, dpi: int = 72, colours: int = 96, most: int = MOST):
     "Return the figure as a small palette PNG for the output of a notebook; close it."
     from IPython.display import Image as Output
 
     small = BytesIO()
-    save_small_png(fig, small, colours, dpi=dpi)
+    save_small_png(fig, small, colours, most=most, dpi=dpi)
     plt.close(fig)
     return Output(small.getvalue())
 
