@@ -17,7 +17,7 @@ from .. import recipes
 from ..methods.papers import ERRATA, QUOTES, erratum_text, quoted, quotes_of
 from ..plan import plan_cost
 from ..planning import plan_of
-from ..reproduction.answers import answer_rows, found_here
+from ..reproduction.answers import answer_rows, found_here, shown_answer
 from ..reproduction.study import read_registration
 from ..settings import MethodSettings
 
@@ -206,7 +206,7 @@ def results(*names: str, root: str | Path = "../..") -> str:
     for row in answer_rows(registered, record):
         claim = row["claim"]
         if {claim.label, claim.other} & set(names):
-            found = f"**{row['answer']}**: {found_here(row)}"
+            found = f"**{shown_answer(row)}**: {found_here(row)}"
             rows.append((claim.statement, claim.printed, found, row["seeds"]))
     head = ("claim", "printed", "found here, % of the baseline's gain [95 %]", "seeds")
     return (
