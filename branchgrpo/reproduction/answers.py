@@ -421,7 +421,7 @@ is within a fifth of the gain.
 above every model that was trained and drawn without ([by how much]\
 (../REPORT.md#guidance-without-training)). |
 
-{{ proof }} ([levels of proof](reproduction/23_proof.ipynb))."""
+{{ proof }} ([levels of proof](reproduction/25_proof.ipynb))."""
 QUESTIONS = {  # of the front page: of each, the claims that answer it
     "Is BranchGRPO above DanceGRPO for the same calls?": {
         "branchgrpo-cost": "",
