@@ -150,7 +150,7 @@ def comparisons_text(verdicts: list[dict]) -> str:
         sentences += [f"{are(unclear)} unclear."] if unclear else []
     if same:
         sentences.append(f"{same} without a verdict: every seed shows the same difference.")
-    return " ".join(filter(None, [*sentences, corrected_text(verdicts)]))
+    return " ".join([*sentences, corrected_text(verdicts)]).strip()
 
 
 def fallen_text(verdict: dict[str, str]) -> str:
@@ -290,7 +290,9 @@ def draw_panel(ax: Axes, rows: list[str], tested: dict[str, dict], reach: float)
 def tick_below(reach: float) -> float:
     "Return the largest number below `reach` that has few digits."
     unit = 10.0 ** math.floor(math.log10(reach))
-    return max(step * unit for step in (0.8, 1, 1.5, 2, 3, 4, 5, 6, 8) if step * unit < 0.95 * reach)
+    return max(
+        step * unit for step in (0.8, 1, 1.5, 2, 3, 4, 5, 6, 8) if step * unit < 0.95 * reach
+    )
 
 
 def reach_of(group: list[dict]) -> float:

@@ -4,13 +4,17 @@
 
 # %% auto #0
 __all__ = ['SCALES', 'KINDS', 'EARLIER', 'base_config', 'as_published', 'Arms', 'new_page', 'templates', 'Job', 'scale_table',
-           'check_parameters', 'merged', 'known_pages', 'jobs', 'page_arms', 'run_folder', 'planned_runs',
-           'wanted_runs', 'missing_runs', 'settings_today', 'differing', 'changed_settings', 'earlier']
+           'check_parameters', 'default_parameters', 'go_to_checkout', 'merged', 'known_pages', 'jobs', 'page_arms',
+           'run_folder', 'planned_runs', 'wanted_runs', 'missing_runs', 'settings_today', 'differing',
+           'changed_settings', 'earlier']
 
 # %% ../../nbs/reproduction/04_pages.ipynb #2c29830b
+import ast
+import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -214,6 +218,28 @@ def check_parameters(name: str, template: Path, parameters: dict) -> None:
         if not isinstance(parameters[parameter], kind):
             raise ValueError(f"{parameter}: {shown(parameters[parameter])} is not {words}")
 
+# %% ../../nbs/reproduction/04_pages.ipynb #160f4aab
+def default_parameters(template: str | Path) -> dict[str, Any]:
+    "Return the parameters of a page with its own values, where these are plain Python values."
+    own: dict[str, Any] = {}
+    for cell in nbformat.read(template, 4).cells:
+        if "parameters" not in cell.metadata.get("tags", []):
+            continue
+        for line in ast.parse(cell.source).body:
+            if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and line.value:
+                with contextlib.suppress(ValueError):
+                    own[line.target.id] = ast.literal_eval(line.value)
+    return own
+
+
+def go_to_checkout() -> None:
+    """Change the working directory from a folder of `reproduce/` to that above it: a page's paths
+    begin there."""
+    here = Path.cwd()
+    for folder in (here, *here.parents):
+        if folder.name == "reproduce" and (folder / "scales.yaml").is_file():
+            os.chdir(folder.parent)
+
 # %% ../../nbs/reproduction/04_pages.ipynb #ab12cd34
 def merged(known: dict, given: dict) -> dict:
     "Return the parameters `known` with those `given` in their place; a table is merged key by key."
@@ -261,6 +287,8 @@ def jobs(
         runner = row.pop("runner", {})
         parameters = merged(row, given or {})
         check_parameters(name, found[name], parameters)
+        if "record" in default_parameters(found[name]):  # a page by itself draws its record
+            parameters.setdefault("record", "")
         todo.append(Job(name, found[name], parameters, Path(out) / scale / f"{name}.ipynb", runner))
     if not todo:
         raise ValueError(f"scale: no notebook in {str(folder)!r} has parameters for {scale!r}")
