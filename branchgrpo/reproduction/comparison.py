@@ -7,7 +7,7 @@ __all__ = ['COST', 'CURVE', 'Comparison', 'score_name', 'scores_below_base', 'ro
 
 # %% ../../nbs/reproduction/09_comparison.ipynb #bb2a6d38
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -32,11 +32,26 @@ CURVE = "curve"  # in place of an x: compare the averages over the run
 
 @dataclass
 class Comparison:
-    "Finished runs by label, `runs {label: [run of each seed]}`; all labels have the same seeds."
+    "Finished runs by label, `runs {label: [run of each seed]}`, on the same `seeds`, or on its own."
 
     runs: dict[str, list]
     seeds: list[int]
     record: dict | None = None  # where the runs are from, if they were not trained or found
+    own: dict[str, list[int]] = field(default_factory=dict)  # the seeds of labels with others
+
+    def seeds_of(self, label: str) -> list[int]:
+        "Return the seeds of a label's runs."
+        return self.own.get(label, self.seeds)
+
+    def pair(self, label: str, other: str) -> "Comparison":
+        "Return the comparison of two labels on the seeds that both have."
+        theirs = set(self.seeds_of(other))
+        both = [seed for seed in self.seeds_of(label) if seed in theirs]
+        runs = {}
+        for name in (label, other):
+            of_seed = dict(zip(self.seeds_of(name), self.runs[name]))
+            runs[name] = [of_seed[seed] for seed in both]
+        return Comparison(runs, both, self.record)
 
     def evaluations(self, label: str) -> list[list[dict]]:
         "Return the evaluations of each seed, with their `cost`."
@@ -73,30 +88,34 @@ class Comparison:
 
     def only(self, labels: Iterable[str]) -> "Comparison":
         "Return the comparison of some of the labels."
-        return Comparison({label: self.runs[label] for label in labels}, self.seeds, self.record)
+        labels = list(labels)
+        runs = {label: self.runs[label] for label in labels}
+        own = {label: self.own[label] for label in labels if label in self.own}
+        return Comparison(runs, self.seeds, self.record, own)
 
     def test_claim(self, label: str, other: str, key: str, x: str | None = None) -> dict:
         """Return difference, interval and verdict of the claim that `label` beats `other` in `key`.
 
         `x` None compares at equal iterations, "curve" on average over the run, and a key such as
-        cost or denoiser_calls at the largest value that both have reached. The margin is a share of
-        what `other` gains.
+        cost or denoiser_calls at the largest value that both have reached. The seeds are those that
+        both have. The margin is a share of what `other` gains.
         """
+        both = self.pair(label, other)
         budget = None
         at_equal = x
         if x is None:
-            ours = self.at_end(label, key)
-            theirs = self.at_end(other, key)
+            ours = both.at_end(label, key)
+            theirs = both.at_end(other, key)
             at_equal = "iterations"
         elif x == CURVE:
-            ours = self.on_average(label, key)
-            theirs = self.on_average(other, key)
+            ours = both.on_average(label, key)
+            theirs = both.on_average(other, key)
             at_equal = "iterations, on average over the run"
         else:
-            budget = self.only([label, other]).budget(x)
-            ours = self.at_equal(label, key, x, budget)
-            theirs = self.at_equal(other, key, x, budget)
-        begin = [run.evaluations[0][key] for run in self.runs[other]]
+            budget = both.budget(x)
+            ours = both.at_equal(label, key, x, budget)
+            theirs = both.at_equal(other, key, x, budget)
+        begin = [run.evaluations[0][key] for run in both.runs[other]]
         gains = [value - first for value, first in zip(theirs, begin)]
         claim = {
             "claim": f"{label} above {other}",
@@ -117,9 +136,10 @@ class Comparison:
         xs=(None, "denoiser_calls", "seconds"),
     ) -> list[dict]:
         "Return every claim tested at each of `xs`; one seed or one iteration have none."
-        if len(self.seeds) < 2 or not self.decides:
+        if not self.decides:
             return []
-        return [self.test_claim(label, other, key, x) for label, other in claims for x in xs]
+        tested = [pair for pair in claims if len(self.pair(*pair).seeds) > 1]
+        return [self.test_claim(label, other, key, x) for label, other in tested for x in xs]
 
 # %% ../../nbs/reproduction/09_comparison.ipynb #ce7caf8b
 def score_name(metric: str) -> str:
@@ -164,9 +184,10 @@ def roughness(rows: list[dict], early: bool = False) -> float:
 def test_rougher(found: Comparison, label: str, other: str, early: bool = False) -> list[dict]:
     """Return the tested claim that one curve is rougher than another; none with one seed or two
     evaluations."""
-    ours = [roughness(run.evaluations, early=early) for run in found.runs[label]]
-    theirs = [roughness(run.evaluations, early=early) for run in found.runs[other]]
-    if len(found.seeds) < 2 or not np.isfinite(ours + theirs).all():
+    both = found.pair(label, other)
+    ours = [roughness(run.evaluations, early=early) for run in both.runs[label]]
+    theirs = [roughness(run.evaluations, early=early) for run in both.runs[other]]
+    if len(both.seeds) < 2 or not np.isfinite(ours + theirs).all():
         return []
     part = "its first half" if early else "the run"
     claim = {"claim": f"{label} rougher than {other}", "key": "eval_reward", "budget": None}

@@ -129,7 +129,8 @@ def record_outputs(job: Job, figures: Path) -> list[dict[str, Any]]:
         job.name, [record], job.template.parents[job.name.count("/")] / "published"
     )
     picture = path.with_name(f"{path.stem}_claims.png")
-    texts = [note, found_text(record), details(record), *tables]
+    shown = [table.replace("<details>", "<details open>") for table in tables]
+    texts = [note, *shown, found_text(record), details(record)]
     outputs = [
         {"data": {"text/markdown": in_lines(text)}, "metadata": {}, "output_type": "display_data"}
         for text in texts

@@ -18,6 +18,7 @@ import os
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,11 @@ class Arms:
     changes: dict[str, dict]
     seeds: list[int]
     runs: str = "runs/testbed"  # the folder of cached runs
+    more: dict[str, list[int]] = field(default_factory=dict)  # further seeds of some labels
+
+    def seeds_of(self, label: str) -> list[int]:
+        "Return all seeds of a label."
+        return [*self.seeds, *self.more.get(label, [])]
 
     def changed(self) -> dict[str, TrainConfig]:
         "Return the config of each label, without its seeds."
@@ -90,7 +96,9 @@ class Arms:
 
     def configs(self) -> dict[tuple[str, int], TrainConfig]:
         "Return `{(label, seed): config}`, seed by seed. Raise `ValueError` on a wrong setting."
-        for seed in self.seeds:
+        of_label = {label: self.seeds_of(label) for label in self.changes}
+        seeds = list(dict.fromkeys([*self.seeds, *chain(*of_label.values())]))
+        for seed in seeds:
             if not isinstance(seed, int):
                 raise ValueError(f"seeds: {shown(seed)} is not a whole number")
         changed = self.changed()
@@ -98,13 +106,18 @@ class Arms:
             resolve(config)  # raises on a wrong setting
         return {
             (label, seed): dataclasses.replace(changed[label], seed=seed)
-            for seed in self.seeds
+            for seed in seeds
             for label in changed
+            if seed in of_label[label]
         }
 
     def only(self, labels: Iterable[str]) -> "Arms":
         "Return some of the arms."
-        return dataclasses.replace(self, changes={label: self.changes[label] for label in labels})
+        return dataclasses.replace(
+            self,
+            changes={label: self.changes[label] for label in labels},
+            more={label: seeds for label, seeds in self.more.items() if label in labels},
+        )
 
 # %% ../../nbs/reproduction/04_pages.ipynb #ae0145f5
 def new_page(

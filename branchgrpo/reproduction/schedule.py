@@ -197,20 +197,20 @@ def run_all(
 
 # %% ../../nbs/reproduction/05_schedule.ipynb #c18d333a
 def redrawn_job(job: Job, folder: Path) -> Job:
-    "Return the job that draws a page from its record. Raise `ValueError` if it cannot be drawn so."
-    record = record_path(job.name, job.parameters.get("output", "figures/testbed"))
-    if "record" not in default_parameters(job.template):
-        why = "draws from models" if job.runner.get("models") else "would train or compute anew"
-        raise ValueError(f"redraw: {job.name} has no parameter 'record', and {why}")
-    if not record.exists():
-        raise ValueError(f"redraw: {job.name} has no record")
-    if page_arms(job):
+    """Return the job that draws a page from its record; one without runs and models computes again.
+
+    Raise `ValueError` if it cannot be drawn so."""
+    again = replace(job, executed=folder / f"{job.name}.ipynb")
+    if "record" in default_parameters(job.template):
+        record = record_path(job.name, job.parameters.get("output", "figures/testbed"))
+        if not record.exists():
+            raise ValueError(f"redraw: {job.name} has no record")
         recorded_runs(read_record(record))
-    again = replace(
-        job,
-        parameters=job.parameters | {"record": str(record)},
-        executed=folder / f"{job.name}.ipynb",
-    )
+        again = replace(again, parameters=job.parameters | {"record": str(record)})
+    elif job.runner.get("models"):
+        raise ValueError(f"redraw: {job.name} draws from models")
+    elif page_arms(job):
+        raise ValueError(f"redraw: {job.name} has no parameter 'record', and would train")
     again.executed.unlink(missing_ok=True)  # what draws may have changed since
     return again
 
