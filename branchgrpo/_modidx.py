@@ -2269,6 +2269,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'branchgrpo/reproduction/pages.py'),
                                                'branchgrpo.reproduction.pages.earlier': ( 'reproduction/pages.html#earlier',
                                                                                           'branchgrpo/reproduction/pages.py'),
+                                               'branchgrpo.reproduction.pages.further_seeds': ( 'reproduction/pages.html#further_seeds',
+                                                                                                'branchgrpo/reproduction/pages.py'),
                                                'branchgrpo.reproduction.pages.go_to_checkout': ( 'reproduction/pages.html#go_to_checkout',
                                                                                                  'branchgrpo/reproduction/pages.py'),
                                                'branchgrpo.reproduction.pages.jobs': ( 'reproduction/pages.html#jobs',

@@ -32,7 +32,7 @@ CURVE = "curve"  # in place of an x: compare the averages over the run
 
 @dataclass
 class Comparison:
-    "Finished runs by label, `runs {label: [run of each seed]}`, on the same `seeds`, or on its own."
+    "Finished runs by label, `runs {label: [run of each seed]}`, on `seeds`, or on a label's `own`."
 
     runs: dict[str, list]
     seeds: list[int]

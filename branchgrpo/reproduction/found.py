@@ -254,7 +254,7 @@ def row_label(tested: dict, count: bool) -> str:
     label = tested["claim"].replace(ROUGHER, " − ", 1).replace(" above ", " − ", 1)
     if len(label) > LONG:
         label = label.replace(" − ", " −\n", 1)
-    return f"{label} ({tested['seeds']} seeds)" if count else label
+    return f"{label}, {tested['seeds']} seeds" if count else label
 
 
 def draw_claim(ax: Axes, row: int, tested: dict) -> None:

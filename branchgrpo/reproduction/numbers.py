@@ -42,6 +42,7 @@ def comparison_rows(c: Comparison, columns: dict[str, str]) -> list[dict]:
         last = runs[0].metrics[-1]
         row = {
             "label": label,
+            **({"seeds": len(runs)} if c.own else {}),
             "denoiser_calls": last["denoiser_calls"],
             "trained_calls": last.get("trained_calls", 0),
         }

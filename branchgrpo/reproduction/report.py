@@ -145,7 +145,8 @@ def seeds_text(counts: Collection[int]) -> str:
 def origin(record: dict) -> str:
     "Return when and where a record was made, of how many seeds, and what it cost."
     seeds = record.get("seeds") or []  # a list, or of a study how many each world has
-    counts = seeds.values() if isinstance(seeds, dict) else [len(seeds)] if seeds else []
+    counts = list(seeds.values()) if isinstance(seeds, dict) else [len(seeds)] if seeds else []
+    counts += map(len, record.get("own_seeds", {}).values())
     text = ", ".join(
         filter(None, (record.get("date", ""), record.get("device", ""), seeds_text(counts)))
     )
