@@ -12,7 +12,7 @@ __all__ = ['TITLES', 'EQUAL', 'ROUGHER', 'NONE', 'SIGNS', 'ROUGH_SIGNS', 'BELOW'
 # %% ../../nbs/reproduction/23_found.ipynb #c23bade3
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -78,7 +78,7 @@ ROUGH_SIGNS = {HIGHER: "rougher than", LOWER: "smoother than", "equal": "as roug
 
 def listed(parts: Collection[str]) -> str:
     "Return texts as a list in a sentence: a, b and c."
-    *first, last = parts
+    *first, last = parts or [""]
     return f"{', '.join(first)} and {last}" if first else last
 
 
@@ -364,7 +364,7 @@ def claims_picture(record: dict, path: str | Path) -> Path | None:
 class Found:
     "What a page has found, from its `record`; a notebook shows it with its `picture`."
 
-    record: dict
+    record: dict = field(repr=False)
     picture: Path | None = None
 
     def _ipython_display_(self) -> None:
