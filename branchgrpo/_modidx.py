@@ -2163,6 +2163,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                'branchgrpo/reproduction/found.py'),
                                                'branchgrpo.reproduction.found.verdicts': ( 'reproduction/found.html#verdicts',
                                                                                            'branchgrpo/reproduction/found.py'),
+                                               'branchgrpo.reproduction.found.which_fall': ( 'reproduction/found.html#which_fall',
+                                                                                             'branchgrpo/reproduction/found.py'),
                                                'branchgrpo.reproduction.found.word_of': ( 'reproduction/found.html#word_of',
                                                                                           'branchgrpo/reproduction/found.py')},
             'branchgrpo.reproduction.launch': { 'branchgrpo.reproduction.launch.Ended': ( 'reproduction/launch.html#ended',

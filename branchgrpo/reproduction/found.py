@@ -6,11 +6,13 @@
 __all__ = ['TITLES', 'EQUAL', 'ROUGHER', 'NONE', 'SIGNS', 'ROUGH_SIGNS', 'BELOW', 'FALLS', 'INKS', 'PALE', 'LONG', 'LETTER',
            'PANEL', 'WORDS', 'ROW', 'HIGH_ROW', 'HEAD', 'CAPTION', 'place_of', 'measure_of', 'word_of', 'is_decided',
            'listed', 'places_text', 'claim_text', 'decided_texts', 'are', 'corrected_text', 'comparisons_text',
-           'fallen_text', 'own_lines', 'found_text', 'folded', 'verdict_line', 'verdicts', 'details', 'measure_title',
-           'row_label', 'draw_claim', 'draw_panel', 'tick_below', 'reach_of', 'draw_claims', 'claims_picture', 'Found']
+           'which_fall', 'fallen_text', 'own_lines', 'found_text', 'folded', 'verdict_line', 'verdicts', 'details',
+           'measure_title', 'row_label', 'draw_claim', 'draw_panel', 'tick_below', 'reach_of', 'draw_claims',
+           'claims_picture', 'Found']
 
 # %% ../../nbs/reproduction/23_found.ipynb #c23bade3
 import math
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -129,8 +131,8 @@ def corrected_text(verdicts: list[dict]) -> str:
     remain = sum(tested["p_page"] <= 0.05 for tested in apart)
     which = f"{remain} of the {len(apart)} differences"
     if remain in (0, len(apart)):
-        which = ("all " if remain > 1 else "") + (f"{remain or 'no'} difference")
-        which += "s" if remain > 1 else ""
+        all_of = {0: "no difference", 1: "the one difference", 2: "both differences"}
+        which = all_of.get(remain, f"all {remain} differences")
     verb = "remain" if remain > 1 else "remains"
     return f"Corrected for all claims of the page, {which} {verb}."
 
@@ -153,15 +155,23 @@ def comparisons_text(verdicts: list[dict]) -> str:
     return " ".join([*sentences, corrected_text(verdicts)]).strip()
 
 
+def which_fall(sentences: list[str]) -> str:
+    "Return the scores that fall: each, or of many how many settings fall in each score."
+    if len(sentences) <= 4:
+        return "; ".join(sentence.replace(BELOW, " in ") for sentence in sentences)
+    scores = [sentence.partition(BELOW)[2].rpartition(" (")[0] for sentence in sentences]
+    return ", ".join(f"{count} in {score}" for score, count in Counter(scores).most_common())
+
+
 def fallen_text(verdict: dict[str, str]) -> str:
     "Return in sentences which scores end below the base model's."
     below = {sentence: found for sentence, found in verdict.items() if BELOW in sentence}
-    fall = [sentence.replace(BELOW, " in ") for sentence, found in below.items() if found == FALLS]
+    fall = [sentence for sentence, found in below.items() if found == FALLS]
     others = len(below) - len(fall)
     sentences = []
     if fall:
         what = "score falls" if len(fall) == 1 else "scores fall"
-        sentences.append(f"{len(fall)} {what} below the base model's: {'; '.join(fall)}.")
+        sentences.append(f"{len(fall)} {what} below the base model's: {which_fall(fall)}.")
     if others:
         what = "score ends" if others == 1 else "scores end"
         sentences.append(
