@@ -55,7 +55,7 @@ faults: env  ## kill, starve and mislead it: the whole of tests/faults, and its 
 	@rm -rf .pytest_cache/faults
 	$(BIN)/python -m pytest tests/faults --faults -n 3
 
-figures: env  ## draw figures and verdicts again from their recorded runs (3 minutes on two cores); pages that need a model keep theirs
+figures: env  ## draw figures and verdicts again from their recorded runs, and store pages with outputs (3 minutes on two cores)
 	@echo "Drawing all figures again: about 3 minutes on two cores."
 	$(BIN)/branchgrpo reproduce --all --redraw --jobs 2
 

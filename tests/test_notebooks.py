@@ -196,10 +196,23 @@ def test_notebooks_open_with_a_title_and_a_sentence():
     assert [name(path) for path in LESSONS if not opens_well(path)] == []
 
 
-def test_pages_have_no_outputs():
+def outputs(path):
+    "Return all outputs that a notebook stores."
+    return [output for cell in cells(path) for output in cell.get("outputs", [])]
+
+
+def test_pages_are_stored_with_their_outputs():
+    "Results are where they are made; `make figures` stores them, without traces of its execution."
+    without = {name(path) for path in TEMPLATES if not outputs(path)}
+    assert without <= {"reproduce/study/answers.ipynb"}  # it waits for the record of its next study
+    kinds = {output["output_type"] for path in TEMPLATES for output in outputs(path)}
+    assert kinds <= {"display_data", "stream"}
     assert [
-        name(path) for path in TEMPLATES if any(cell.get("outputs") for cell in cells(path))
+        name(path)
+        for path in TEMPLATES
+        if any(output.get("name") == "stderr" for output in outputs(path))
     ] == []
+    assert sum(path.stat().st_size for path in TEMPLATES) <= 10_000_000
 
 
 def picture_sizes(path):

@@ -46,7 +46,7 @@ def section(page: str) -> str:
     "Return the section of the report on a page."
     report = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "figures").glob("*.md"))
     parts = re.split(r"^## ", report, flags=re.MULTILINE)
-    return next(part for part in parts if f"[notebook](../reproduce/{page}.ipynb)" in part)
+    return next(part for part in parts if f"(../reproduce/{page}.ipynb) · " in part)
 
 
 @pytest.mark.parametrize("page", sorted(PAGES))

@@ -16,9 +16,9 @@ from slow import often
 
 from branchgrpo.files import parse_table
 from branchgrpo.recipes import get
+from branchgrpo.reproduction.pages import default_parameters, templates
 from branchgrpo.reproduction.pages import jobs as all_jobs
-from branchgrpo.reproduction.pages import templates
-from branchgrpo.reproduction.records import read_record
+from branchgrpo.reproduction.records import read_record, record_path
 from branchgrpo.reproduction.runs import cache_key
 
 ROOT = Path(__file__).parents[1]
@@ -34,6 +34,17 @@ def test_every_notebook_has_its_scales_and_every_parameter_is_known():
         assert {"smoke", "testbed"} <= scales.keys(), name
     for scale in ("smoke", "quickstart", "testbed", "paper"):
         all_jobs([], scale, ROOT / "reproduce")
+
+
+def test_a_page_by_itself_shows_the_committed_result():
+    "*Run all* draws the record; only the runner, which trains, leaves it out."
+    for job in all_jobs([], "testbed", ROOT / "reproduce"):
+        own = default_parameters(job.template)
+        assert job.parameters.keys() <= {"record"}, job.name
+        assert job.parameters.get("record", "") == "", job.name
+        if own.get("record"):
+            assert own["record"] == str(record_path(job.name, own["output"])), job.name
+            assert (ROOT / own["record"]).is_file(), job.name
 
 
 def declares_its_runs(path) -> bool:

@@ -23,6 +23,7 @@ from ..viewing.run import align_columns
 from branchgrpo.analysis.statistics import (
     HIGHER,
     LOWER,
+    NO_SPREAD,
     UNCLEAR,
     paired_difference,
     mean_interval,
@@ -189,6 +190,11 @@ def answer(ours: str, theirs: str, found: dict[str, Any], digits: int) -> str:
         return (
             f"{ours} is lower than {theirs} by {interval_text(found, digits, -1)} {where}"
             f" ({seeds})."
+        )
+    if found["verdict"] == NO_SPREAD:
+        return (
+            f"{ours} differs from {theirs} by {found['difference']:+.{digits}f} in every seed"
+            f" {where} ({seeds}): without a spread there is no verdict."
         )
     if found["verdict"] != UNCLEAR:
         return (

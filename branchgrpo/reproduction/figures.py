@@ -4,16 +4,18 @@
 
 # %% auto #0
 __all__ = ['FEW', 'MANY', 'SECONDS', 'THREE_AXES', 'end_bar', 'draw_line', 'plot_curve', 'log_axis', 'ordered_legend',
-           'mark_image', 'side_by_side', 'own_recipes', 'reward_label', 'draw_curves', 'methods_below_base',
-           'name_methods_below_base', 'comparison_panels', 'forest_panel', 'claim_rows']
+           'mark_image', 'side_by_side', 'stored_figure', 'own_recipes', 'reward_label', 'draw_curves',
+           'methods_below_base', 'name_methods_below_base', 'comparison_panels', 'forest_panel', 'claim_rows']
 
 # %% ../../nbs/reproduction/11_figures.ipynb #5fcf5f2b
 import math
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
+from IPython.display import Image
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
@@ -141,6 +143,12 @@ def side_by_side(
         ax.text(-0.08, 0.5, caption, transform=ax.transAxes, ha="right", va="center", **plain)
     fig.subplots_adjust(wspace=0.06, hspace=0.06, left=2.2 / width)
     return fig
+
+# %% ../../nbs/reproduction/11_figures.ipynb #cd754bd0
+def stored_figure(path: str | Path, drawn: Collection) -> Image | None:
+    "Return the file `path`.png for a notebook; None if it lacks, or if the page has `drawn` anew."
+    file = Path(f"{path}.png")
+    return None if drawn or not file.is_file() else Image(file.read_bytes())
 
 # %% ../../nbs/reproduction/11_figures.ipynb #c6fce355
 def own_recipes(c: Comparison) -> dict[str, str]:

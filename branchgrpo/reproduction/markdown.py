@@ -43,7 +43,9 @@ def cell_text(value: object) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
-        return f"{value:,.2f}" if abs(value) >= 1000 else f"{value:.4g}"
+        if abs(value) < 1000:
+            return f"{value:.4g}"
+        return f"{value:,.0f}" if value.is_integer() else f"{value:,.2f}"
     if isinstance(value, dict):
         return ", ".join(f"{key} {cell_text(item)}" for key, item in value.items())
     if isinstance(value, (list, tuple)):

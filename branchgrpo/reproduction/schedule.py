@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Result', 'PageLines', 'run_notebook', 'mark_done', 'page_lock', 'execute', 'execute_now', 'why', 'put_page_in_place',
-           'as_they_end', 'result_line', 'run_all', 'redrawn_job', 'redraw']
+           'as_they_end', 'result_line', 'run_all', 'redrawn_job', 'redraw', 'store_shown']
 
 # %% ../../nbs/reproduction/05_schedule.ipynb #f6aedd91
 import contextlib
@@ -22,7 +22,8 @@ from filelock import FileLock, Timeout
 
 from ..files import in_words, refusal
 from .launch import PROGRESS
-from .pages import Job, check_parameters
+from .outputs import shows_itself, store, store_record
+from .pages import Job, default_parameters, page_arms
 from .records import read_record, record_path, recorded_runs
 from .workers import minutes_left, say, worker_environments, worker_pool
 
@@ -196,28 +197,26 @@ def run_all(
 
 # %% ../../nbs/reproduction/05_schedule.ipynb #c18d333a
 def redrawn_job(job: Job, folder: Path) -> Job:
-    "Return the job that draws a page from its record. Raise `ValueError` if it cannot be drawn so."
-    if job.runner.get("models"):
+    """Return the job that draws a page from its record; one without runs and models computes again.
+
+    Raise `ValueError` if it cannot be drawn so."""
+    again = replace(job, executed=folder / f"{job.name}.ipynb")
+    if "record" in default_parameters(job.template):
+        record = record_path(job.name, job.parameters.get("output", "figures/testbed"))
+        if not record.exists():
+            raise ValueError(f"redraw: {job.name} has no record")
+        recorded_runs(read_record(record))
+        again = replace(again, parameters=job.parameters | {"record": str(record)})
+    elif job.runner.get("models"):
         raise ValueError(f"redraw: {job.name} draws from models")
-    record = record_path(job.name, job.parameters.get("output", "figures/testbed"))
-    if not record.exists():
-        raise ValueError(f"redraw: {job.name} has no record")
-    recorded_runs(read_record(record))
-    try:
-        check_parameters(job.name, job.template, {"record": ""})
-    except ValueError:
-        raise ValueError(f"redraw: {job.name} has no parameter 'record', and would train") from None
-    again = replace(
-        job,
-        parameters=job.parameters | {"record": str(record)},
-        executed=folder / f"{job.name}.ipynb",
-    )
+    elif page_arms(job):
+        raise ValueError(f"redraw: {job.name} has no parameter 'record', and would train")
     again.executed.unlink(missing_ok=True)  # what draws may have changed since
     return again
 
 
 def redraw(todo: list[Job], folder: Path, workers: int, keep: bool) -> list[Result]:
-    """Draw pages from their records.
+    """Draw pages from their records; those with their own parameters are stored with their outputs.
 
     With `keep`, a page that cannot be drawn so keeps its figures; else it has failed.
     """
@@ -227,9 +226,23 @@ def redraw(todo: list[Job], folder: Path, workers: int, keep: bool) -> list[Resu
         try:
             again.append(redrawn_job(job, folder))
         except ValueError as error:
-            models = job.runner.get("models")
-            results.append(
-                Result(job.name, "kept" if keep or models else "failed", error=str(error))
-            )
+            kept = keep or job.runner.get("models")
+            results.append(Result(job.name, "kept" if kept else "failed", error=str(error)))
             say(f"{result_line(results[-1])}   {error}")
-    return [*results, *run_all(again, workers)]
+    drawn = run_all(again, workers)
+    store_shown(todo, [*results, *drawn])
+    return [*results, *drawn]
+
+
+def store_shown(todo: list[Job], results: list[Result]) -> None:
+    "Store the outputs of the pages that show themselves: drawn ones, and kept ones' records."
+    of_page = {result.name: result for result in results}
+    for job in todo:
+        figures = Path(job.parameters.get("output", "figures/testbed"))
+        result = of_page[job.name]
+        if result.state == "done" and shows_itself(job):
+            store(Path(result.notebook), job.template, figures)
+        elif (
+            result.state == "kept" and shows_itself(job) and record_path(job.name, figures).exists()
+        ):
+            store_record(job, figures)

@@ -130,10 +130,7 @@ def shown_notebook(notebook: dict[str, Any], found: str = "") -> dict[str, Any]:
     module = module_of(notebook)
     leads = [f"Reference: {{py:mod}}`{module}`"] if module else []
     if found:
-        leads += [
-            f"[What was found](/{found}). The notebook is stored without outputs; a click opens its"
-            " code."
-        ]
+        leads += [f"[What was found on all pages](/{found}). A click opens the code of a cell."]
         for cell in others:
             cell["metadata"]["tags"] = ["hide-input"] if cell["cell_type"] == "code" else []
     return {**notebook, "metadata": LANGUAGE, "cells": [first, *map(markdown_cell, leads), *others]}
