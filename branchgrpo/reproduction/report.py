@@ -258,9 +258,9 @@ def part_of(
 # %% ../../nbs/reproduction/13_report.ipynb #8ff02401
 VERDICT_COLUMNS = {
     "higher, or holds": "higher|hold|confirmed",
-    "lower, or does not hold": "lower|does not|do not|differ|refuted",
+    "lower, or does not hold": "lower|does not|do not|differ|refuted|not seen",
     "equal": "equal|the same",
-    "unclear": "unclear|cannot|undecided|not|no ",
+    "unclear": "unclear|cannot|undecided|not (?!seen)|no ",
 }
 HEAD = """# Every figure and number
 
