@@ -362,9 +362,8 @@ def clip_words(record: dict[str, Any]) -> dict[str, str]:
 def seconds_words(record: dict[str, Any]) -> dict[str, str]:
     """Return the seconds of an iteration of the tree and of DanceGRPO on `paper-plan`: on two CPU
     cores, and on an H100."""
-    known = [
-        record["seconds_by_device"][f"paper-plan: {name}"] for name in ("branchgrpo", "dancegrpo")
-    ]
+    labels = ["paper-plan: branchgrpo", "paper-plan: dancegrpo"]
+    known = [record["seconds_by_device"][label] for label in labels]
     machines = {"cpu": "2 CPU cores", "gpu": "NVIDIA H100 80GB HBM3"}
     return {
         name: " and ".join(f"{seconds[machine]:.1f}" for seconds in known)
