@@ -317,7 +317,7 @@ def harm_words(record: dict[str, Any]) -> str:
 
 def harm_rows(record: dict[str, Any]) -> list[dict[str, str]]:
     """Return a row per task: how the trained reward changed with each method, and of each score
-    that fell the largest fall, with its method and the base model's score."""
+    that fell by 1 % or more the largest fall, with its method and the base model's score."""
     rows = []
     for task, changes in record["changes"].items():
         gains = []
@@ -327,7 +327,8 @@ def harm_rows(record: dict[str, Any]) -> list[dict[str, str]]:
             if score == "trained reward":
                 gains.append(f"{change['recipe']} {change['change']:+.3f}")
             known = largest.get(score, change)
-            if change["verdict"] == LOWER and change["change"] <= known["change"]:
+            clear = -change["change"] >= 0.01 * abs(change["base"])
+            if clear and change["verdict"] == LOWER and change["change"] <= known["change"]:
                 largest[score] = change
         falls = [
             f"{score} −{-fall['change']:.2g} of {fall['base']:.3g} ({fall['recipe']})"
