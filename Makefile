@@ -42,8 +42,8 @@ check: env  ## formatting, lint and types
 	$(BIN)/ruff check
 	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
 
-test: env  ## every notebook's tests and tests/ (about 20 minutes on two cores, with 4 of installing)
-	@echo "All tests: about 17 minutes on two quiet cores, more on busy ones."
+test: env  ## every notebook's tests and tests/ (about 15 minutes on two cores, with 2 to 4 of installing)
+	@echo "All tests: about 13 minutes on two cores, more on busy ones."
 	$(BIN)/python -m pytest
 
 slow: env  ## what `make test` tries once, with every parameter: processes, kills, pages, recipes (nightly)
