@@ -438,7 +438,8 @@ QUESTIONS = {  # of the front page: of each, the claims that answer it
     },
     "Do cheaper updates keep the gain?": {
         "deppru-end": "depth pruning: ",
-        "widpru-end": "width pruning: ",
+        "widpru-end": "width pruning, the better child: ",
+        "extreme-end": "width pruning, the best and the worst: ",
         "mix-end": "BranchGRPO-Mix: ",
     },
 }
