@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['TITLES', 'EQUAL', 'ROUGHER', 'NONE', 'SIGNS', 'ROUGH_SIGNS', 'BELOW', 'FALLS', 'INKS', 'PALE', 'LONG', 'LETTER',
-           'PANEL', 'WORDS', 'ROW', 'HIGH_ROW', 'HEAD', 'CAPTION', 'place_of', 'measure_of', 'word_of', 'is_decided',
-           'listed', 'places_text', 'claim_text', 'decided_texts', 'are', 'corrected_text', 'comparisons_text',
+           'PANEL', 'WORDS', 'ROW', 'HIGH_ROW', 'HEAD', 'CAPTION', 'compared_at', 'measure_of', 'word_of', 'is_decided',
+           'with_commas', 'compared_at_all', 'claim_text', 'decided_texts', 'are', 'corrected_text', 'comparisons_text',
            'which_fall', 'fallen_text', 'own_lines', 'found_text', 'folded', 'verdict_line', 'verdicts', 'details',
            'measure_title', 'row_label', 'draw_claim', 'draw_panel', 'tick_below', 'reach_of', 'draw_claims',
-           'claims_picture', 'Found']
+           'claims_picture', 'PageFound']
 
 # %% ../../nbs/reproduction/23_found.ipynb #c23bade3
 import math
@@ -44,7 +44,7 @@ ROUGHER = " rougher than "
 NONE = "no spread"
 
 
-def place_of(tested: dict) -> str:
+def compared_at(tested: dict) -> str:
     "Return what is equal in a tested claim, as the title of a column."
     place = tested["at equal"]
     return TITLES.get(place, f"{EQUAL}{place}")
@@ -78,17 +78,17 @@ SIGNS = {HIGHER: "above", LOWER: "below", "equal": "equal to"}
 ROUGH_SIGNS = {HIGHER: "rougher than", LOWER: "smoother than", "equal": "as rough as"}
 
 
-def listed(parts: Collection[str]) -> str:
+def with_commas(parts: Collection[str]) -> str:
     "Return texts as a list in a sentence: a, b and c."
     *first, last = parts or [""]
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def places_text(places: Collection[str]) -> str:
+def compared_at_all(places: Collection[str]) -> str:
     "Return titles of columns in a sentence: at equal iterations and cost, averaged over the run."
     equal = [place.removeprefix(EQUAL) for place in places if place.startswith(EQUAL)]
     others = [place for place in places if not place.startswith(EQUAL)]
-    return ", ".join([f"{EQUAL}{listed(equal)}"] * bool(equal) + others)
+    return ", ".join([f"{EQUAL}{with_commas(equal)}"] * bool(equal) + others)
 
 
 def claim_text(tested: dict, places: Collection[str]) -> str:
@@ -97,7 +97,7 @@ def claim_text(tested: dict, places: Collection[str]) -> str:
     ours, theirs = tested["claim"].split(ROUGHER if rough else " above ", 1)
     sign = (ROUGH_SIGNS if rough else SIGNS)[word_of(tested)]
     about = "" if tested.get("key") == "eval_reward" else f" in {measure_of(tested.get('key'))}"
-    return f"{ours} is {sign} {theirs}{about} {places_text(places)}"
+    return f"{ours} is {sign} {theirs}{about} {compared_at_all(places)}"
 
 
 def decided_texts(verdicts: list[dict]) -> list[str]:
@@ -108,7 +108,7 @@ def decided_texts(verdicts: list[dict]) -> list[str]:
         groups.setdefault(same, []).append(tested)
     texts = []
     for group in groups.values():
-        places = dict.fromkeys(map(place_of, group))
+        places = dict.fromkeys(map(compared_at, group))
         texts.append(claim_text(group[0], places))
     return texts
 
@@ -322,7 +322,7 @@ def draw_claims(verdicts: list[dict]) -> Figure:
         for title, group in blocks.items()
     }
     places = {
-        title: list(dict.fromkeys(place_of(tested) for tested in group))
+        title: list(dict.fromkeys(compared_at(tested) for tested in group))
         for title, group in blocks.items()
     }
     lines = [line for labels in rows.values() for label in labels for line in label.splitlines()]
@@ -343,7 +343,7 @@ def draw_claims(verdicts: list[dict]) -> Figure:
             bottom = top - 0.5 - tall[title]
             box = ((left + step * number), bottom, PANEL, tall[title])
             ax = fig.add_axes((box[0] / width, box[1] / height, box[2] / width, box[3] / height))
-            here = {row_label(t, count): t for t in group if place_of(t) == place}
+            here = {row_label(t, count): t for t in group if compared_at(t) == place}
             draw_panel(ax, rows[title], here, reach)
             ax.set_title(place, fontsize=9)
             if number == 0:
@@ -371,7 +371,7 @@ def claims_picture(record: dict, path: str | Path) -> Path | None:
 
 
 @dataclass
-class Found:
+class PageFound:
     "What a page has found, from its `record`; a notebook shows it with its `picture`."
 
     record: dict = field(repr=False)

@@ -18,7 +18,7 @@ import numpy as np
 from ..analysis.statistics import mean_interval, with_false_discovery
 from ..files import write_text
 from .comparison import Comparison
-from .found import Found, claims_picture
+from .found import PageFound, claims_picture
 from .records import Runs, run_record, table_of, write_record, write_runs
 from ..training.runs import environment
 
@@ -78,7 +78,7 @@ def write_numbers(
     | None = None,  # the time when the page began; none: it says nothing of its seconds
     runs: Runs | None = None,  # a table of runs, to lie beside it
     drawn_from: str | Path = "",  # the record that is drawn again
-) -> Found:
+) -> PageFound:
     """Write a page's numbers as JSON, with their date, commit and machine; return what it found,
     which a notebook shows.
 
@@ -92,7 +92,7 @@ def write_numbers(
     if runs is not None:
         write_runs(table_of(path), Path(path).stem, runs)
     write_text(path, json.dumps(record, indent=1, default=float))
-    return Found(record)
+    return PageFound(record)
 
 # %% ../../nbs/reproduction/18_numbers.ipynb #aa228095
 def verdicts_of_sample(
@@ -117,7 +117,7 @@ def hours_by_device(runs: Iterable[Any]) -> dict[str, float]:
 # %% ../../nbs/reproduction/18_numbers.ipynb #b7d6acbc
 def write_comparison(
     path: str, c: Comparison, rows: list[dict], verdicts: list[dict], **more: Any
-) -> Found:
+) -> PageFound:
     """Write a comparison: rows, verdicts, date, commit and machine, and `more` as JSON; its runs as
     a table; return what it found, which a notebook shows.
 
@@ -136,4 +136,4 @@ def write_comparison(
         **more,
     }
     write_record(path, record, runs)
-    return Found(record, claims_picture(record, path))
+    return PageFound(record, claims_picture(record, path))
