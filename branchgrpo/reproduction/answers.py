@@ -407,8 +407,8 @@ That is an example. The study has other tiny models, more updates, and claims th
 [registered](../reproduce/registered.yaml) before its runs.
 Differences are in percent of what the baseline gains, with 95 % intervals. Where two stand, the \
 first counts calls as this engine does (siblings share one), the second as the papers do.
-*Confirmed* and *the same* are registered tests with an error of 5 % over all claims; *the same* \
-is within a fifth of the gain.
+*Confirmed* and *the same* are registered tests ([their error rates](../REPORT.md#what-we-did)); \
+*the same* is within a fifth of the gain.
 
 | question | answer |
 |---|---|

@@ -93,6 +93,7 @@ def scores(s: MethodSettings) -> str:
 # %% ../../nbs/methods/06_index.ipynb #3f29aa5a
 TRAINED_WHEN_PRUNED = {
     "parent-top1": "every step with noise; below each last split only the best child",
+    "parent-first": "every step with noise; below each last split only the first child",
     "extreme": "chains of the best and worst leaves",
     "depth-window": "all but a moving window of depths",
 }
