@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..analysis.curves import Measured
+from ..analysis.cost import Measured
 from ..files import write_atomic, write_text
 
 # %% ../../nbs/reproduction/01_records.ipynb #b7a53d2e
