@@ -198,7 +198,7 @@ def run_here(jobs: "list[Job]", o: PageOptions) -> int:
     "Make the missing runs, execute the notebooks, and print what failed."
     from branchgrpo.reproduction import schedule
     from branchgrpo.reproduction.pages import missing_runs
-    from branchgrpo.reproduction.report import write_page
+    from branchgrpo.reproduction.report import write_results
     from branchgrpo.reproduction.training import make_runs
 
     launch = o.launch or ""
@@ -226,7 +226,7 @@ def run_here(jobs: "list[Job]", o: PageOptions) -> int:
     for result in failed:
         print(f"  {result.name}: {result.error}\n    {result.notebook}".rstrip())
     if o.scale == "testbed":
-        print(f"figures/README.md and the files beside it show {write_page(o.folder)} of them")
+        print(f"figures/README.md lists {write_results(o.folder)} of them")
     refused = all(result.error.startswith("Refused: ") for result in failed)
     return 0 if not failed else REFUSED if refused else 1
 
