@@ -198,6 +198,7 @@ def run_here(jobs: "list[Job]", o: PageOptions) -> int:
     "Make the missing runs, execute the notebooks, and print what failed."
     from branchgrpo.reproduction import schedule
     from branchgrpo.reproduction.pages import missing_runs
+    from branchgrpo.reproduction.redraw import redraw
     from branchgrpo.reproduction.report import write_results
     from branchgrpo.reproduction.training import make_runs
 
@@ -206,7 +207,7 @@ def run_here(jobs: "list[Job]", o: PageOptions) -> int:
         return train_only(jobs, o.only, launch)
     gpus = o.gpus.split(",") if o.gpus else None
     if o.redraw:
-        results = schedule.redraw(jobs, Path(o.output) / "redraw", o.jobs, o.all)
+        results = redraw(jobs, Path(o.output) / "redraw", o.jobs, o.all)
     else:
         make_runs(jobs, o.jobs, gpus, launch)
         # a page would train a missing run in one process

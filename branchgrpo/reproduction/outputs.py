@@ -22,8 +22,7 @@ from ..files import write_text
 from .found import details, folded, found_text
 from .markdown import cell_text, markdown_table
 from .pages import Job, default_parameters
-from .records import read_record, record_path
-from .report import origin
+from .records import origin, read_record, record_path
 from .tables import published
 
 # %% ../../nbs/reproduction/24_outputs.ipynb #1ce97e52
