@@ -15,7 +15,7 @@ from pathlib import Path
 import nbformat
 
 from ..files import write_text
-from .found import verdicts
+from .found import outcomes
 from .pages import earlier, jobs, templates
 from .records import made_text, read_record
 
@@ -34,17 +34,13 @@ class PageResult:
     name: str
     path: Path
     title: str
-    verdicts: list[str]
+    outcomes: list[str]  # of its claims
     made: str  # when, where, on how many seeds
     earlier: str  # a sentence; empty: its runs are those that it would train today
 
     def count(self, pattern: str) -> int:
-        """Return how many verdicts begin with a pattern; a verdict stands in bold at the end of its
-        line, or begins it."""
-        bold = rf"\*\*({pattern})[^*]*\*\*"
-        return sum(
-            bool(re.search(rf"^{bold}|{bold}$", line, re.IGNORECASE)) for line in self.verdicts
-        )
+        "Return how many outcomes begin with a pattern."
+        return sum(bool(re.match(pattern, outcome)) for outcome in self.outcomes)
 
 
 def result_of(name: str, path: Path, folder: Path, figures: str | Path) -> PageResult | None:
@@ -58,7 +54,7 @@ def result_of(name: str, path: Path, folder: Path, figures: str | Path) -> PageR
         name=name,
         path=path,
         title=title,
-        verdicts=[line for record in records for line in verdicts(record)],
+        outcomes=[word for record in records for word in outcomes(record)],
         made="; ".join(dict.fromkeys(map(made_text, records))),
         earlier=" ".join(filter(None, (earlier(record, job) for record in records))),
     )
