@@ -8,10 +8,10 @@ import nbformat
 import pytest
 
 from branchgrpo.reproduction.answers import CLOSING, OPENING, first_answers, written_report
+from branchgrpo.reproduction.cache import cache_key
 from branchgrpo.reproduction.pages import jobs, planned_runs, templates
 from branchgrpo.reproduction.records import read_record
 from branchgrpo.reproduction.report import write_results
-from branchgrpo.reproduction.runs import cache_key
 from branchgrpo.training.resolve import resolve
 
 ROOT = Path(__file__).parents[1]

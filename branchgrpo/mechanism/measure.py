@@ -29,7 +29,7 @@ from . import exact
 from ..plan import papers_cost
 from ..planning import sampling_process
 from ..prompts import PromptSet, load_prompts
-from ..reproduction.runs import cache_key
+from ..reproduction.cache import cache_key
 from ..selection import looks_at_images
 from branchgrpo.settings import (
     CreditSettings,

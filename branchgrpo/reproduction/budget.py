@@ -26,7 +26,7 @@ from ..machine.peak import GB, encoder_sizes, fits, parameters_of
 from ..messages import count_of
 from .pages import Job, planned_runs
 from .pages import run_folder
-from .runs import Wanted, cache_key
+from .cache import Wanted, cache_key
 from ..training.config import Settings, TrainConfig
 from ..training.resolve import resolve
 

@@ -24,7 +24,7 @@ from ..bounds import bounded
 
 if TYPE_CHECKING:  # a look at the options needs none of them
     from branchgrpo.reproduction.pages import Job
-    from branchgrpo.reproduction.runs import Wanted
+    from branchgrpo.reproduction.cache import Wanted
     from branchgrpo.reproduction.slurm import Tasks
 
 # %% ../../nbs/reproduction/08_command.ipynb #0783f968
