@@ -112,6 +112,10 @@ class StrangePipeline(DiffusionPipeline):
         if self.lie == "loud":
             x = 3 * x
         self.scheduler.set_timesteps(num_inference_steps)
+        if self.lie == "one step":  # allowed: it cannot take one
+            height += 0 // (num_inference_steps // 2)
+        if self.lie == "broken" and num_inference_steps == 4:
+            raise ZeroDivisionError("division of 4")
         memory = 0.0
         for i, t in enumerate(self.scheduler.timesteps):
             age = 1 - t.expand(count) / 1000
@@ -245,6 +249,7 @@ REFUSED = {
     "cut": "the gradient of its latents is 0",
     "half cut": "a finite difference of its latents is 2.00 of the gradient",
     "tail": "the image differs by",
+    "broken": r"its own call of 4 steps fails \(division of 4\)",
 }
 
 
@@ -265,6 +270,19 @@ def test_what_three_steps_hide_the_runs_own_steps_show():
 
 def test_guidance_by_time_is_allowed():
     hold(strange("time")).self_check(10)
+
+
+def test_a_pipeline_that_cannot_take_one_step_is_allowed():
+    "As Mochi, whose levels are made of two halves."
+    hold(strange("one step")).self_check(4)
+
+
+def test_a_picture_that_is_encoded_by_chance_is_encoded_as_the_mean():
+    policy = hold(make("flux-fill"), **PIPELINES["flux-fill"])
+    checked = policy.self_check(2, gradients=False)
+    assert checked.found["output"] < 1e-6
+    assert "a picture is encoded as the mean of what its VAE would draw" in str(checked)
+    assert "mean" not in str(hold(strange()).self_check(2, gradients=False))
 
 
 def test_rows_that_see_each_other_get_calls_of_their_own():
@@ -552,7 +570,7 @@ def test_prompts_with_a_picture_train_evaluate_and_export(name, tmp_path):
     run = made.fit(quiet=True)
     assert [row["rollout_mismatch"] for row in run.metrics] == [0, 0]
     assert all(row["grad_norm"] > 0 for row in run.metrics)
-    assert len(policy.encoded) == 4  # three pictures and the check's: each is encoded once
+    assert len(policy.encoded.kept) == 4  # three pictures and the check's: each is encoded once
     conditioning = policy.encode(prompts.train[:2])
     x = torch.randn(1, *policy.latent_shape, generator=torch.Generator().manual_seed(0))
     both = policy.predict(torch.cat([x, x]), torch.tensor(0.5), conditioning)
