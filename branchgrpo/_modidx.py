@@ -405,6 +405,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'branchgrpo/backbones/driving.py'),
                                               'branchgrpo.backbones.driving.body_output': ( 'backbones/driving.html#body_output',
                                                                                             'branchgrpo/backbones/driving.py'),
+                                              'branchgrpo.backbones.driving.call_failure': ( 'backbones/driving.html#call_failure',
+                                                                                             'branchgrpo/backbones/driving.py'),
                                               'branchgrpo.backbones.driving.driven_class': ( 'backbones/driving.html#driven_class',
                                                                                              'branchgrpo/backbones/driving.py'),
                                               'branchgrpo.backbones.driving.in_place': ( 'backbones/driving.html#in_place',

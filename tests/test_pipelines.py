@@ -1,5 +1,6 @@
 """A policy of any pipeline: it trains one that nobody knows, and refuses what it cannot follow."""
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -103,10 +104,14 @@ class StrangePipeline(DiffusionPipeline):
     ):
         count = 1 if isinstance(prompt, str) else len(prompt)
         height -= height % 2 if self.lie == "even" else 0
+        if self.lie == "copy":
+            copy.deepcopy(self.scheduler)
         texts = self.encode_prompt(prompt)["texts"]
         nothing = [torch.zeros_like(text[:1]) for text in texts]
         shape = (count, height * width // 4, 4)
         x = randn_tensor(shape, generator=generator)
+        if self.lie == "early":
+            texts = [text + randn_tensor(text.shape, generator=generator) for text in texts]
         if self.lie == "picture":
             x[:, ::2] = 0.3
         if self.lie == "loud":
@@ -116,6 +121,8 @@ class StrangePipeline(DiffusionPipeline):
             height += 0 // (num_inference_steps // 2)
         if self.lie == "broken" and num_inference_steps == 4:
             raise ZeroDivisionError("division of 4")
+        if self.lie == "package":
+            raise NameError("name 'transforms' is not defined")
         memory = 0.0
         for i, t in enumerate(self.scheduler.timesteps):
             age = 1 - t.expand(count) / 1000
@@ -241,6 +248,7 @@ def test_guidance_gets_no_gradient_unless_it_is_asked_for():
 
 REFUSED = {
     "index": "the output of step 2 of 4 differs by .*it depends on the index of the step",
+    "early": "it depends on random numbers that are drawn before the first step",
     "history": "it depends on what was computed in earlier steps",
     "noise": "two calls with the same inputs differ",
     "between": "latents change by 0.01 between the steps 0 and 1",
@@ -270,6 +278,26 @@ def test_what_three_steps_hide_the_runs_own_steps_show():
 
 def test_guidance_by_time_is_allowed():
     hold(strange("time")).self_check(10)
+
+
+def test_a_package_that_diffusers_does_not_find_is_named_as_the_cause():
+    "As Cosmos 2, which needs torchvision, and says that `transforms` is not defined."
+    cause = r"call of 4 steps fails \(name 'transforms' is not defined; it may need a package"
+    with pytest.raises(ValueError, match=f"^backbone: StrangePipeline cannot .* {cause}"):
+        hold(strange("package")).self_check(4)
+
+
+def test_a_pipeline_that_steps_by_copies_of_its_scheduler_is_refused():
+    "As LTX-2 steps its sound, and SkyReels' diffusion forcing each part of a clip."
+    with pytest.raises(ValueError, match="cannot be driven .it steps by copies of its FlowMatch"):
+        _ = hold(strange("copy")).latent_shape
+
+
+def test_a_diffusion_whose_last_step_changes_nothing_is_refused():
+    policy = hold(make("stable-diffusion"), **PIPELINES["stable-diffusion"])
+    policy.pipeline.scheduler.register_to_config(set_alpha_to_one=False, steps_offset=0)
+    with pytest.raises(ValueError, match="steps_offset: 0, so its last step changes nothing"):
+        policy.own_levels(4)
 
 
 def test_a_pipeline_that_cannot_take_one_step_is_allowed():

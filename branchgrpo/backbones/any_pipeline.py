@@ -30,6 +30,7 @@ from branchgrpo.backbones.driving import (
     StandIn,
     Stop,
     body_output,
+    call_failure,
     tail_output,
     with_steps,
 )
@@ -473,7 +474,7 @@ def set_scheduler(policy: "AnyPolicy", steps: int) -> tuple[Any, dict[str, Any]]
     if not held:
         raise scheduler_error(loop.scheduler, "is not set by its pipeline before the first step")
     new, given = held
-    del new.step, new.set_timesteps
+    del new.step, new.set_timesteps, new.__deepcopy__
     if new.config.get("stochastic_sampling"):
         raise scheduler_error(new, "has stochastic_sampling: True, which draws noise of its own")
     return new, given
@@ -504,7 +505,7 @@ def attention_layers(denoiser: nn.Module) -> tuple[str, ...]:
 def called_wrongly(policy: "AnyPolicy", error: Exception) -> ValueError:
     "Return the one-line error for a pipeline that cannot be called as policies need it."
     name = type(policy.pipeline).__name__
-    return ValueError(f"backbone: {name} cannot be driven ({reason(error)})")
+    return ValueError(f"backbone: {name} cannot be driven ({call_failure(error)})")
 
 # %% ../../nbs/backbones/18_any_pipeline.ipynb #c1a29caf
 @torch.no_grad()
@@ -759,15 +760,16 @@ class AnyPolicy(PipelinePolicy):
         "Learn what the pipeline shows of itself; if it cannot be called without a picture, with."
         try:
             learn(self)
-        except Exception:
+        except Exception as without:
             if self.pictured or not self.takes_pictures:
                 raise
             self.needs_picture = True
             try:
                 learn(self)
-            except Exception:
+            except Exception as error:
                 self.needs_picture = False
-                raise
+                both = f"{reason(without, 60)}; with a picture: {reason(error, 60)}"
+                raise ValueError(both) from error
 
     needs_picture = False  # whether the pipeline cannot be called without one
     _first_frames: Callable[[list[str]], Sequence[Tensor]] | None = None
