@@ -28,7 +28,7 @@ from branchgrpo.evaluation.evaluate import Evaluator
 from branchgrpo.evaluation.fields import Evaluation
 from branchgrpo.evaluation.policies import load_policy
 from branchgrpo.evaluation.sampling import drawing_process
-from branchgrpo.machine.findings import is_small
+from branchgrpo.machine.findings import is_small, lacking
 from branchgrpo.machine.reached import card_share
 from branchgrpo.policy import Ragged
 from branchgrpo.prompts import load_prompts
@@ -102,7 +102,8 @@ class StrangePipeline(DiffusionPipeline):
         output_type="pil",
         return_dict=True,
     ):
-        count = 1 if isinstance(prompt, str) else len(prompt)
+        count = 1 if isinstance(prompt, str) or self.lie == "one" else len(prompt)
+        prompt = prompt[0] if self.lie == "one" and not isinstance(prompt, str) else prompt
         height -= height % 2 if self.lie == "even" else 0
         if self.lie == "copy":
             copy.deepcopy(self.scheduler)
@@ -323,6 +324,13 @@ def test_rows_that_see_each_other_get_calls_of_their_own():
     assert torch.equal(both[:1], alone)
 
 
+def test_a_pipeline_that_draws_one_of_two_prompts_gets_calls_of_one():
+    "As Cosmos 3."
+    checked = hold(strange("one")).self_check(4)
+    assert "one row per call, since two prompts: latents are (1, 16, 4)" in str(checked)
+    assert checked.found["rows"] == 0
+
+
 def test_a_scheduler_that_draws_noise_is_refused():
     noisy = FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)
     with pytest.raises(ValueError, match="has stochastic_sampling: True, which draws noise"):
@@ -507,6 +515,13 @@ def test_the_adapter_of_a_pipeline_that_loads_none_is_read_by_its_denoiser(tmp_p
         x = torch.randn(3, ours.in_features, generator=torch.Generator().manual_seed(0))
         assert gap(ours(x), theirs(x)) < 1e-6
         assert gap(ours(x), ours.base_layer(x)) > 1e-3
+
+
+def test_the_doctor_asks_for_no_weights_of_a_guider(tmp_path):
+    make("hunyuan-video-1.5").save_pretrained(tmp_path)
+    assert lacking(tmp_path) == []
+    (tmp_path / "guider/guider_config.json").unlink()
+    assert lacking(tmp_path) == ["guider"]
 
 
 REWARD = """

@@ -574,11 +574,12 @@ def learn(policy: "AnyPolicy") -> None:
         learned.alone = f"two rows: {reason(error)}"
         two = one
     first, pair = one.latents, two.latents
+    if not learned.alone and pair.shape != (2, *first.shape[1:]):
+        learned.alone = f"two prompts: latents are {tuple(pair.shape)}"
+        two = one
     if first.shape[0] != 1 or one.output.shape != first.shape:
         shapes = f"{tuple(first.shape)} have outputs {tuple(one.output.shape)}"
         raise ValueError(f"backbone: latents of {name} of shape {shapes}")
-    if not learned.alone and pair.shape != (2, *first.shape[1:]):
-        raise ValueError(f"backbone: latents of {name} are {tuple(pair.shape)} for two prompts")
     learned.latent_shape = tuple(first.shape[1:])
     if learned.alone:
         learned.texts = [alone_pattern(tree) for tree in one.texts] or None
@@ -768,6 +769,8 @@ class AnyPolicy(PipelinePolicy):
                 learn(self)
             except Exception as error:
                 self.needs_picture = False
+                if str(error).startswith("backbone: "):
+                    raise
                 both = f"{reason(without, 60)}; with a picture: {reason(error, 60)}"
                 raise ValueError(both) from error
 
