@@ -86,6 +86,7 @@ class StrangePipeline(DiffusionPipeline):
         texts = [prompt] if isinstance(prompt, str) else prompt
         rows = []
         for text in texts:
+            text = "cut" if self.lie == "deaf" else text
             letters = torch.tensor([float(byte) for byte in text.encode()])
             rows.append(torch.sin(letters[:, None] * torch.arange(1, WIDTH + 1) / 20))
         return {"texts": rows, "kind": "letters"}
@@ -255,6 +256,7 @@ REFUSED = {
     "between": "latents change by 0.01 between the steps 0 and 1",
     "picture": "of its first latents are no noise; they hold a picture",
     "loud": "its first latents have the std",
+    "deaf": "its output is the same for two prompts; are their texts cut off",
     "cut": "the gradient of its latents is 0",
     "half cut": "a finite difference of its latents is 2.00 of the gradient",
     "tail": "the image differs by",

@@ -251,6 +251,9 @@ def check_rows(policy: Driven, checked: SelfCheck, latents: Tensor, limits: Limi
     alone = torch.cat(
         [policy.predict(x[n : n + 1], t, policy.encode([p])) for n, p in enumerate(prompts)]
     )
+    other = policy.predict(x[:1], t, policy.encode([policy.probes[1]]))
+    if torch.equal(other, alone[:1]):
+        raise refused(policy, "its output is the same for two prompts; are their texts cut off?")
     error = torch.inf
     if not policy.learned.alone:
         try:
