@@ -2361,6 +2361,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                'branchgrpo/reproduction/report.py'),
                                                 'branchgrpo.reproduction.report.ReportPart.count': ( 'reproduction/report.html#reportpart.count',
                                                                                                      'branchgrpo/reproduction/report.py'),
+                                                'branchgrpo.reproduction.report.before_and_after': ( 'reproduction/report.html#before_and_after',
+                                                                                                     'branchgrpo/reproduction/report.py'),
                                                 'branchgrpo.reproduction.report.beside_printed': ( 'reproduction/report.html#beside_printed',
                                                                                                    'branchgrpo/reproduction/report.py'),
                                                 'branchgrpo.reproduction.report.captions': ( 'reproduction/report.html#captions',
