@@ -8,7 +8,6 @@ from importlib import import_module
 from pathlib import Path
 
 from branchgrpo.reproduction.answers import FRONT_PAGE
-from branchgrpo.reproduction.report import file_of
 from branchgrpo.site.build import EXPLORER, WHOLE, describe, front_page, shown_notebook
 from branchgrpo.site.explorer import explorer_page
 
@@ -77,12 +76,7 @@ def page_source(app, docname, source):
         notebook = front_page(
             notebook, (root / "docs/templates/navigation.md").read_text(encoding="utf-8")
         )
-    found = (
-        f"figures/{file_of(file.removeprefix('reproduce/'))}.md"
-        if file.startswith("reproduce/")
-        else ""
-    )
-    source[0] = json.dumps(shown_notebook(notebook, found))
+    source[0] = json.dumps(shown_notebook(notebook, is_result=file.startswith("reproduce/")))
 
 
 def skip_field(app, what, name, item, skip, options):

@@ -41,10 +41,18 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from branchgrpo.machine.bench import seconds_of
-from branchgrpo.machine.counting import CallCost, count, equal_runs, set_trainable, shortened
-from branchgrpo.machine.estimate import calls_after_pruning, memory_parts, training_flops
+from branchgrpo.machine.counting import (
+    CallCost,
+    count,
+    equal_runs,
+    set_trainable,
+    shortened,
+    training_flops,
+)
+from branchgrpo.machine.estimate import calls_after_pruning
 from branchgrpo.machine.gpus import MEASURED_SPEED
 from branchgrpo.machine.measured import WAITING
+from branchgrpo.machine.peak import memory_parts
 from branchgrpo.plan import RolloutPlan
 from branchgrpo.planning import plan_of
 from branchgrpo.testbed.making import quiet

@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 
 from branchgrpo.analysis.statistics import HOLDS, OPEN, SAME, Pair, decide, possible
 from branchgrpo.recipes import RECIPES
+from branchgrpo.reproduction.cache import cache_key
 from branchgrpo.reproduction.pages import jobs, planned_runs
-from branchgrpo.reproduction.runs import cache_key
 from branchgrpo.reproduction.study import Claim, Registration, StudyArms, answers, read_registration
 from branchgrpo.training.resolve import resolve
 

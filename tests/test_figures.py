@@ -12,7 +12,7 @@ import pytest
 
 from branchgrpo.reproduction.pages import default_parameters, jobs
 from branchgrpo.reproduction.records import read_record, record_path, recorded_runs
-from branchgrpo.reproduction.schedule import redraw
+from branchgrpo.reproduction.redraw import redraw
 
 ROOT = Path(__file__).parents[1]
 COMMITTED = ROOT / "figures/testbed"

@@ -14,16 +14,11 @@ from test_prose import FOUND, OURS, given_by
 from branchgrpo import cli
 from branchgrpo.backbones.memory import QUANTISED
 from branchgrpo.files import parse_table
+from branchgrpo.machine.advice import advice, memory_verdict
 from branchgrpo.machine.doctor import Report, cost_lines
-from branchgrpo.machine.estimate import (
-    advice,
-    estimate,
-    fits,
-    memory_parts,
-    memory_verdict,
-    peak_gb,
-)
+from branchgrpo.machine.estimate import estimate
 from branchgrpo.machine.gpus import GPU_GB, SLOWER
+from branchgrpo.machine.peak import fits, memory_parts, peak_gb
 from branchgrpo.reproduction.budget import budget, cost_of
 from branchgrpo.reproduction.pages import jobs, planned_runs
 from branchgrpo.training.config import TrainConfig

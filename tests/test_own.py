@@ -10,7 +10,8 @@ from commands import run
 
 from branchgrpo import GaussianFlow, TrainConfig, Trainer, load_prompts
 from branchgrpo.own import import_own
-from branchgrpo.training.resolve import CODED, resolve
+from branchgrpo.training.contradictions import CODED
+from branchgrpo.training.resolve import resolve
 
 RULES = """
 import torch

@@ -8,14 +8,14 @@ import nbformat
 import pytest
 
 from branchgrpo.reproduction.answers import CLOSING, OPENING, first_answers, written_report
+from branchgrpo.reproduction.cache import cache_key
 from branchgrpo.reproduction.pages import jobs, planned_runs, templates
 from branchgrpo.reproduction.records import read_record
-from branchgrpo.reproduction.report import write_page
-from branchgrpo.reproduction.runs import cache_key
+from branchgrpo.reproduction.report import write_results
 from branchgrpo.training.resolve import resolve
 
 ROOT = Path(__file__).parents[1]
-MARK = "**Runs of earlier recipes**"
+MARK = ", earlier |"
 PAGES = templates(ROOT / "reproduce")
 
 
@@ -42,34 +42,33 @@ def names_recorded(page: str) -> set[str] | None:
     }
 
 
-def section(page: str) -> str:
-    "Return the section of the report on a page."
-    report = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "figures").glob("*.md"))
-    parts = re.split(r"^## ", report, flags=re.MULTILINE)
-    return next(part for part in parts if f"(../reproduce/{page}.ipynb) · " in part)
+def row(page: str) -> str:
+    "Return the row of a page in the table of all results."
+    lines = (ROOT / "figures/README.md").read_text(encoding="utf-8").splitlines()
+    return next(line for line in lines if f"(../reproduce/{page}.ipynb) |" in line)
 
 
 @pytest.mark.parametrize("page", sorted(PAGES))
 def test_a_page_is_marked_if_and_only_if_its_runs_are_earlier(page):
     recorded, today = names_recorded(page), names_today(page)
     if recorded is not None and today:
-        assert (MARK in section(page)) == (recorded != today), (
-            "`branchgrpo.reproduction.report.write_page` is due"
+        assert (row(page).endswith(MARK)) == (recorded != today), (
+            "`branchgrpo.reproduction.report.write_results` is due"
         )
     elif recorded is not None:
-        assert MARK not in section(page), "it trains nothing"
+        assert not row(page).endswith(MARK), "it trains nothing"
 
 
-def test_the_reports_on_pages_are_what_the_pages_and_their_records_say(tmp_path, monkeypatch):
+def test_the_list_of_results_is_what_the_pages_and_their_records_say(tmp_path, monkeypatch):
     "A page whose words change leaves no command of the README with a changed file behind."
     (tmp_path / "figures").mkdir()
     (tmp_path / "figures/testbed").symlink_to(ROOT / "figures/testbed")
     (tmp_path / "reproduce").symlink_to(ROOT / "reproduce")
     monkeypatch.chdir(tmp_path)
-    write_page()
-    for path in sorted(tmp_path.glob("figures/*.md")):
-        shown = (ROOT / "figures" / path.name).read_text(encoding="utf-8")
-        assert path.read_text(encoding="utf-8") == shown, "`make figures` is due"
+    write_results()
+    made = (tmp_path / "figures/README.md").read_text(encoding="utf-8")
+    shown = (ROOT / "figures/README.md").read_text(encoding="utf-8")
+    assert made == shown, "`make figures` is due"
 
 
 def test_the_written_report_is_made_from_the_records():

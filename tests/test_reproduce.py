@@ -16,10 +16,10 @@ from slow import often
 
 from branchgrpo.files import parse_table
 from branchgrpo.recipes import get
+from branchgrpo.reproduction.cache import cache_key
 from branchgrpo.reproduction.pages import default_parameters, templates
 from branchgrpo.reproduction.pages import jobs as all_jobs
 from branchgrpo.reproduction.records import read_record, record_path
-from branchgrpo.reproduction.runs import cache_key
 
 ROOT = Path(__file__).parents[1]
 

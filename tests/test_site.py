@@ -91,7 +91,7 @@ def small_repository(root, text):
     (root / "reproduce/a/fig1.ipynb").write_text(
         notebook("# Figure 1\n> A claim.", "#| export\nz = 3")
     )
-    (root / "figures/exploration.md").write_text(REPORT)
+    (root / "figures/README.md").write_text(REPORT)
     shutil.copy(ROOT / "figures/testbed/quickstart_front.png", root / "figures/testbed/fig1.png")
     (root / "docs/reference.md").write_text(REFERENCE)
     (root / "docs/explorer.md").write_text("# The explorer\n")
@@ -128,9 +128,9 @@ def test_a_small_site_is_built(tmp_path):
     )
     assert "../docs/reference/branchgrpo.site.build.html" in pages["nbs/site/00_build.html"]
     assert "../../nbs/site/00_build.html" in pages["docs/reference/branchgrpo.site.build.html"]
-    assert "../../figures/exploration.html" in pages["reproduce/a/fig1.html"]
+    assert "../../figures/README.html" in pages["reproduce/a/fig1.html"]
     assert re.search(
-        r"Part.*a\.html.*Results.*figures/exploration\.html", pages["nbs/index.html"], re.DOTALL
+        r"Part.*a\.html.*Results.*figures/README\.html", pages["nbs/index.html"], re.DOTALL
     )
     assert "url=nbs/index.html" in pages["index.html"] and "</script>" in pages["explore.html"]
     assert re.search(

@@ -91,6 +91,8 @@ def draw_learning(groups: list[Group], metric: str, title: str) -> Figure:
                 MaxNLocator(4 if most >= 10_000 else 5, steps=(1, 2, 5, 10), integer=True)
             )
         axes[0].set(xlabel="iteration", ylabel=title)
-        axes[1].set(xlabel="cost: calls of rollouts + 3 × trained calls")
+        times = {"4" if curve.settings.get("kl") else "3" for g in groups for curve in g.curves}
+        trained = f"{' or '.join(sorted(times))} × trained calls"
+        axes[1].set(xlabel=f"cost: calls of rollouts + {trained}")
         fig.tight_layout(w_pad=6)
     return fig

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['scale_factors', 'part_class', 'meta_pipeline', 'CountedPolicy', 'meta_policy', 'equal_runs', 'shortened',
            'count_all_blocks', 'largest_block', 'CallCost', 'set_trainable', 'count_call', 'count_update', 'count',
-           'counted_policy', 'weight_bytes', 'base_bytes', 'compute_bytes', 'meta_vae', 'DecodingCost', 'latent_shape',
-           'vae_cost', 'decoding_cost']
+           'counted_policy', 'training_flops', 'weight_bytes', 'base_bytes', 'compute_bytes', 'meta_vae',
+           'DecodingCost', 'latent_shape', 'vae_cost', 'decoding_cost']
 
 # %% ../../nbs/machine/00_counting.ipynb #6902d553
 from collections.abc import Callable, Mapping
@@ -28,6 +28,7 @@ from ..backbones.memory import QUANTISED
 from ..backbones.pipeline import published_pipeline
 from ..backbones.operations import Operations, fused_attention
 from ..backbones.published import PUBLISHED
+from ..objective import needs_means
 from ..policy import Policy
 from ..temporary import instead
 from ..messages import shown
@@ -262,6 +263,18 @@ def counted_policy(
     checkpointing = s.gradient_checkpointing if checkpointing is None else checkpointing
     where = (s.backbone, s.height, s.width, s.guidance_scale, s.frames)
     return _counted(s.lora_rank, checkpointing, s.guidance_grad, *where)
+
+# %% ../../nbs/machine/00_counting.ipynb #880dd8a0
+def training_flops(c: CallCost, s: Settings) -> float:
+    """Return the FLOPs of a trained call, with those of the reference for KL and of old densities
+    of later steps."""
+    training = float(c.training)
+    if s.gradient_checkpointing and s.checkpoint_blocks > 1:
+        once = counted_policy(s, checkpointing=False)[1].training
+        training = once + (training - once) / s.checkpoint_blocks
+    reference = c.forward if s.kl > 0 else 0
+    again = s.recompute_old or needs_means(s.ratio, s.loss)
+    return (training + reference) * s.passes + again * c.forward * (1 - 1 / s.steps_per_pass)
 
 # %% ../../nbs/machine/00_counting.ipynb #3b19e632
 def weight_bytes(s: Settings, dtype: str | None = None) -> int:

@@ -16,21 +16,18 @@ from typing import Any
 import branchgrpo
 from ..backbones.declarations import declared
 from ..backbones.names import family
+from .advice import advice, memory_verdict
 from branchgrpo.machine.estimate import (
     Estimate,
-    GpuShare,
-    advice,
     calls_after_pruning,
     card_here,
     estimate,
-    gb_by_phase,
-    memory_table,
-    memory_verdict,
     precision_of,
     speed_of,
 )
 from .findings import Finding, all_findings, is_small
 from .gpus import GPU_GB, GPUS_PER_NODE, SLOWER, measured_speed
+from .peak import GpuShare, gb_by_phase, memory_table
 from ..own import is_own_name
 from ..plan import plan_cost
 from ..messages import count_of

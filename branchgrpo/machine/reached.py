@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from .counting import counted_policy
-from .estimate import training_flops
+from .counting import counted_policy, training_flops
 from .findings import is_small
 from ..own import is_own_name
 from ..training.config import Settings

@@ -26,7 +26,7 @@ import branchgrpo
 from ..analysis.statistics import FAILS, HOLDS, LOWER, OPEN, SAME
 from ..files import write_text
 from .proof import proof_words, proofs
-from .report import seeds_text
+from .records import seeds_text
 from .tables import published
 from branchgrpo.reproduction.study import (
     Claim,

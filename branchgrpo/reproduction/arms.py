@@ -20,7 +20,7 @@ from .comparison import Comparison
 from .launch import report_progress
 from .pages import Arms, run_folder
 from .records import ROWS, read_record, recorded_runs, table_of
-from .runs import by_folder
+from .cache import by_folder
 from .training import get_or_train
 from ..training.config import TrainConfig
 from ..training.runs import Run

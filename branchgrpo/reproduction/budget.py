@@ -19,21 +19,14 @@ from ..backbones.names import family, folder_of
 from ..machine.counting import weight_bytes
 from ..machine.doctor import PUBLISHED
 from ..machine.findings import findings, is_small, without_hub
-from branchgrpo.machine.estimate import (
-    GB,
-    Estimate,
-    advice,
-    encoder_sizes,
-    estimate,
-    fits,
-    flag,
-    parameters_of,
-)
+from ..machine.advice import advice, flag
+from ..machine.estimate import Estimate, estimate
 from ..machine.gpus import GPU_GB, SLOWER
+from ..machine.peak import GB, encoder_sizes, fits, parameters_of
 from ..messages import count_of
 from .pages import Job, planned_runs
 from .pages import run_folder
-from .runs import Wanted, cache_key
+from .cache import Wanted, cache_key
 from ..training.config import Settings, TrainConfig
 from ..training.resolve import resolve
 

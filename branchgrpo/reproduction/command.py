@@ -24,7 +24,7 @@ from ..bounds import bounded
 
 if TYPE_CHECKING:  # a look at the options needs none of them
     from branchgrpo.reproduction.pages import Job
-    from branchgrpo.reproduction.runs import Wanted
+    from branchgrpo.reproduction.cache import Wanted
     from branchgrpo.reproduction.slurm import Tasks
 
 # %% ../../nbs/reproduction/08_command.ipynb #0783f968
@@ -198,7 +198,8 @@ def run_here(jobs: "list[Job]", o: PageOptions) -> int:
     "Make the missing runs, execute the notebooks, and print what failed."
     from branchgrpo.reproduction import schedule
     from branchgrpo.reproduction.pages import missing_runs
-    from branchgrpo.reproduction.report import write_page
+    from branchgrpo.reproduction.redraw import redraw
+    from branchgrpo.reproduction.report import write_results
     from branchgrpo.reproduction.training import make_runs
 
     launch = o.launch or ""
@@ -206,7 +207,7 @@ def run_here(jobs: "list[Job]", o: PageOptions) -> int:
         return train_only(jobs, o.only, launch)
     gpus = o.gpus.split(",") if o.gpus else None
     if o.redraw:
-        results = schedule.redraw(jobs, Path(o.output) / "redraw", o.jobs, o.all)
+        results = redraw(jobs, Path(o.output) / "redraw", o.jobs, o.all)
     else:
         make_runs(jobs, o.jobs, gpus, launch)
         # a page would train a missing run in one process
@@ -226,7 +227,7 @@ def run_here(jobs: "list[Job]", o: PageOptions) -> int:
     for result in failed:
         print(f"  {result.name}: {result.error}\n    {result.notebook}".rstrip())
     if o.scale == "testbed":
-        print(f"figures/README.md and the files beside it show {write_page(o.folder)} of them")
+        print(f"figures/README.md lists {write_results(o.folder)} of them")
     refused = all(result.error.startswith("Refused: ") for result in failed)
     return 0 if not failed else REFUSED if refused else 1
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..analysis.curves import interpolate, with_cost
+from ..analysis.cost import interpolate, with_cost
 from branchgrpo.analysis.statistics import (
     MARGIN,
     NO_SPREAD,

@@ -7,7 +7,7 @@ __all__ = ['TITLES', 'EQUAL', 'ROUGHER', 'NONE', 'SIGNS', 'ROUGH_SIGNS', 'FEW', 
            'LETTER', 'PANEL', 'WORDS', 'WIDEST', 'ROW', 'HIGH_ROW', 'HEAD', 'CAPTION', 'compared_at', 'measure_of',
            'word_of', 'is_decided', 'with_commas', 'compared_at_all', 'claim_text', 'decided_texts', 'are',
            'corrected_text', 'comparisons_text', 'which_fall', 'fallen_text', 'own_lines', 'found_text', 'folded',
-           'verdict_line', 'verdicts', 'details', 'measure_title', 'row_label', 'draw_claim', 'draw_panel',
+           'verdict_line', 'outcomes', 'details', 'measure_title', 'row_label', 'draw_claim', 'draw_panel',
            'tick_below', 'reach_of', 'draw_claims', 'claims_picture', 'PageFound']
 
 # %% ../../nbs/reproduction/23_found.ipynb #c23bade3
@@ -226,12 +226,12 @@ def verdict_line(tested: dict) -> str:
     )
 
 
-def verdicts(record: dict) -> list[str]:
-    """Return the verdicts of a record, one line each: registered claims, a page's own, then those
-    of comparisons."""
-    answers = list(record.get("sentences", []))
-    own = [f"{claim}: **{verdict}**" for claim, verdict in (record.get("verdict") or {}).items()]
-    return answers + own + [verdict_line(item) for item in record.get("verdicts", [])]
+def outcomes(record: dict) -> list[str]:
+    """Return how each claim of a record ended, in a word or more: registered claims, a page's own,
+    then comparisons."""
+    answers = [one["answer"] for one in record.get("answers", [])]
+    own = list((record.get("verdict") or {}).values())
+    return [*answers, *own, *map(word_of, record.get("verdicts", []))]
 
 
 def details(record: dict) -> str:

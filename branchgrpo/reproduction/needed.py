@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..messages import count_of
 from .pages import Job, missing_runs, wanted_runs
-from branchgrpo.reproduction.runs import (
+from branchgrpo.reproduction.cache import (
     Wanted,
     found_in_tables,
     remove_runs_without_weights,

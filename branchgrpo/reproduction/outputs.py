@@ -4,10 +4,12 @@
 
 # %% auto #0
 __all__ = ['KINDS', 'ADDRESS', 'FIGURE', 'in_lines', 'shown_data', 'stored_outputs', 'picture_output', 'with_figures',
-           'page_text', 'write_outputs', 'store', 'shows_itself', 'record_outputs', 'store_record']
+           'page_text', 'write_outputs', 'store', 'shows_itself', 'shown_rows', 'tables_named_by', 'before_and_after',
+           'numbers_of', 'beside_printed', 'models_of', 'page_tables', 'record_outputs', 'store_record']
 
 # %% ../../nbs/reproduction/24_outputs.ipynb #e7c70730
 import base64
+import contextlib
 import json
 import re
 from collections.abc import Iterable
@@ -17,10 +19,11 @@ from typing import Any
 import nbformat
 
 from ..files import write_text
-from .found import details, found_text
+from .found import details, folded, found_text
+from .markdown import cell_text, markdown_table
 from .pages import Job, default_parameters
-from .records import read_record, record_path
-from .report import origin, page_tables
+from .records import origin, read_record, record_path
+from .tables import published
 
 # %% ../../nbs/reproduction/24_outputs.ipynb #1ce97e52
 KINDS = ("image/png", "text/markdown", "text/html", "text/plain")  # the first that there is counts
@@ -114,6 +117,128 @@ def shows_itself(job: Job) -> bool:
     own = default_parameters(job.template)
     given = {name: value for name, value in job.parameters.items() if name != "record"}
     return all(own.get(name) == value for name, value in given.items())
+
+# %% ../../nbs/reproduction/24_outputs.ipynb #a61f73fa
+def shown_rows(record: dict, rows: list[dict]) -> list[dict]:
+    "Return the rows of a record, without seconds that do not compare."
+    runs = [run for found in record.get("runs", {}).values() for run in found.values()]
+    if not runs or any(run["seconds_per_iteration"] for run in runs):
+        return rows
+    shown = [dict(row) for row in rows]
+    for row in shown:
+        row.pop("seconds", None)
+    return shown
+
+
+def tables_named_by(page: str) -> list[tuple[str, str]]:
+    "Return the paper and the table, or figure, of each that the name of a page names."
+    paper, _, name = page.partition("/")
+    found = re.findall(r"(table|fig)s?((?:_?[0-9]+)+)", name)
+    titles = {"table": "Table", "fig": "Fig."}
+    return [
+        (paper, f"{titles[kind]} {n}")
+        for kind, several in found
+        for n in re.findall("[0-9]+", several)
+    ]
+
+
+def before_and_after(runs: dict[str, dict]) -> list[dict]:
+    "Return the rewards and the right images of runs before and after training, a row of each."
+    rows = []
+    for label, run in runs.items():
+        before, after = run["before"], run["after"]
+        keys = [key for key in before if key.startswith("eval_reward") or key == "eval_check_all"]
+        titles = {key: key.removeprefix("eval_reward/") for key in keys} | {
+            "eval_reward": "trained reward"
+        }
+        scores = {titles[key]: f"{before[key]:.3f} → {after[key]:.3f}" for key in keys}
+        rows.append({"label": label} | scores | {"denoiser_calls": run["denoiser_calls"]})
+    return rows
+
+
+def numbers_of(record: dict) -> dict[str, list[dict]]:
+    "Return the tables of a record by title: its numbers, and what is not computed."
+    titles = {"rows": "the numbers", "lines": "the numbers", "why": "what is not computed here"}
+    found = [(title, record.get(key)) for key, title in titles.items()]
+    found.append(("the scores of each run", before_and_after(record.get("numbers", {}))))
+    return {
+        title: rows
+        for title, rows in found
+        if isinstance(rows, list) and rows and isinstance(rows[0], dict)
+    }
+
+
+def beside_printed(rows: list[dict], printed: dict[str, dict[str, str]]) -> list[dict]:
+    """Return the rows and columns of a record that a paper prints too: ours, and in brackets what
+    is printed."""
+    columns = {}  # a column of ours is the printed name, and in brackets what is measured
+    for ours in dict.fromkeys(name for row in rows for name in row):
+        names = [
+            name for row in printed.values() for name in row if f"{ours} (".startswith(f"{name} (")
+        ]
+        if names:
+            columns[ours] = max(names, key=len)
+    both = []
+    if not columns:
+        return []
+    for row in rows:
+        theirs = printed.get(row.get("label", ""))
+        if theirs is not None and any(
+            row.get(ours) is not None for ours in columns
+        ):  # two tables may share a label
+            cells = {"": row["label"]}
+            for ours, name in columns.items():
+                paper = theirs.get(name)
+                text = cell_text(row.get(ours))
+                cells[ours] = f"{text} *({paper})*" if paper else text
+            both.append(cells)
+    return both
+
+
+def models_of(records: list[dict]) -> str:
+    "Return `on` and the models that the runs of records train; nothing without runs."
+    runs = [
+        run
+        for record in records
+        for found in record.get("runs", {}).values()
+        for run in found.values()
+    ]
+    names = ", ".join(dict.fromkeys(run["settings"]["backbone"] for run in runs))
+    return names and f"on {names}"
+
+
+def page_tables(page: str, records: list[dict], folder: Path) -> tuple[str, str]:
+    """Return the tables that a page begins with, and all others, which a click opens.
+
+    The first are the tables of `folder` that its name names, with ours. The others are all its
+    numbers, and printed tables (also those of its record's `printed`) that have no row and column
+    in common with them."""
+    tables = [
+        (title, shown_rows(record, rows))
+        for record in records
+        for title, rows in numbers_of(record).items()
+    ]
+    first = []
+    later = [folded(title, markdown_table(rows)) for title, rows in tables]
+    places = [
+        (page.partition("/")[0], place) for record in records for place in record.get("printed", [])
+    ]
+    for paper, table in tables_named_by(page) + places:
+        with contextlib.suppress(ValueError):  # a figure of which no number is printed
+            printed = published(paper, table, folder)
+            both = [row for _, rows in tables for row in beside_printed(rows, printed)]
+            if both:
+                made = (
+                    f"`branchgrpo reproduce {page}` makes ours again {models_of(records)}".strip()
+                )
+                first.append(
+                    f"**{table}**: ours, and *(in brackets)* the paper's."
+                    f" {made}.\n\n{markdown_table(both)}"
+                )
+            else:
+                rows = [{"": row} | numbers for row, numbers in printed.items()]
+                later.append(folded(f"{table} as printed", markdown_table(rows)))
+    return "\n\n".join(first), "\n".join(later)
 
 # %% ../../nbs/reproduction/24_outputs.ipynb #d508a225
 def record_outputs(job: Job, figures: Path) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ import nbformat
 from .. import recipes
 from ..files import read_table
 from ..messages import reason, shown, unknown_name_error
-from branchgrpo.reproduction.runs import (
+from branchgrpo.reproduction.cache import (
     Wanted,
     cache_key,
     hashed_settings,

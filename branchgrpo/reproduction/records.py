@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['ROWS', 'ORIGIN', 'SCHEMA', 'Runs', 'cells_of', 'write_runs', 'read_runs', 'record_path', 'table_of', 'read_record',
-           'write_record', 'RecordedRun', 'recorded_runs', 'run_record']
+           'write_record', 'RecordedRun', 'recorded_runs', 'run_record', 'seeds_text', 'made_text', 'origin']
 
 # %% ../../nbs/reproduction/01_records.ipynb #edb3eae0
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..analysis.curves import Measured
+from ..analysis.cost import Measured
 from ..files import write_atomic, write_text
 
 # %% ../../nbs/reproduction/01_records.ipynb #b7a53d2e
@@ -164,3 +164,33 @@ def run_record(run: Measured) -> dict[str, Any]:
         "evaluations": run.evaluations,
         "settings": run.info["settings"],
     }
+
+# %% ../../nbs/reproduction/01_records.ipynb #c8ddf2f9
+def seeds_text(counts: Collection[int]) -> str:
+    """Return how many seeds there are: 8 seeds, or 8 to 14 seeds where counts differ; empty without
+    any."""
+    if not counts:
+        return ""
+    ends = dict.fromkeys([str(min(counts)), str(max(counts))])
+    words = " to ".join(ends)
+    return f"{words} seed{'' if words == '1' else 's'}"
+
+
+def made_text(record: dict) -> str:
+    "Return when and where a record was made, and of how many seeds."
+    seeds = record.get("seeds") or []  # a list, or of a study how many each world has
+    counts = list(seeds.values()) if isinstance(seeds, dict) else [len(seeds)] if seeds else []
+    counts += map(len, record.get("own_seeds", {}).values())
+    facts = (record.get("date", ""), record.get("device", ""), seeds_text(counts))
+    return ", ".join(filter(None, facts))
+
+
+def origin(record: dict) -> str:
+    "Return when and where a record was made, of how many seeds, and what it cost."
+    text = made_text(record)
+    if "seconds" in record:
+        text += f", {record['seconds']:.0f} s"
+    if record.get("hours"):
+        each = [f"{hours:.1f} hours on {device}" for device, hours in record["hours"].items()]
+        text += f", trained for {' and '.join(each)} (runs are shared)"
+    return text

@@ -22,7 +22,7 @@ from ..files import read_table
 from ..plan import papers_cost
 from ..planning import plan_of
 from ..messages import shown, unknown_name_error
-from ..analysis.curves import with_cost
+from ..analysis.cost import with_cost
 from .records import RecordedRun
 from branchgrpo.analysis.statistics import (
     LOWER,

@@ -22,7 +22,7 @@ from ..messages import count_of
 from .launch import train_in_subprocess
 from .pages import Job, missing_runs
 from .pages import run_folder
-from .runs import is_finished, set_run_aside
+from .cache import is_finished, set_run_aside
 from branchgrpo.reproduction.workers import (
     IterationCount,
     run_names,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ..files import name_part
 from .launch import end_with_parent
-from .runs import Wanted
+from .cache import Wanted
 
 # %% ../../nbs/reproduction/14_workers.ipynb #e24699fb
 def say(text: str) -> None:

@@ -20,7 +20,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from .. import recipes
-from ..analysis.curves import Curve, Group, with_cost
+from ..analysis.cost import with_cost
+from ..analysis.curves import Curve, Group
 from ..analysis.picture import draw_learning
 from ..evaluation.sampling import sample
 from ..methods.adaptive_splits import AdaptiveSplits

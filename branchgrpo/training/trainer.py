@@ -48,7 +48,8 @@ from .held_out import HeldOutEvaluator, record_evaluation
 from .kept_trees import keep_tree, tree_is_due, write_tree
 from .learner import make_accelerator, make_learner, open_policy
 from .processes import any_process, from_main, together
-from .resolve import check_model, fit_of, given_policy, resolve
+from .noise_checks import check_model
+from .resolve import fit_of, given_policy, resolve
 from .runs import Run, RunLock, check_folder, open_run, prompts_of_run, rewind
 from .stop import Preempted, StopSignal
 from .scoring import make_scorers

@@ -6,7 +6,7 @@
 __all__ = ['EDGE_MEANS', 'MAX_SKIPPED', 'MISMATCH_LIMIT', 'ONE_SIZE', 'MicroBatch', 'micro_batches', 'no_edges',
            'shared_micro_batches', 'revisited', 'reference_means', 'edge_kl', 'EdgeTerms', 'edge_terms', 'edge_sums',
            'accumulate', 'optimiser_step', 'TooManySkipped', 'count_skipped', 'RolloutMismatch', 'check_mismatch',
-           'keep_old', 'loss_divisor', 'train_step', 'edge_mean', 'update_metrics', 'update']
+           'keep_old_of_later', 'loss_divisor', 'train_step', 'edge_mean', 'update_metrics', 'update']
 
 # %% ../../nbs/training/08_update.ipynb #fa44f4d0
 import warnings
@@ -277,7 +277,7 @@ def check_mismatch(s: Settings, worst: float) -> None:
 
 # %% ../../nbs/training/08_update.ipynb #642e1184
 @torch.no_grad()
-def keep_old(learner: Learner, x: Experience, later: list[MicroBatch]) -> None:
+def keep_old_of_later(learner: Learner, x: Experience, later: list[MicroBatch]) -> None:
     "Give the micro-batches of later steps the log-densities of the policy that drew the rollout."
     with_means = needs_means(learner.settings.ratio, learner.settings.loss)
     for batch in later:
@@ -363,7 +363,7 @@ def update(learner: Learner, x: Experience) -> dict[str, Any]:
         mask = mask_of_step(x.edge_mask, x.step_of, step)
         batches_of_steps.append(shared_micro_batches(learner, x.tree, mask))
     for batches in batches_of_steps[1:]:
-        keep_old(learner, x, batches)
+        keep_old_of_later(learner, x, batches)
     divisor = loss_divisor(learner, x)
     steps = []
     for _ in range(s.passes):

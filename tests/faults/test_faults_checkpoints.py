@@ -25,7 +25,7 @@ from branchgrpo.backbones.loading import load_backbone
 from branchgrpo.backbones.names import folder_of
 from branchgrpo.files import append_jsonl, read_jsonl, write_jsonl, write_text
 from branchgrpo.policy import GaussianFlow
-from branchgrpo.reproduction.runs import is_readable
+from branchgrpo.reproduction.cache import is_readable
 from branchgrpo.training import checkpoint_files
 from branchgrpo.training.checkpoint_files import (
     described,

@@ -22,11 +22,11 @@ from branchgrpo import TrainConfig
 from branchgrpo.cli import main
 from branchgrpo.evaluation.benchmarks import compbench_layout, geneval_layout, vbench_layout
 from branchgrpo.prompts import from_path
+from branchgrpo.reproduction.cache import cache_key
 from branchgrpo.reproduction.figures import side_by_side
 from branchgrpo.reproduction.launch import train_in_subprocess
 from branchgrpo.reproduction.markdown import markdown_table
 from branchgrpo.reproduction.pages import jobs, new_page, page_arms
-from branchgrpo.reproduction.runs import cache_key
 from branchgrpo.reproduction.schedule import run_notebook
 from branchgrpo.reproduction.slurm import sbatch_options
 from branchgrpo.rewards.names import load_reward
