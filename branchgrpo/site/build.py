@@ -98,7 +98,8 @@ NO_PROSE = ("#", ">", "|", "```", "<", "$$", "- ", "* ")  # how a line begins th
 
 def plain(text: str) -> str:
     "Return Markdown without its signs, in one line."
-    return " ".join(re.sub(r"[*`$\\]", "", LINK.sub(r"\1", text)).split())
+    text = LINK.sub(r"\1", text).replace(r"\cdot", "·").replace("**Predict, then run.**", "")
+    return " ".join(re.sub(r"[*`$\\]", "", text).split())
 
 
 def first_sentence(text: str) -> str:
@@ -118,7 +119,8 @@ def alternative(cells: list[dict[str, Any]], place: int) -> str:
     above = [text_of(cell) for cell in cells[:place] if cell["cell_type"] == "markdown"]
     titles = re.findall(r"^#+ (.+)$", "\n".join(above), re.MULTILINE)
     below = [text_of(cell) for cell in cells[place + 1 :][:1] if cell["cell_type"] == "markdown"]
-    beside = [text for text in below if not text.startswith("#")] + above[-1:]
+    beside = [text for text in below if not text.startswith("#")]
+    beside += [re.split(r"^#.*$", text, flags=re.MULTILINE)[-1] for text in above[-1:]]
     said = next(filter(None, map(first_sentence, beside)), "")
     return " – ".join(filter(None, [*map(plain, titles[-1:]), said]))
 
