@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['KINDS', 'ADDRESS', 'FIGURE', 'in_lines', 'shown_data', 'stored_outputs', 'picture_output', 'with_figures',
-           'page_text', 'write_outputs', 'store', 'shows_itself', 'shown_rows', 'tables_named_by', 'numbers_of',
-           'beside_printed', 'models_of', 'page_tables', 'record_outputs', 'store_record']
+           'page_text', 'write_outputs', 'store', 'shows_itself', 'shown_rows', 'tables_named_by', 'before_and_after',
+           'numbers_of', 'beside_printed', 'models_of', 'page_tables', 'record_outputs', 'store_record']
 
 # %% ../../nbs/reproduction/24_outputs.ipynb #e7c70730
 import base64
@@ -142,10 +142,25 @@ def tables_named_by(page: str) -> list[tuple[str, str]]:
     ]
 
 
+def before_and_after(runs: dict[str, dict]) -> list[dict]:
+    "Return the rewards and the right images of runs before and after training, a row of each."
+    rows = []
+    for label, run in runs.items():
+        before, after = run["before"], run["after"]
+        keys = [key for key in before if key.startswith("eval_reward") or key == "eval_check_all"]
+        titles = {key: key.removeprefix("eval_reward/") for key in keys} | {
+            "eval_reward": "trained reward"
+        }
+        scores = {titles[key]: f"{before[key]:.3f} → {after[key]:.3f}" for key in keys}
+        rows.append({"label": label} | scores | {"denoiser_calls": run["denoiser_calls"]})
+    return rows
+
+
 def numbers_of(record: dict) -> dict[str, list[dict]]:
     "Return the tables of a record by title: its numbers, and what is not computed."
     titles = {"rows": "the numbers", "lines": "the numbers", "why": "what is not computed here"}
     found = [(title, record.get(key)) for key, title in titles.items()]
+    found.append(("the scores of each run", before_and_after(record.get("numbers", {}))))
     return {
         title: rows
         for title, rows in found
