@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help env quickstart lab site check test slow faults figures browser hps report export
+.PHONY: help env quickstart lab site check test slow faults pipelines figures browser hps report export
 
 help:  ## this text
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -54,6 +54,10 @@ faults: env  ## kill, starve and mislead it: the whole of tests/faults, and its 
 	@echo "Faults: about 29 minutes on two cores."
 	@rm -rf .pytest_cache/faults
 	$(BIN)/python -m pytest tests/faults --faults -n 3
+
+pipelines: env  ## check and train every tiny pipeline of the table again (about 25 minutes on one core; nightly)
+	@echo "Every tiny pipeline of diffusers again: about 25 minutes."
+	$(BIN)/python tests/pipeline_table.py --again
 
 figures: env  ## draw figures and verdicts again from their recorded runs, and store pages with outputs (3 minutes on two cores)
 	@echo "Drawing all figures again: about 3 minutes on two cores."

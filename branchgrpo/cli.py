@@ -32,7 +32,9 @@ from branchgrpo.commands import (
     show_rewards,
     show_runs,
 )
-from .files import REFUSED, Refused, plain_line, refusals_in_words, yaml_of
+from .files import plain_line
+from .refusals import REFUSED, Refused, refusals_in_words
+from .yaml_files import yaml_of
 from branchgrpo.options import (
     AGAIN,
     CONTINUING,

@@ -31,10 +31,10 @@ from branchgrpo.files import (
     free_name,
     from_here,
     read_jsonl,
-    read_table,
     write_atomic,
     write_text,
 )
+from .yaml_files import read_table
 from .machine.gpus import gpus_for
 from .own import is_ours
 from .messages import count_of, docstring_summary, shown, with_setting

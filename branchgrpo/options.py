@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
-from .files import read_table
+from .yaml_files import read_table
 from .messages import docstring_text, shown
 from .registry import import_target
 from .settings import MethodSettings, READERS, RETIRED, without_none, without_retired

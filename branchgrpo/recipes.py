@@ -17,13 +17,14 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from . import files
+from .files import from_home
 from .methods.fits import FITS
 from .methods.recipe import Recipe, Sourced, neutral
 from .own import whole_name
 from .registry import Registry, of_type
 from .messages import check_one_of, shown
 from .settings import MethodSettings, OptimiserSettings, SizeSettings, field_types
+from .yaml_files import read_table
 
 # %% ../nbs/basics/04_recipes.ipynb #1901560d
 # of a recipe, besides its values
@@ -47,7 +48,7 @@ def read_recipe_table(path: Path) -> dict[str, Any]:
 
     Raise `ValueError` if it is missing, not YAML, or has unknown keys.
     """
-    table = files.read_table(path, "recipe")
+    table = read_table(path, "recipe")
     for key in table.keys() - {*TEXTS, "values"}:
         raise ValueError(
             f"recipe: {str(path)!r} may hold {', '.join(TEXTS)} and values, not {key!r}"
@@ -124,7 +125,7 @@ def packaged() -> dict[str, Recipe]:
     found = {"neutral": dataclasses.replace(neutral(), published=True)}
     for file in FILES:
         with resources.as_file(resources.files("branchgrpo") / "methods" / file) as path:
-            for name, table in files.read_table(path, "recipe").items():
+            for name, table in read_table(path, "recipe").items():
                 base = found[table["base"]]
                 found[name] = base.with_values(
                     stated_in(table, path), **texts_in(table, name, base)
@@ -153,7 +154,7 @@ def get(name: str, within: tuple[Path, ...] = ()) -> Recipe:
     the file is wrong.
     """
     if str(name).endswith((".yaml", ".yml")):
-        return from_yaml(Path(files.from_home(name, "recipe")), within)
+        return from_yaml(Path(from_home(name, "recipe")), within)
     fit, slash, published = str(name).partition("/")
     if slash and fit in FITS.names():
         return dataclasses.replace(FITS.get(fit)(RECIPES.get(published)), name=name)

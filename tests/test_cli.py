@@ -22,11 +22,11 @@ from branchgrpo import cli, recipes
 from branchgrpo.backbones.declarations import declared
 from branchgrpo.backbones.names import family
 from branchgrpo.backbones.published import PUBLISHED
-from branchgrpo.files import parse_table
 from branchgrpo.machine.counting import meta_pipeline
 from branchgrpo.messages import docstring_text
 from branchgrpo.options import parse, parser_of
 from branchgrpo.settings import RETIRED
+from branchgrpo.yaml_files import parse_table
 
 
 def called(capsys, *words):

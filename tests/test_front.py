@@ -4,10 +4,10 @@ import json
 import re
 from pathlib import Path
 
-from branchgrpo.files import parse_table
 from branchgrpo.reproduction.answers import FRONT_PAGE
 from branchgrpo.site.build import readme
 from branchgrpo.training.resolve import resolve
+from branchgrpo.yaml_files import parse_table
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

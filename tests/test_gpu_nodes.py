@@ -12,12 +12,12 @@ from small import package_settings, requirements
 
 from branchgrpo import cli
 from branchgrpo.cli import main
-from branchgrpo.files import parse_table, read_table
 from branchgrpo.options import parse, parser_of
 from branchgrpo.reproduction.command import given_parameters
 from branchgrpo.reproduction.pages import jobs
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.resolve import resolve
+from branchgrpo.yaml_files import parse_table, read_table
 
 ROOT = Path(__file__).parents[1]
 PAGES = [

@@ -13,7 +13,6 @@ from test_prose import FOUND, OURS, given_by
 
 from branchgrpo import cli
 from branchgrpo.backbones.memory import QUANTISED
-from branchgrpo.files import parse_table
 from branchgrpo.machine.advice import advice, memory_verdict
 from branchgrpo.machine.doctor import Report, cost_lines
 from branchgrpo.machine.estimate import estimate
@@ -23,6 +22,7 @@ from branchgrpo.reproduction.budget import budget, cost_of
 from branchgrpo.reproduction.pages import jobs, planned_runs
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.resolve import resolve
+from branchgrpo.yaml_files import parse_table
 
 ROOT = Path(__file__).parents[1]
 

@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard
 
 from branchgrpo.backbones.distilled import distilled_line
 from branchgrpo.backbones.loading import load_backbone
-from branchgrpo.files import Refused
+from branchgrpo.refusals import Refused
 from branchgrpo.training.card import AGAIN, shared_settings
 from branchgrpo.training.config import TrainConfig
 from branchgrpo.training.resolve import resolve

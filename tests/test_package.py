@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from small import entries, package_settings, requirements
 
 import branchgrpo
-from branchgrpo.files import parse_table
+from branchgrpo.yaml_files import parse_table
 
 ROOT = Path(__file__).parents[1]
 SMALL = (

@@ -1,5 +1,6 @@
 """A policy of any pipeline: it trains one that nobody knows, and refuses what it cannot follow."""
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from branchgrpo.evaluation.evaluate import Evaluator
 from branchgrpo.evaluation.fields import Evaluation
 from branchgrpo.evaluation.policies import load_policy
 from branchgrpo.evaluation.sampling import drawing_process
-from branchgrpo.machine.findings import is_small
+from branchgrpo.machine.findings import is_small, lacking
 from branchgrpo.machine.reached import card_share
 from branchgrpo.policy import Ragged
 from branchgrpo.prompts import load_prompts
@@ -85,6 +86,7 @@ class StrangePipeline(DiffusionPipeline):
         texts = [prompt] if isinstance(prompt, str) else prompt
         rows = []
         for text in texts:
+            text = "cut" if self.lie == "deaf" else text
             letters = torch.tensor([float(byte) for byte in text.encode()])
             rows.append(torch.sin(letters[:, None] * torch.arange(1, WIDTH + 1) / 20))
         return {"texts": rows, "kind": "letters"}
@@ -101,17 +103,28 @@ class StrangePipeline(DiffusionPipeline):
         output_type="pil",
         return_dict=True,
     ):
-        count = 1 if isinstance(prompt, str) else len(prompt)
+        count = 1 if isinstance(prompt, str) or self.lie == "one" else len(prompt)
+        prompt = prompt[0] if self.lie == "one" and not isinstance(prompt, str) else prompt
         height -= height % 2 if self.lie == "even" else 0
+        if self.lie == "copy":
+            copy.deepcopy(self.scheduler)
         texts = self.encode_prompt(prompt)["texts"]
         nothing = [torch.zeros_like(text[:1]) for text in texts]
         shape = (count, height * width // 4, 4)
         x = randn_tensor(shape, generator=generator)
+        if self.lie == "early":
+            texts = [text + randn_tensor(text.shape, generator=generator) for text in texts]
         if self.lie == "picture":
             x[:, ::2] = 0.3
         if self.lie == "loud":
             x = 3 * x
         self.scheduler.set_timesteps(num_inference_steps)
+        if self.lie == "one step":  # allowed: it cannot take one
+            height += 0 // (num_inference_steps // 2)
+        if self.lie == "broken" and num_inference_steps == 4:
+            raise ZeroDivisionError("division of 4")
+        if self.lie == "package":
+            raise NameError("name 'transforms' is not defined")
         memory = 0.0
         for i, t in enumerate(self.scheduler.timesteps):
             age = 1 - t.expand(count) / 1000
@@ -237,14 +250,17 @@ def test_guidance_gets_no_gradient_unless_it_is_asked_for():
 
 REFUSED = {
     "index": "the output of step 2 of 4 differs by .*it depends on the index of the step",
+    "early": "it depends on random numbers that are drawn before the first step",
     "history": "it depends on what was computed in earlier steps",
     "noise": "two calls with the same inputs differ",
     "between": "latents change by 0.01 between the steps 0 and 1",
     "picture": "of its first latents are no noise; they hold a picture",
     "loud": "its first latents have the std",
+    "deaf": "its output is the same for two prompts; are their texts cut off",
     "cut": "the gradient of its latents is 0",
     "half cut": "a finite difference of its latents is 2.00 of the gradient",
     "tail": "the image differs by",
+    "broken": r"its own call of 4 steps fails \(division of 4\)",
 }
 
 
@@ -267,6 +283,39 @@ def test_guidance_by_time_is_allowed():
     hold(strange("time")).self_check(10)
 
 
+def test_a_package_that_diffusers_does_not_find_is_named_as_the_cause():
+    "As Cosmos 2, which needs torchvision, and says that `transforms` is not defined."
+    cause = r"call of 4 steps fails \(name 'transforms' is not defined; it may need a package"
+    with pytest.raises(ValueError, match=f"^backbone: StrangePipeline cannot .* {cause}"):
+        hold(strange("package")).self_check(4)
+
+
+def test_a_pipeline_that_steps_by_copies_of_its_scheduler_is_refused():
+    "As LTX-2 steps its sound, and SkyReels' diffusion forcing each part of a clip."
+    with pytest.raises(ValueError, match="cannot be driven .it steps by copies of its FlowMatch"):
+        _ = hold(strange("copy")).latent_shape
+
+
+def test_a_diffusion_whose_last_step_changes_nothing_is_refused():
+    policy = hold(make("stable-diffusion"), **PIPELINES["stable-diffusion"])
+    policy.pipeline.scheduler.register_to_config(set_alpha_to_one=False, steps_offset=0)
+    with pytest.raises(ValueError, match="steps_offset: 0, so its last step changes nothing"):
+        policy.own_levels(4)
+
+
+def test_a_pipeline_that_cannot_take_one_step_is_allowed():
+    "As Mochi, whose levels are made of two halves."
+    hold(strange("one step")).self_check(4)
+
+
+def test_a_picture_that_is_encoded_by_chance_is_encoded_as_the_mean():
+    policy = hold(make("flux-fill"), **PIPELINES["flux-fill"])
+    checked = policy.self_check(2, gradients=False)
+    assert checked.found["output"] < 1e-6
+    assert "a picture is encoded as the mean of what its VAE would draw" in str(checked)
+    assert "mean" not in str(hold(strange()).self_check(2, gradients=False))
+
+
 def test_rows_that_see_each_other_get_calls_of_their_own():
     policy = hold(strange("rows"))
     checked = policy.self_check(4)
@@ -275,6 +324,13 @@ def test_rows_that_see_each_other_get_calls_of_their_own():
     both = policy.predict(x, torch.tensor(0.5), policy.encode(PROMPTS[:2]))
     alone = policy.predict(x[:1], torch.tensor(0.5), policy.encode(PROMPTS[:1]))
     assert torch.equal(both[:1], alone)
+
+
+def test_a_pipeline_that_draws_one_of_two_prompts_gets_calls_of_one():
+    "As Cosmos 3."
+    checked = hold(strange("one")).self_check(4)
+    assert "one row per call, since two prompts: latents are (1, 16, 4)" in str(checked)
+    assert checked.found["rows"] == 0
 
 
 def test_a_scheduler_that_draws_noise_is_refused():
@@ -463,6 +519,13 @@ def test_the_adapter_of_a_pipeline_that_loads_none_is_read_by_its_denoiser(tmp_p
         assert gap(ours(x), ours.base_layer(x)) > 1e-3
 
 
+def test_the_doctor_asks_for_no_weights_of_a_guider(tmp_path):
+    make("hunyuan-video-1.5").save_pretrained(tmp_path)
+    assert lacking(tmp_path) == []
+    (tmp_path / "guider/guider_config.json").unlink()
+    assert lacking(tmp_path) == ["guider"]
+
+
 REWARD = """
 def redness(images, prompts):
     return images[:, 0].flatten(1).mean(1) - images[:, 1].flatten(1).mean(1)
@@ -552,7 +615,7 @@ def test_prompts_with_a_picture_train_evaluate_and_export(name, tmp_path):
     run = made.fit(quiet=True)
     assert [row["rollout_mismatch"] for row in run.metrics] == [0, 0]
     assert all(row["grad_norm"] > 0 for row in run.metrics)
-    assert len(policy.encoded) == 4  # three pictures and the check's: each is encoded once
+    assert len(policy.encoded.kept) == 4  # three pictures and the check's: each is encoded once
     conditioning = policy.encode(prompts.train[:2])
     x = torch.randn(1, *policy.latent_shape, generator=torch.Generator().manual_seed(0))
     both = policy.predict(torch.cat([x, x]), torch.tensor(0.5), conditioning)

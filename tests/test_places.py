@@ -18,10 +18,11 @@ from branchgrpo.backbones.names import folder_of
 from branchgrpo.evaluation.policies import load_policy
 from branchgrpo.evaluation.sampling import check_images
 from branchgrpo.evaluation.scores import draw_and_score, score_table
-from branchgrpo.files import check_file, check_output, refusals_in_words
+from branchgrpo.files import check_file, check_output
 from branchgrpo.options import parse, parser_of
 from branchgrpo.prompts import load_prompts
 from branchgrpo.recipes import get
+from branchgrpo.refusals import refusals_in_words
 from branchgrpo.rewards.names import load_reward
 from branchgrpo.rewards.scorer import Scorer
 from branchgrpo.settings import PLACES, read_settings

@@ -14,12 +14,12 @@ import pytest
 from commands import popen
 from slow import often
 
-from branchgrpo.files import parse_table
 from branchgrpo.recipes import get
 from branchgrpo.reproduction.cache import cache_key
 from branchgrpo.reproduction.pages import default_parameters, templates
 from branchgrpo.reproduction.pages import jobs as all_jobs
 from branchgrpo.reproduction.records import read_record, record_path
+from branchgrpo.yaml_files import parse_table
 
 ROOT = Path(__file__).parents[1]
 

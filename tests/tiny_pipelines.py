@@ -118,6 +118,8 @@ def part_of(pipeline, name, described):
     if hasattr(kind, "config_class") and issubclass(kind, transformers.PreTrainedModel):
         return kind(kind.config_class(**config)).eval()
     made = kind(**config)
+    for method in described.get("then", ()):
+        getattr(made, method)()
     if name in DENOISERS:
         return seeded(made, 2 if name == "transformer_2" else 1)
     return made.eval() if isinstance(made, torch.nn.Module) else made
@@ -157,4 +159,7 @@ def make(name, seed=0):
     if kind.__module__.rpartition(".")[2] in OF_A_MILLION:
         count = 3 if kind.__module__.endswith("edit") else 2
         module.calculate_dimensions = lambda area, ratio: (64, 64, None)[:count]
-    return kind(**parts)
+    made = kind(**parts)
+    for key, value in record.get("attributes", {}).items():
+        setattr(made, key, [tuple(one) for one in value])
+    return made

@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['DENOISERS', 'PROBES', 'PRECISIONS', 'STEPS', 'KEPT', 'kind_of_scheduler', 'defaults_of', 'any_family', 'family_of',
-           'Learned', 'rows_given', 'SeenStep', 'picture_row', 'as_pil', 'probe_picture', 'place_among', 'remembering',
-           'text_row', 'prompt_in', 'encode_any', 'picture_part', 'texts_of', 'never', 'recorder', 'player', 'stub',
-           'real', 'call_groups', 'given_rows', 'pipeline_times', 'predict_alike', 'predict_any', 'decode_any',
-           'decode_batch', 'as_images', 'set_scheduler', 'levels_of_any', 'process_of_any', 'attention_layers',
-           'called_wrongly', 'one_step', 'alone_pattern', 'patterns_of', 'text_patterns', 'learn', 'check_image_shape',
-           'random_rows', 'raised', 'guidance_weights', 'AnyPolicy', 'hold']
+           'Learned', 'rows_given', 'SeenStep', 'picture_row', 'as_pil', 'probe_picture', 'digest_of', 'Encoded',
+           'remembering', 'text_row', 'prompt_in', 'encode_any', 'picture_part', 'texts_of', 'never', 'recorder',
+           'player', 'stub', 'real', 'call_groups', 'given_rows', 'pipeline_times', 'predict_alike', 'predict_any',
+           'decode_any', 'decode_batch', 'as_images', 'set_scheduler', 'levels_of_any', 'process_of_any',
+           'attention_layers', 'called_wrongly', 'one_step', 'alone_pattern', 'patterns_of', 'text_patterns', 'learn',
+           'check_image_shape', 'random_rows', 'raised', 'guidance_weights', 'AnyPolicy', 'hold']
 
 # %% ../../nbs/backbones/18_any_pipeline.ipynb #6fc56c77
 import functools
@@ -30,6 +30,7 @@ from branchgrpo.backbones.driving import (
     StandIn,
     Stop,
     body_output,
+    call_failure,
     tail_output,
     with_steps,
 )
@@ -182,30 +183,47 @@ def probe_picture(height: int, width: int) -> Tensor:
     return picture_row(torch.stack([down, along, 1 - down]))
 
 
-def place_among(picture: Tensor, seen: list[Tensor]) -> int:
-    "Return the place of a picture among those that were seen; a new one is added."
-    for place, known in enumerate(seen):
-        if known.shape == picture.shape and torch.equal(known, picture):
-            return place
-    seen.append(picture)
-    return len(seen) - 1
+def digest_of(values: Tensor) -> bytes:
+    "Return 32 bytes that are the same for equal tensors only."
+    whole = values.detach().cpu().contiguous()
+    named = f"{whole.dtype} {tuple(whole.shape)}".encode()
+    return hashlib.sha256(named + whole.flatten().view(torch.uint8).numpy().tobytes()).digest()
 
 # %% ../../nbs/backbones/18_any_pipeline.ipynb #e812bcb7
 KEPT = 32  # pictures whose encoding is kept
 
 
-def remembering(vae: nn.Module, kept: list[tuple[Tensor, Any]]) -> StandIn:
-    "Return a stand-in for a VAE that keeps what it made of the last pictures in `kept`."
+@dataclass
+class Encoded:
+    "What a VAE made of the last pictures, by their digests and the call's other arguments."
+
+    kept: dict[tuple[bytes, str], Any] = field(default_factory=dict)
+    drawn: bool = False  # whether a pipeline would have drawn one at random
+
+    def mean_of(self, made: Any) -> Any:
+        "Return what an encoder returned, with the mean wherever a random draw is asked for."
+        spread: Any = getattr(made, "latent_dist", made[0] if isinstance(made, tuple) else None)
+
+        def mean(generator: torch.Generator | None = None) -> Tensor:
+            self.drawn = True
+            return spread.mode()
+
+        if hasattr(spread, "sample") and hasattr(spread, "mode"):
+            spread.sample = mean
+        return made
+
+
+def remembering(vae: nn.Module, encoded: Encoded) -> StandIn:
+    "Return a stand-in for a VAE that keeps what it made of the last pictures, without chance."
 
     @torch.no_grad()
     def encode(x: Tensor, *given: Any, **more: Any) -> Any:
-        for known, made in kept:
-            if known.shape == x.shape and torch.equal(known, x):
-                return made
-        made = cast(Any, vae).encode(x, *given, **more)
-        kept.append((x, made))
-        del kept[:-KEPT]
-        return made
+        kept, key = encoded.kept, (digest_of(x), f"{given} {more}")
+        if key not in kept:
+            kept[key] = encoded.mean_of(cast(Any, vae).encode(x, *given, **more))
+            for old in list(kept)[:-KEPT]:
+                del kept[old]
+        return kept[key]
 
     shim = StandIn(vae, vae)
     vars(shim)["encode"] = encode
@@ -339,7 +357,6 @@ def real(policy: "AnyPolicy", rows: int) -> Callable[..., Any]:
 def call_groups(policy: "AnyPolicy", rows: list[dict[str, Tensor]]) -> list[list[int]]:
     "Return the places of the rows that one call of the pipeline takes."
     groups: dict[Any, list[int]] = {}
-    seen: list[Tensor] = []
     for place, row in enumerate(rows):
         key: Any = tuple((name, value.shape) for name, value in row.items() if in_one_batch(name))
         if policy.learned.alone:
@@ -347,7 +364,7 @@ def call_groups(policy: "AnyPolicy", rows: list[dict[str, Tensor]]) -> list[list
         elif policy.learned.texts is None:
             key = prompt_in(row)
         if "picture" in row:
-            key = key, place_among(row["picture"], seen)
+            key = key, digest_of(row["picture"])
         groups.setdefault(key, []).append(place)
     return list(groups.values())
 
@@ -457,7 +474,7 @@ def set_scheduler(policy: "AnyPolicy", steps: int) -> tuple[Any, dict[str, Any]]
     if not held:
         raise scheduler_error(loop.scheduler, "is not set by its pipeline before the first step")
     new, given = held
-    del new.step, new.set_timesteps
+    del new.step, new.set_timesteps, new.__deepcopy__
     if new.config.get("stochastic_sampling"):
         raise scheduler_error(new, "has stochastic_sampling: True, which draws noise of its own")
     return new, given
@@ -488,7 +505,7 @@ def attention_layers(denoiser: nn.Module) -> tuple[str, ...]:
 def called_wrongly(policy: "AnyPolicy", error: Exception) -> ValueError:
     "Return the one-line error for a pipeline that cannot be called as policies need it."
     name = type(policy.pipeline).__name__
-    return ValueError(f"backbone: {name} cannot be driven ({reason(error)})")
+    return ValueError(f"backbone: {name} cannot be driven ({call_failure(error)})")
 
 # %% ../../nbs/backbones/18_any_pipeline.ipynb #c1a29caf
 @torch.no_grad()
@@ -557,11 +574,12 @@ def learn(policy: "AnyPolicy") -> None:
         learned.alone = f"two rows: {reason(error)}"
         two = one
     first, pair = one.latents, two.latents
+    if not learned.alone and pair.shape != (2, *first.shape[1:]):
+        learned.alone = f"two prompts: latents are {tuple(pair.shape)}"
+        two = one
     if first.shape[0] != 1 or one.output.shape != first.shape:
         shapes = f"{tuple(first.shape)} have outputs {tuple(one.output.shape)}"
         raise ValueError(f"backbone: latents of {name} of shape {shapes}")
-    if not learned.alone and pair.shape != (2, *first.shape[1:]):
-        raise ValueError(f"backbone: latents of {name} are {tuple(pair.shape)} for two prompts")
     learned.latent_shape = tuple(first.shape[1:])
     if learned.alone:
         learned.texts = [alone_pattern(tree) for tree in one.texts] or None
@@ -703,7 +721,7 @@ class AnyPolicy(PipelinePolicy):
         self.checked: dict[int, SelfCheck] = {}  # by steps
         self.found: Learned | None = None
         self.probe: dict[str, Tensor] | None = None
-        self.encoded: list[tuple[Tensor, Any]] = []  # pictures, and what the VAE made of them
+        self.encoded = Encoded()
 
     # also while a stand-in is in its place
     denoiser = property(lambda self: self.modules[self.component])
@@ -743,15 +761,18 @@ class AnyPolicy(PipelinePolicy):
         "Learn what the pipeline shows of itself; if it cannot be called without a picture, with."
         try:
             learn(self)
-        except Exception:
+        except Exception as without:
             if self.pictured or not self.takes_pictures:
                 raise
             self.needs_picture = True
             try:
                 learn(self)
-            except Exception:
+            except Exception as error:
                 self.needs_picture = False
-                raise
+                if str(error).startswith("backbone: "):
+                    raise
+                both = f"{reason(without, 60)}; with a picture: {reason(error, 60)}"
+                raise ValueError(both) from error
 
     needs_picture = False  # whether the pipeline cannot be called without one
     _first_frames: Callable[[list[str]], Sequence[Tensor]] | None = None
@@ -795,10 +816,8 @@ class AnyPolicy(PipelinePolicy):
         pipeline = self.pipeline
         own = pipeline.scheduler if self.kind == "flow" else ddim_scheduler(self)
         vae = getattr(pipeline, "vae", None)
-        kept = self.pictured and vae is not None
-        return Loop(
-            pipeline, own, self.modules, {"vae": remembering(vae, self.encoded)} if kept else {}
-        )
+        parts = {} if vae is None else {"vae": remembering(vae, self.encoded)}
+        return Loop(pipeline, own, self.modules, parts)
 
     def given(
         self, prompts: list[str], steps: int = STEPS, picture: Tensor | None = None
@@ -855,9 +874,7 @@ class AnyPolicy(PipelinePolicy):
         picture = self.picture_of(prompt)
         if picture is None and "image" in self.arguments:
             picture = torch.from_numpy(np.array(self.arguments["image"]))
-        of_picture = (
-            "" if picture is None else hashlib.sha256(picture.numpy().tobytes()).hexdigest()
-        )
+        of_picture = "" if picture is None else digest_of(picture).hex()
         given = {name: value for name, value in self.arguments.items() if name != "image"}
         name = type(self.pipeline).__name__
         return f"{prompt}\0{name} {sorted(given.items())}{of_picture}"

@@ -116,7 +116,7 @@ def while_hub_answers(*names: str) -> AbstractContextManager[None]:
     return nullcontext()
 
 # %% ../../nbs/machine/05_findings.ipynb #4ab3e7ec
-WITHOUT_WEIGHTS = re.compile("Tokenizer|Scheduler|Processor|Extractor")
+WITHOUT_WEIGHTS = re.compile("Tokenizer|Scheduler|Processor|Extractor|Guidance")
 
 # %% ../../nbs/machine/05_findings.ipynb #366593c2
 def has_weights(folder: Path) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from importlib.resources import as_file, files
 from typing import Any
 
-from ..files import read_table
+from ..yaml_files import read_table
 from .recipe import Recipe
 
 # %% ../../nbs/methods/05_papers.ipynb #980d5ff9

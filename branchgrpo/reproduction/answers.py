@@ -432,6 +432,9 @@ QUESTIONS = {  # of the front page: of each, the claims that answer it
         "tree-five-prompts": "with fewer prompts, ",
     },
     "Is Pro-GRPO above Flow-GRPO for the same calls?": {"pro-grpo-cost": ""},
+    "Is that lead of its choice? Against the same funnel with random survivors": {
+        "survivors-end": "",
+    },
     "Is it better after as many updates?": {
         "branchgrpo-end": "BranchGRPO: ",
         "pro-grpo-end": "Pro-GRPO: ",

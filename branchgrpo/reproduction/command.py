@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..files import REFUSED, check_output, parse_table
+from ..files import check_output
+from ..refusals import REFUSED
+from ..yaml_files import parse_table
 from ..messages import shown
 from ..settings import options
 from ..bounds import bounded

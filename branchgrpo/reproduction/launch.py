@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from ..files import yaml_of
+from ..yaml_files import yaml_of
 from ..training.config import TrainConfig
 from ..training.stop import Preempted, REQUEUE, SIGNALS
 

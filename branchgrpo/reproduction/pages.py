@@ -25,7 +25,7 @@ from typing import Any
 import nbformat
 
 from .. import recipes
-from ..files import read_table
+from ..yaml_files import read_table
 from ..messages import reason, shown, unknown_name_error
 from branchgrpo.reproduction.cache import (
     Wanted,

@@ -20,7 +20,7 @@ from pathlib import Path
 import nbformat
 from filelock import FileLock, Timeout
 
-from ..files import in_words, refusal
+from ..refusals import in_words, refusal
 from .launch import PROGRESS
 from .pages import Job
 from .workers import minutes_left, say, worker_environments, worker_pool

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 import branchgrpo
-from ..files import read_table
+from ..yaml_files import read_table
 from ..plan import papers_cost
 from ..planning import plan_of
 from ..messages import shown, unknown_name_error

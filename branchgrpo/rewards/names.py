@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..files import from_home, is_there, refusal
+from ..files import from_home, is_there
+from ..refusals import refusal
 from ..registry import Registry, import_target
 from ..messages import docstring_summary, reason, shown, unknown_name_error
 from .addresses import check_no_secret

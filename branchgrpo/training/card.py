@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import __version__, recipes
 from ..backbones.names import is_hub_model, local_file
-from ..files import parse_table, yaml_of
+from ..yaml_files import parse_table, yaml_of
 from ..messages import count_of
 from ..policy import Policy
 from .config import Settings

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ..files import read_table
+from ..yaml_files import read_table
 from ..settings import MethodSettings, read_settings, without_retired
 from ..bounds import bounded
 

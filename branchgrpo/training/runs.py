@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 
 import branchgrpo
 from branchgrpo.files import (
-    Refused,
     append_jsonl,
     check_output,
     check_path,
@@ -39,6 +38,7 @@ from branchgrpo.files import (
     write_jsonl,
     write_text,
 )
+from ..refusals import Refused
 from ..messages import first_of, reason, shown
 from ..own import same_as_recorded, short_digest
 from .origins import check_same_origins, origins_of

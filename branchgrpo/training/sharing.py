@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..backbones.names import is_hub_model
-from ..files import Refused
+from ..refusals import Refused
 from ..messages import shown
 
 # %% ../../nbs/training/26_sharing.ipynb #2f4406b7

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from ..backbones.distilled import distilled_line
 from ..credit import flat_groups
 from ..policy import Policy
-from ..files import refusals_in_words
+from ..refusals import refusals_in_words
 from ..fusion import effective_sample_size
 from ..own import is_ours
 from ..own_calls import NUMBERS, as_before, copied

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import branchgrpo
 from branchgrpo.backbones.names import folder_of
-from branchgrpo.files import parse_table
+from branchgrpo.yaml_files import parse_table
 
 TABLES = parse_table(Path(__file__).with_name("bad_inputs.yaml").read_text(encoding="utf-8"))
 BAD, RUNS, ENVIRONMENT = TABLES["bad"], TABLES["runs"], TABLES["environment"]

@@ -17,9 +17,10 @@ from hypothesis import example, given
 from test_faults_plans import FIELDS, profile
 
 from branchgrpo import cli
-from branchgrpo.files import bare, read_table, yaml_of
+from branchgrpo.files import bare
 from branchgrpo.prompts import load_prompts
 from branchgrpo.rewards.names import check_name, terms
+from branchgrpo.yaml_files import read_table, yaml_of
 
 COUNTS = collections.Counter()
 # letters of many scripts, signs that have a meaning somewhere, controls, line separators, halves of
