@@ -1929,6 +1929,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                       'branchgrpo/reproduction/answers.py'),
                                                  'branchgrpo.reproduction.answers.clip_words': ( 'reproduction/answers.html#clip_words',
                                                                                                  'branchgrpo/reproduction/answers.py'),
+                                                 'branchgrpo.reproduction.answers.control_rows': ( 'reproduction/answers.html#control_rows',
+                                                                                                   'branchgrpo/reproduction/answers.py'),
                                                  'branchgrpo.reproduction.answers.deciding_p': ( 'reproduction/answers.html#deciding_p',
                                                                                                  'branchgrpo/reproduction/answers.py'),
                                                  'branchgrpo.reproduction.answers.draw_answers': ( 'reproduction/answers.html#draw_answers',

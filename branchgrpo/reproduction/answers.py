@@ -5,14 +5,15 @@
 # %% auto #0
 __all__ = ['ROOT', 'SHOWN', 'SIGNS', 'PRINTED_PAIRS', 'RECORDS', 'CONTROLS', 'OPENING', 'CLOSING', 'ANSWERS', 'QUESTIONS',
            'FRONT_PAGE', 'p_text', 'answer_rows', 'found_here', 'short_found', 'shown_answer', 'how_many', 'deciding_p',
-           'answer_sentence', 'draw_answers', 'PrintedPair', 'printed_share', 'fill', 'printed_effects', 'report_facts',
-           'harm_words', 'harm_rows', 'clip_words', 'seconds_words', 'guidance_words', 'right_images', 'written_report',
-           'first_answers', 'write_report']
+           'answer_sentence', 'draw_answers', 'PrintedPair', 'printed_share', 'fill', 'printed_effects', 'control_rows',
+           'report_facts', 'harm_words', 'harm_rows', 'clip_words', 'seconds_words', 'guidance_words', 'right_images',
+           'written_report', 'first_answers', 'write_report']
 
 # %% ../../nbs/reproduction/22_answers.ipynb #a593bbe5
 import json
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -235,14 +236,24 @@ def fill(template: str, **facts: Any) -> str:
     return Environment(undefined=StrictUndefined, **settings).from_string(template).render(**facts)
 
 
-def printed_effects(registered: Registration, folder: Path) -> dict[str, str]:
+def printed_effects(claims: Iterable[Claim], folder: Path) -> dict[str, str]:
     "Return what a paper prints for each claim, with the difference in the study's unit if it can."
     texts = {}
-    for claim in registered.claims:
+    for claim in claims:
         pair = PRINTED_PAIRS.get(claim.name)
         share = f"{percent(printed_share(pair, folder))}: " if pair else ""
         texts[claim.name] = f"{share}{claim.printed}"
     return texts
+
+
+def control_rows(root: Path = ROOT) -> list[dict[str, Any]]:
+    "Return the registered claims about the controls, with their answers."
+    path = root / f"figures/testbed/{RECORDS['control']}.json"
+    record = json.loads(path.read_text(encoding="utf-8"))
+    rows = []
+    for name in CONTROLS:
+        rows += answer_rows(read_registration(root / f"reproduce/registered_{name}.yaml"), record)
+    return rows
 
 
 def report_facts(root: Path = ROOT) -> dict[str, Any]:
@@ -251,18 +262,14 @@ def report_facts(root: Path = ROOT) -> dict[str, Any]:
     paths = {name: root / f"figures/testbed/{file}.json" for name, file in RECORDS.items()}
     facts = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items()}
     registered = read_registration(root / "reproduce/registered.yaml")
-    controls = [read_registration(root / f"reproduce/registered_{name}.yaml") for name in CONTROLS]
     record = facts["record"]
     rows = answer_rows(registered, record)
-    control_rows = []
-    printed = printed_effects(registered, root / "reproduce/published")
-    for one in controls:
-        control_rows += answer_rows(one, facts["control"])
-        printed |= printed_effects(one, root / "reproduce/published")
-    all_rows = rows + control_rows
+    controls = control_rows(root)
+    all_rows = rows + controls
+    printed = printed_effects([row["claim"] for row in all_rows], root / "reproduce/published")
     said = {
         "rows": rows,
-        "control_rows": control_rows,
+        "control_rows": controls,
         "pairs": {row["methods"]: row for row in facts["control"]["pairs"]},
         "pairs_of_study": {
             f"{row['methods']}, {row['task']}": row["at the end"] for row in record["pairs"]

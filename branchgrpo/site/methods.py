@@ -17,7 +17,12 @@ from .. import recipes
 from ..methods.papers import ERRATA, QUOTES, erratum_text, quoted, quotes_of
 from ..plan import plan_cost
 from ..planning import plan_of
-from ..reproduction.answers import answer_rows, found_here, shown_answer
+from branchgrpo.reproduction.answers import (
+    answer_rows,
+    control_rows,
+    found_here,
+    shown_answer,
+)
 from ..reproduction.study import read_registration
 from ..settings import MethodSettings
 
@@ -198,13 +203,13 @@ def errata(paper: str) -> str:
 
 
 def results(*names: str, root: str | Path = "../..") -> str:
-    """Return what the registered study found of all claims that compare one of some recipes with
-    another."""
+    """Return what the registered study and its controls found of all claims that compare one of
+    some recipes with another."""
     registered = read_registration(Path(root) / "reproduce/registered.yaml")
     path = Path(root) / "figures/testbed/study_answers.json"
     record = json.loads(path.read_text(encoding="utf-8"))
     rows = []
-    for row in answer_rows(registered, record):
+    for row in answer_rows(registered, record) + control_rows(Path(root)):
         claim = row["claim"]
         if {claim.label, claim.other} & set(names):
             found = f"**{shown_answer(row)}**: {found_here(row)}"
