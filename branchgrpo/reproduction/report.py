@@ -73,10 +73,11 @@ figures and verdicts stand beside the code that made them. `figures/testbed` hol
 files, and for each page a JSON file with its numbers, the run of each, the date and the machine.
 A row counts the verdicts of its page.
 
-- **Registered claims** are tested in [Answers](../reproduce/study/answers.ipynb) alone. There
-  *confirmed* is counted as a claim that holds, *undecided* as unclear. All registered claims and
-  looks share 5 % of error, so the 95 % interval of an undecided claim may exclude zero. Second
-  tests, on new seeds, share 5 % again.
+- **Registered claims** are tested in [Answers](../reproduce/study/answers.ipynb) and, of
+  controls, in [Is it the tree?](../reproduce/study/control.ipynb) alone. There *confirmed* is
+  counted as a claim that holds, *undecided* as unclear. The claims and looks of a registration
+  share 5 % of error, so the 95 % interval of an undecided claim may exclude zero. Second tests,
+  on new seeds, share 5 % again.
 - **All other pages explore.** One setting is *higher* or *lower* than another if the 95 % t
   interval of the difference, paired by seed, lies above or below zero; *equal* if two one-sided
   tests at 5 % place it within a tenth of what the second setting gains; else the difference is
