@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import gpu_bench
+import IPython.display
 import nbformat
 import pytest
 import torch
@@ -86,8 +87,14 @@ def test_bench_takes_four_minutes_by_default():
     assert options(BenchOptions, {}).minutes == 4
 
 
-def page(folder, output) -> dict:
-    "Execute the page's cells in this process; return the record that they write."
+@pytest.fixture
+def page(monkeypatch):
+    "Execute the page's cells in this process, with tables as text; return the record they write."
+    monkeypatch.setattr(IPython.display, "display", lambda shown: print(shown.data))
+    return execute_page
+
+
+def execute_page(folder, output) -> dict:
     names = {}
     for cell in nbformat.read(ROOT / "reproduce/gpu.ipynb", 4).cells:
         if cell.cell_type == "code":
@@ -97,7 +104,7 @@ def page(folder, output) -> dict:
     return json.loads((output / "gpu.json").read_text(encoding="utf-8"))
 
 
-def test_the_page_says_that_nothing_was_measured(tmp_path, capsys):
+def test_the_page_says_that_nothing_was_measured(page, tmp_path, capsys):
     record = page(tmp_path / "none", tmp_path)
     assert "Nothing was measured on a GPU" in capsys.readouterr().out
     assert record["rows"] == []
@@ -106,7 +113,7 @@ def test_the_page_says_that_nothing_was_measured(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", TABLES)
-def test_a_part_at_a_small_size(part, tmp_path, capsys):
+def test_a_part_at_a_small_size(part, page, tmp_path, capsys):
     path = tmp_path / "gpu" / f"{part}.json"
     gpu_bench.main([part, "--tiny", "--json", str(path)])
     record = json.loads(path.read_text(encoding="utf-8"))
@@ -119,7 +126,7 @@ def test_a_part_at_a_small_size(part, tmp_path, capsys):
     shown = page(path.parent, tmp_path)
     printed = capsys.readouterr().out
     assert f"{part}: {record['device']}" in printed and "small sizes, not the real ones" in printed
-    assert all(f"\n{table}\n" in printed for table in TABLES[part])
+    assert all(f"**{table}**" in printed for table in TABLES[part])
     assert shown["rows"] == [], "seconds are measured by steps"
 
 

@@ -103,8 +103,9 @@ def test_train_evaluate_sample_and_draw_with_diffusers_alone(tmp_path):
         str(png),
     ]
     assert cli.main(words) == 0
-    # a pixel is written as 4 × 4
-    drawn = torch.from_numpy(np.array(Image.open(png)))[::4, ::4].permute(2, 0, 1) / 255
+    # a pixel is written as 4 × 4; the base model's image is above
+    pixels = torch.from_numpy(np.array(Image.open(png)))[::4, ::4].permute(2, 0, 1) / 255
+    drawn = pixels[:, 64:]
 
     noise = Noise(drawing_seed(), 0, (0,)).roots(1, (16, 64))[:, 0]
     torch.save({"prompt": ["a red 3"], "latents": noise}, tmp_path / "images.pt")

@@ -32,7 +32,7 @@ def test_one_process_encodes_for_both(tmp_path):
         for code, log in done:
             assert code == 0, log
         found[name] = [json.loads(log.strip().splitlines()[-1]) for _, log in done]
-    assert [process["encoders"] for process in found["folder"]] == [2, 0]
+    assert [process["encoders"] for process in found["folder"]] == [3, 0]  # those of tiny-sd3
     assert found["folder"][0]["made"] > 0 and found["folder"][1]["made"] == 0
     torch.testing.assert_close(
         found["folder"][0]["rewards"], found["memory"][0]["rewards"], rtol=0, atol=1e-4

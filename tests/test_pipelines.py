@@ -296,11 +296,12 @@ def test_a_pipeline_that_steps_by_copies_of_its_scheduler_is_refused():
         _ = hold(strange("copy")).latent_shape
 
 
-def test_a_diffusion_whose_last_step_changes_nothing_is_refused():
+def test_a_diffusion_whose_last_step_changes_nothing_is_drawn_and_not_trained():
     policy = hold(make("stable-diffusion"), **PIPELINES["stable-diffusion"])
     policy.pipeline.scheduler.register_to_config(set_alpha_to_one=False, steps_offset=0)
-    with pytest.raises(ValueError, match="steps_offset: 0, so its last step changes nothing"):
-        policy.own_levels(4)
+    assert len(policy.own_levels(4)[0]) == 4
+    with pytest.raises(ValueError, match="^backbone: .* so its last step changes nothing"):
+        resolve(TrainConfig(recipe="dancegrpo-sd", steps=4), policy=policy)
 
 
 def test_a_pipeline_that_cannot_take_one_step_is_allowed():

@@ -217,7 +217,10 @@ def runs(line):
     if line in ("view", "train", "sample", "reproduce"):
         return False
     large = "--slurm" in line or (
-        name == "train" and re.search(r"--backbone [\w-]+/|--config examples/", line)
+        name == "train"
+        and re.search(
+            r"--backbone [\w-]+/|--config examples/|--reward (server:|yes-no:|ocr )", line
+        )
     )
     return name in {*SHOWS, *RUN} and not large and "FOLDER" not in line
 

@@ -74,9 +74,6 @@ def ddim_levels_of(policy, steps: int) -> tuple[Tensor, Tensor, Tensor | None]:
     check_divisible(scheduler, signals)
     after = times - len(alphas) // steps
     ends = torch.where(after >= 0, alphas[after.clamp(min=0)], scheduler.final_alpha_cumprod)
-    if signals[-2] == ends[-1]:
-        given = "set_alpha_to_one: False and steps_offset: 0"
-        raise scheduler_error(scheduler, f"has {given}, so its last step changes nothing")
     levels = torch.cat([signals[:-1], ends[-1:]])
     return times, levels, None if torch.equal(ends, levels[1:]) else ends
 

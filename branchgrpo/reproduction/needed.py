@@ -26,8 +26,8 @@ def drawn_runs(todo: list[Job]) -> Wanted:
     for job in todo:
         if job.runner.get("models"):
             wanted = wanted_runs([job])
-            first = next(config.seed for config, _ in wanted.values())
-            drawn |= {folder: run for folder, run in wanted.items() if run[0].seed == first}
+            first = [config.seed for config, _ in wanted.values()][:1]
+            drawn |= {folder: run for folder, run in wanted.items() if run[0].seed in first}
     return drawn
 
 # %% ../../nbs/reproduction/21_needed.ipynb #076df0ff

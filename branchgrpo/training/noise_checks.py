@@ -92,6 +92,9 @@ def check_steps(s: MethodSettings, process: Transition, drawn: Iterable[int], le
             " noise"
         )
     changes = process.levels.diff()
+    if s.transition == "ddim" and not changes[-1]:
+        ends = "set_alpha_to_one: False and a last timestep of 0"
+        raise ValueError(f"backbone: its scheduler has {ends}, so its last step changes nothing")
     if not (changes < 0).all() and not (changes > 0).all():
         raise ValueError(f"shift: {s.shift} makes noise levels of {process.steps} steps equal")
     x = torch.ones(1, 1)
