@@ -3999,6 +3999,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                           'branchgrpo.training.runs.recorded_run': ( 'training/runs.html#recorded_run',
                                                                                      'branchgrpo/training/runs.py'),
                                           'branchgrpo.training.runs.rewind': ('training/runs.html#rewind', 'branchgrpo/training/runs.py'),
+                                          'branchgrpo.training.runs.setting_of_run': ( 'training/runs.html#setting_of_run',
+                                                                                       'branchgrpo/training/runs.py'),
                                           'branchgrpo.training.runs.with_nan': ( 'training/runs.html#with_nan',
                                                                                  'branchgrpo/training/runs.py'),
                                           'branchgrpo.training.runs.with_null': ( 'training/runs.html#with_null',

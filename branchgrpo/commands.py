@@ -362,6 +362,8 @@ def draw(given: dict[str, Any]) -> int:
     o, drawing = options(SampleOptions, given), options(Drawing, given)
     if not o.prompt and is_run(drawing.backbone):
         o = replace(o, prompt=first_prompts(drawing.backbone))
+    if not o.prompt and "backbone" in given:
+        raise ValueError(f"prompt: is required, since {shown(drawing.backbone)} is no run's folder")
     check_sample(o)
     place = Path(o.output or "sample.png").absolute()  # code of yours may go to another folder
     remark = cannot_draw(drawing.backbone, o.prompt)
@@ -392,7 +394,7 @@ def check_sample(o: SampleOptions) -> None:
     for prompt in o.prompt:
         if not bare(prompt):
             raise ValueError(f"prompt: {prompt!r} is empty; write --prompt 'a cat' 'a dog'")
-    check_file(o.output or "sample.png", ".png")
+    check_file("sample.png" if o.output is None else o.output, ".png")
 
 # %% ../nbs/cli/01_commands.ipynb #910a3b37
 def doctor(given: dict[str, Any]) -> int:

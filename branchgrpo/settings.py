@@ -184,7 +184,7 @@ def read_value(name: str, value: object, hint: object, bounds: Bounds | None = N
         )
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    if name in PLACES:
+    if name in PLACES and hint in (str, tuple[str, ...]):
         found = (
             tuple(from_home(one, name) for one in found)
             if isinstance(found, tuple)

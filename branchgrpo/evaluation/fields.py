@@ -113,13 +113,13 @@ def check_evaluation(e: Evaluation, rewards: Mapping[str, Any] = MappingProxyTyp
 # %% ../../nbs/evaluation/05_fields.ipynb #c1969045
 def run_prompts(run: str) -> str:
     "Return the name of a run's prompts. Raise `ValueError` if they were an object in Python."
-    from branchgrpo.training.runs import recorded_run
+    from branchgrpo.training.runs import recorded_run, setting_of_run
 
     settings = recorded_run(run, "backbone")["settings"]
     if "prompts" in settings.get("sources", {}):
         what = f"the run {run!r} was trained on prompts given in Python"
         raise ValueError(f"prompts: {what}; name a set or a file")
-    return settings["prompts"]
+    return setting_of_run(run, "prompts")
 
 # %% ../../nbs/evaluation/05_fields.ipynb #b7c630e5
 def run_rewards(run: str) -> tuple[str, ...]:
@@ -129,10 +129,10 @@ def run_rewards(run: str) -> tuple[str, ...]:
     """
     from branchgrpo.rewards.names import check_name
     from branchgrpo.training.config import listed
-    from branchgrpo.training.runs import recorded_run
+    from branchgrpo.training.runs import recorded_run, setting_of_run
 
     settings = recorded_run(run, "backbone")["settings"]
-    names = dict.fromkeys([settings["reward"], *listed(settings.get("held_out"))])
+    names = dict.fromkeys([setting_of_run(run, "reward"), *listed(settings.get("held_out"))])
     for name in names:
         try:
             check_name(name)

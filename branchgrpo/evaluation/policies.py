@@ -25,7 +25,7 @@ from ..messages import check_one_of, shown
 from ..temporary import without_remarks
 from ..training.checkpoint_files import newest, read_saved_table
 from ..training.origins import settings_from
-from ..training.runs import Run, recorded_run
+from ..training.runs import Run, recorded_run, setting_of_run
 
 # %% ../../nbs/evaluation/04_policies.ipynb #1cc73e95
 RUN_WEIGHTS = ("trained", "ema", "base")
@@ -126,7 +126,7 @@ def drawing_settings(run: Run, weights: str, table: str | None) -> SimpleNamespa
 
     Raises `ValueError` if the run trained an object in Python, which is gone."""
     info = run.info
-    own = is_own_name(info["settings"]["backbone"])
+    own = is_own_name(setting_of_run(run.path, "backbone"))
     model = run.path / "model"
     whole = weights != "base" and model.is_dir()  # then what the run began from is not read
     if whole and not own and not (model / "model_index.json").is_file():

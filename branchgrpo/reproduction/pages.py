@@ -97,10 +97,11 @@ class Arms:
     def configs(self) -> dict[tuple[str, int], TrainConfig]:
         "Return `{(label, seed): config}`, seed by seed. Raise `ValueError` on a wrong setting."
         of_label = {label: self.seeds_of(label) for label in self.changes}
-        seeds = list(dict.fromkeys([*self.seeds, *chain(*of_label.values())]))
-        for seed in seeds:
+        given = [*self.seeds, *chain(*of_label.values())]
+        for seed in given:
             if not isinstance(seed, int):
                 raise ValueError(f"seeds: {shown(seed)} is not a whole number")
+        seeds = list(dict.fromkeys(given))
         changed = self.changed()
         for config in changed.values():
             resolve(config)  # raises on a wrong setting
