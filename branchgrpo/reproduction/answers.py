@@ -275,8 +275,8 @@ def report_facts(root: Path = ROOT) -> dict[str, Any]:
             f"{row['methods']}, {row['task']}": row["at the end"] for row in record["pairs"]
         },
         "printed_short": {name: text.partition(":")[0] for name, text in printed.items()},
-        "waiting": ", ".join(
-            f"`{r['claim'].name}`"
+        "waiting": " and ".join(
+            f"`{r['claim'].label}` above `{r['claim'].other}` ({r['claim'].task})"
             for r in rows
             if r["answer"] == OPEN and r["claim"].again and not r["first"]
         ),
