@@ -161,7 +161,7 @@ def resample(rewards: Tensor, k: int, generators) -> Tensor:
     """Return `k` indices of each row, drawn with odds that rise with the rewards: `(P, k)`,
     ascending."""
     deviation = rewards - rewards.mean(-1, keepdim=True)
-    std = rewards.std(-1, keepdim=True).clamp(min=1e-8)
+    std = rewards.std(-1, keepdim=True).nan_to_num().clamp(min=1e-8)  # of one reward it is NaN
     odds = torch.softmax(deviation / std, -1)
     drawn = [row.multinomial(k, replacement=True, generator=g) for row, g in zip(odds, generators)]
     return torch.stack(drawn).sort(-1).values

@@ -22,8 +22,14 @@ KILLED = {"KILL": -9, "limit": -25}
 RUN = SMALL | dict(
     steps=4, splits=[0, 2], iterations=3, checkpoint_every=1, keep_checkpoints=2, evaluate_every=3
 )
-RUN |= dict(
-    evaluation_prompts=2, evaluation_steps=2, ema_decay=0.5, max_batch=2, learning_rate=1e-4
+RUN |= dict(  # the injector stops in parts of FLUX
+    backbone="tiny-flux",
+    reward="tiny-clip",
+    evaluation_prompts=2,
+    evaluation_steps=2,
+    ema_decay=0.5,
+    max_batch=2,
+    learning_rate=1e-4,
 )
 FULL = {"sharding": "full"}
 MODES = {  # processes, and what differs
