@@ -5,6 +5,7 @@ import json
 import math
 import time
 from pathlib import Path
+from unittest import mock
 
 import gpu_bench
 import IPython.display
@@ -87,24 +88,20 @@ def test_bench_takes_four_minutes_by_default():
     assert options(BenchOptions, {}).minutes == 4
 
 
-@pytest.fixture
-def page(monkeypatch):
-    "Execute the page's cells in this process, with tables as text; return the record they write."
-    monkeypatch.setattr(IPython.display, "display", lambda shown: print(shown.data))
-    return execute_page
-
-
-def execute_page(folder, output) -> dict:
+def page(folder, output) -> dict:
+    """Execute the page's cells in this process, with tables as text; return the record that they
+    write."""
     names = {}
-    for cell in nbformat.read(ROOT / "reproduce/gpu.ipynb", 4).cells:
-        if cell.cell_type == "code":
-            exec(cell.source, names)
-        if "parameters" in cell.metadata.get("tags", []):
-            names |= {"folder": str(folder), "output": str(output)}
+    with mock.patch.object(IPython.display, "display", lambda shown: print(shown.data)):
+        for cell in nbformat.read(ROOT / "reproduce/gpu.ipynb", 4).cells:
+            if cell.cell_type == "code":
+                exec(cell.source, names)
+            if "parameters" in cell.metadata.get("tags", []):
+                names |= {"folder": str(folder), "output": str(output)}
     return json.loads((output / "gpu.json").read_text(encoding="utf-8"))
 
 
-def test_the_page_says_that_nothing_was_measured(page, tmp_path, capsys):
+def test_the_page_says_that_nothing_was_measured(tmp_path, capsys):
     record = page(tmp_path / "none", tmp_path)
     assert "Nothing was measured on a GPU" in capsys.readouterr().out
     assert record["rows"] == []
@@ -113,7 +110,7 @@ def test_the_page_says_that_nothing_was_measured(page, tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", TABLES)
-def test_a_part_at_a_small_size(part, page, tmp_path, capsys):
+def test_a_part_at_a_small_size(part, tmp_path, capsys):
     path = tmp_path / "gpu" / f"{part}.json"
     gpu_bench.main([part, "--tiny", "--json", str(path)])
     record = json.loads(path.read_text(encoding="utf-8"))
